@@ -1,0 +1,1 @@
+"""Moves gradient buckets between workers: layout, reduction order, transports, and the tail that rides with them."""

@@ -1,0 +1,96 @@
+"""Buckets: parameters whose gradients travel together in one flat buffer.
+
+The layout is a pure function of the parameters' sizes, so that every worker, and every later view, has the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfuse.kernels import PackTable
+
+ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Which parameters (by index, in the order of their places) a bucket holds, and where each one starts."""
+
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int  # of the flat buffer, padding included
+
+
+def plan_buckets(numels: Sequence[int], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
+    """Cuts parameters into buckets of at most `capacity` elements, last parameter first.
+
+    Backward produces gradients roughly in reverse order of definition, so the first bucket is complete early.
+    `kinds`: parameters of different kinds (parameter group) never share a bucket. A parameter
+    larger than the capacity has a bucket of its own.
+    """
+    layouts: list[BucketLayout] = []
+    params: list[int] = []
+    offsets: list[int] = []
+    end = 0
+
+    def close() -> None:
+        nonlocal params, offsets, end
+        if params:
+            layouts.append(BucketLayout(tuple(params), tuple(offsets), end))
+        params, offsets, end = [], [], 0
+
+    for index in reversed(range(len(numels))):
+        if params and (kinds[index] != kinds[params[0]] or end + numels[index] > capacity):
+            close()
+        params.append(index)
+        offsets.append(end)
+        end += -(-numels[index] // ALIGN) * ALIGN
+    close()
+    return layouts
+
+
+class Bucket:
+    """One bucket's tensors on a device: gradients as they come, and the flat buffers ("slots") they are packed into.
+
+    Slot k is a flat fp32 buffer; with the canonical tree a worker may hold several partial sums, one a slot. After
+    the reduction slot 0 holds the sum over all workers. `tail` extra elements follow the gradients in every slot.
+    """
+
+    def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], tail: int, name: str) -> None:
+        """`tensors`: all tensors that the layout's indices refer to."""
+        self.index, self.layout, self.name = index, layout, name
+        mine = [tensors[i] for i in layout.params]
+        self.device = mine[0].device if mine else torch.device("cpu")
+        self.shapes = [t.shape for t in mine]
+        self.numel = layout.numel + tail
+        self.body = layout.numel
+        self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
+        self.grads: list[Tensor | None] = [None] * len(mine)
+        self.missing = len(mine)
+        self.packed = False
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes fresh slots; the old ones are left to whoever still writes to them."""
+        self.slots: list[Tensor] = []
+        self.views = self.view(self.slot(0))
+
+    def slot(self, k: int) -> Tensor:
+        """Slot k, allocated (zeroed, so that padding stays zero) on first use."""
+        while len(self.slots) <= k:
+            self.slots.append(torch.zeros(self.numel, device=self.device))
+        return self.slots[k]
+
+    def view(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' places in a flat buffer of this layout, in their shapes."""
+        places = zip(self.layout.offsets, self.shapes, strict=True)
+        return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in places]
+
+    def begin_micro_batch(self) -> None:
+        self.grads = [None] * len(self.shapes)
+        self.missing = len(self.shapes)
+        self.packed = False

@@ -1,0 +1,370 @@
+"""The reduction engine: from backward's gradients to their mean over all workers, bucket by bucket, as they come.
+
+Post-accumulate hooks collect each parameter's fresh gradient. When a bucket has all of its gradients one kernel
+(`pack`) reads them once: into the flat buffer, scaled by the micro-batch's weight, with the sum of squares of this
+micro-batch's own gradient. After the step's last micro-batch the bucket's reduction starts while backward goes on.
+Buckets start in index order on every rank; the tail rides at the end of the last one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kfuse.comm import tail as t
+from kfuse.comm import transports
+from kfuse.comm.buckets import Bucket, BucketLayout, plan_buckets
+from kfuse.comm.group import CommError, Group
+from kfuse.comm.step import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.tree import LeafStep, plan_merges, plan_range
+from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
+
+
+class Engine:
+    """Reduces the gradients of `groups` (lists of parameters that may share a bucket) over a `group` of workers."""
+
+    def __init__(self, groups: Sequence[Sequence[Parameter]], group: Group, options: CommOptions) -> None:
+        """Raises ValueError for parameters that are not dense fp32 on one device."""
+        self.options = options
+        self.params = [p for params in groups for p in params]
+        _check_parameters(self.params)
+        kinds = [index for index, params in enumerate(groups) for _ in params]
+        capacity = max(1, int(options.bucket_mb * 2**20 / 4))
+        self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
+        self.step = 0
+        self.reduced: Reduced | None = None
+        """The last step's result, until the optimizer takes it."""
+        self.control: Callable[[], t.Control] = t.Control  # asked once a step, on the leader
+        self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
+        self._buffers: list[Tensor] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._build()
+        self.set_group(group)
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    def track_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Averages these (BatchNorm's running statistics) over the step's micro-batches too, by samples.
+
+        Each micro-batch starts from the step's first values, so the result does not depend on who ran which.
+        """
+        self._buffers = list(buffers)
+        self._build()
+        self.set_group(self.group)
+
+    def _build(self) -> None:
+        """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
+        self.close()
+        tail = len(self.params) + t.TAIL_SLOTS
+        separate = bool(self._buffers) or self.options.dtype != "fp32" or not self._layouts
+        count = len(self._layouts) + separate
+        self.buckets = [
+            Bucket(i, layout, self.params, 0 if i < count - 1 else tail, f"bucket {i + 1} of {count}")
+            for i, layout in enumerate(self._layouts)
+        ]
+        if separate:
+            [layout] = plan_buckets([b.numel() for b in self._buffers], [0] * len(self._buffers), 2**62) or [
+                BucketLayout((), (), 0)
+            ]
+            self.buckets.append(Bucket(count - 1, layout, self._buffers, tail, f"bucket {count} of {count}"))
+        self.of_params = self.buckets[: len(self._layouts)]
+        self._device = self.params[0].device if self.params else torch.device("cpu")
+        chunks = [b.table.num_chunks for b in self.of_params]
+        blocks = [num_blocks(b.body) for b in self.of_params]
+        self._sumsq = torch.zeros(sum(chunks), device=self._device)
+        self._norms = torch.zeros(sum(blocks), device=self._device)
+        self._sumsq_of = dict(enumerate(torch.split(self._sumsq, chunks))) if chunks else {}
+        self._norms_of = dict(enumerate(torch.split(self._norms, blocks))) if blocks else {}
+        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._saved = [b.clone() for b in self._buffers]
+        self._wire: dict[int, list[Tensor]] = {}
+        for bucket in self.of_params:
+            for position, index in enumerate(bucket.layout.params):
+                self._own(self.params[index])
+                register = self.params[index].register_post_accumulate_grad_hook
+                self._handles.append(register(self._hook(bucket, position, index)))  # type: ignore[no-untyped-call]
+
+    def set_group(self, group: Group, transport: str | None = None) -> None:
+        """Between steps: goes on with other workers, or another transport. Raises ValueError if devices differ."""
+        if group.size > 1 and group.device.type != self._device.type:
+            raise ValueError(
+                f"parameters lie on {self._device}, this worker's device is {group.device}: move the model"
+            )
+        name = transport or transports.choose(self.options.schedule, self.options.reproducible)
+        self.group, self.transport_name = group, name
+        self._transport = transports.make(name, group)
+        self._broken = ""
+        self._reset()
+
+    def close(self) -> None:
+        """Removes the hooks; gradients go where autograd leaves them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _own(self, parameter: Parameter) -> None:
+        """A parameter has one engine: with two, the first to be asked would take the gradient from the other."""
+        owner = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
+        other = owner() if owner is not None else None
+        if other is not None and other is not self:
+            other.close()
+        _OWNERS[parameter] = weakref.ref(self)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
+        self.abort()
+        now = self._now
+        now.plan, now.expected = plan, len(plan.ranges[self.group.rank])
+        if self.options.reproducible:
+            ranges = [plan_range(r.start, len(r), plan.micro_batches) for r in plan.ranges]
+            now.leaves = ranges[self.group.rank].steps
+            nodes = [node for r in ranges for node in r.pieces]
+            self._transport.plan([len(r.pieces) for r in ranges], plan_merges(nodes, plan.micro_batches))
+
+    def micro_batch(self, samples: float, last: bool) -> MicroBatch:
+        """The context of one micro-batch of `samples`."""
+        return MicroBatch(self, samples, last)
+
+    def open(self, micro_batch: MicroBatch) -> None:
+        """Gradients that arrive from now on belong to this micro-batch."""
+        now = self._now
+        if self._broken:
+            raise CommError(self._broken)
+        if self.reduced is not None or now.closed:
+            raise RuntimeError(f"another backward before opt.step(): {REMEDY}")
+        if now.current is not None:
+            raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
+        if now.expected is not None and now.done >= now.expected:
+            raise RuntimeError(f"the plan has {now.expected} micro-batches for this worker: one more was begun")
+        now.current = micro_batch
+        now.leaf = now.leaves[now.done] if now.leaves is not None else LeafStep(0, now.done > 0, ())
+        if now.plan is not None:
+            now.scale = micro_batch.samples / now.plan.samples
+        else:
+            now.scale = 1.0 / self.group.size if now.implicit else float(micro_batch.samples)
+        if self._buffers:
+            first = now.done == 0
+            torch._foreach_copy_(*((self._saved, self._buffers) if first else (self._buffers, self._saved)))
+        for bucket in self.buckets:
+            bucket.begin_micro_batch()
+
+    def _hook(self, bucket: Bucket, position: int, index: int) -> Callable[[Tensor], None]:
+
+        def on_gradient(param: Tensor) -> None:
+            grad = param.grad
+            if grad is bucket.views[position] and self.reduced is None:
+                raise RuntimeError("the last step's gradients are still there: call opt.zero_grad() after opt.step()")
+            if self._now.current is None:
+                self._open_implicit()
+            if bucket.packed or bucket.grads[position] is not None:
+                raise RuntimeError(f"parameter {index} received a second gradient: {REMEDY}")
+            bucket.grads[position] = grad
+            param.grad = None
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._pack(bucket)
+
+        return on_gradient
+
+    def _open_implicit(self) -> None:
+        """A bare `loss.backward()`: this worker's only micro-batch of the step."""
+        if self._now.done:
+            raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
+        self._now.implicit = True
+        self.open(MicroBatch(self, 1.0, last=True))
+        torch.autograd.Variable._execution_engine.queue_callback(self.close_micro_batch)
+
+    def _pack(self, bucket: Bucket) -> None:
+        leaf = self._now.leaf
+        sumsq = self._sumsq_of[bucket.index]
+        if bucket.missing:
+            for position, index in enumerate(bucket.layout.params):
+                self._now.fired[index] = bucket.grads[position] is not None
+        flat = bucket.slot(leaf.slot)
+        pack(bucket.grads, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=sumsq)
+        bucket.grads = []
+        bucket.packed = True
+        if bucket is not self.buckets[-1]:
+            self._complete(bucket)
+
+    def close_micro_batch(self) -> None:
+        """The micro-batch's backward is over: packs what is left, writes the tail, launches if it was the last."""
+        now = self._now
+        if now.current is None:
+            return  # the backward failed, and was aborted before its callback ran
+        for bucket in self.of_params:
+            if not bucket.packed:
+                self._pack(bucket)
+        last = self.buckets[-1]
+        if last not in self.of_params:
+            self._pack_buffers(last)
+        self._write_tail(last, now.current)
+        now.done += 1
+        now.closed = now.current.last
+        if now.closed and now.expected not in (None, now.done):
+            raise RuntimeError(f"the plan has {now.expected} micro-batches for this worker: {now.done} were run")
+        self._complete(last)
+        now.current = None
+        if now.closed:
+            self.on_last_micro_batch()
+
+    def _pack_buffers(self, bucket: Bucket) -> None:
+        leaf = self._now.leaf
+        scratch = torch.empty(bucket.table.num_chunks, device=bucket.device)
+        values = [self._buffers[i].to(torch.float32) for i in bucket.layout.params]
+        flat = bucket.slot(leaf.slot)
+        pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
+
+    def _write_tail(self, bucket: Bucket, current: MicroBatch) -> None:
+        now, weight = self._now, float(current.samples)
+        values = [0.0] * t.TAIL_SLOTS
+        values[t.SAMPLES], values[t.MICRO_BATCHES], values[t.LOSS] = weight, 1.0, float("nan")
+        if self.group.rank == 0 and now.done == 0:
+            control = self.control().slots()
+            values[t.CONTROL : t.CONTROL + len(control)] = control
+        flags = [float(fired) for fired in now.fired]
+        tail = torch.tensor(flags + values, dtype=torch.float32)
+        if self._device.type == "cuda":
+            tail = tail.pin_memory().to(self._device, non_blocking=True)
+        slots = tail[len(flags) :]
+        sum_partials(self._sumsq, self._total)
+        slots[t.SUM_SQUARES] = self._total * weight
+        if current.loss is not None:
+            slots[t.LOSS] = current.loss * weight
+        place = bucket.slot(now.leaf.slot)[bucket.body :]
+        if now.leaf.accumulate:
+            place.add_(tail)
+        else:
+            place.copy_(tail)
+        now.all_fired = now.all_fired and all(now.fired)
+        now.fired = [True] * len(self.params)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """The bucket has this micro-batch: merge partial sums; after the last one, launch what is due."""
+        now = self._now
+        assert now.current is not None
+        for destination, source in now.leaf.merges:
+            bucket.slot(destination).add_(bucket.slot(source))
+        if now.current.last:
+            now.complete[bucket.index] = True
+            self._launch()
+
+    def _launch(self) -> None:
+        """Starts the reduction of every complete bucket that has no incomplete one before it."""
+        now = self._now
+        while now.launched < len(self.buckets) and now.complete[now.launched]:
+            bucket = self.buckets[now.launched]
+            if self.group.size > 1:
+                self._transport.launch(bucket.index, self._outgoing(bucket), f"step {self.step}, {bucket.name}")
+            now.launched += 1
+        self._transport.poll()
+
+    def _outgoing(self, bucket: Bucket) -> list[Tensor]:
+        if self.options.dtype == "fp32" or bucket is self.buckets[-1]:
+            return bucket.slots
+        wire = self._wire.setdefault(bucket.index, [torch.empty_like(bucket.slots[0], dtype=torch.bfloat16)])
+        wire[0].copy_(bucket.slots[0])
+        return wire
+
+    def finish(self) -> None:
+        """Waits for all buckets; then slot 0 of each holds the mean gradient over the step's samples, and `reduced`
+        is set. Nothing happens if there was no backward since the last step.
+
+        Raises CommError, and RuntimeError if the step's last micro-batch has not been run.
+        """
+        if self._now.plan is not None and self._now.expected == 0 and not self._now.closed:
+            self._contribute_nothing()
+        if not self._now.closed:
+            if self._now.done:
+                raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
+            return
+        for bucket in self.buckets:
+            if self.group.size > 1:
+                self._transport.wait(bucket.index)
+                if bucket.index in self._wire:
+                    bucket.slots[0].copy_(self._wire[bucket.index][0])
+            self._transport.poll()
+        last = self.buckets[-1]
+        tail = last.slots[0][last.body :]
+        slots = tail[len(self.params) :].double()
+        for bucket in self.of_params:
+            body = bucket.slots[0][: bucket.body]
+            if not self._now.weighted:
+                body.mul_((1.0 / slots[t.SAMPLES]).float())  # the weights' total was not known while packing
+            block_sumsq(body, self._norms_of[bucket.index])
+        sum_partials(self._norms, self._total)
+        if self._buffers:
+            self._store_buffers(last, None if self._now.weighted else slots[t.SAMPLES])
+        self.reduced = Reduced(
+            torch.cat([slots, self._total[None]]), tail[: len(self.params)], self._now.all_fired, self._now.implicit
+        )
+        self.step += 1
+        self._reset()
+
+    def _contribute_nothing(self) -> None:
+        """This worker has no micro-batch in this step: zeros, where the transport takes one contribution from each."""
+        if not self.options.reproducible:
+            for bucket in self.buckets:
+                bucket.slots[0].zero_()
+        self._now.closed, self._now.all_fired = True, False
+        self._now.complete = [True] * len(self.buckets)
+        self._launch()
+
+    def _store_buffers(self, bucket: Bucket, total: Tensor | None) -> None:
+        for position, index in enumerate(bucket.layout.params):
+            value = bucket.views[position]
+            if total is not None:
+                value = value / total
+            buffer = self._buffers[index]
+            buffer.copy_(value if buffer.is_floating_point() else value.round())
+
+    @property
+    def begun(self) -> bool:
+        """A micro-batch of the coming step has been run, or is being run."""
+        return self._now.begun
+
+    @property
+    def interrupted(self) -> bool:
+        """A bare backward began and did not come to its end: it raised."""
+        return self._now.implicit and not self._now.closed
+
+    def abort(self) -> None:
+        """Forgets the step under way (or, after one, makes ready for the next)."""
+        if self._buffers and self._now.begun:
+            torch._foreach_copy_(self._buffers, self._saved)
+        if self._now.launched and self.group.size > 1:
+            # Messages are under way, and may arrive at any time: they keep their buffers, and we take others.
+            self._wire = {}
+            for bucket in self.buckets:
+                bucket.renew()
+            self._broken = "a step was given up after its reduction had begun: these workers have lost step"
+        self.reduced = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._now = StepState(len(self.buckets), len(self.params))
+        size = self.group.size
+        self._transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
+
+
+_OWNERS = WeakTensorKeyDictionary()
+
+
+def _check_parameters(params: Sequence[Parameter]) -> None:
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        raise ValueError(f"parameters lie on {sorted(map(str, devices))}: a worker has one device")
+    for index, p in enumerate(params):
+        if p.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {index} is {p.dtype}: parameters must be torch.float32 (bf16 compute comes from autocast)"
+            )
+        if not p.is_contiguous():
+            raise ValueError(f"parameter {index} of shape {tuple(p.shape)} is not contiguous")

@@ -1,0 +1,241 @@
+"""The workers of one view, and what they can do together.
+
+Every wait is sliced: it polls, so that a worker notices a timeout, or a change of view announced by the control
+plane, while a peer is silent. (gloo tells only a dead rank's neighbours, and nothing interrupts its blocking wait.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+_SLICE = timedelta(milliseconds=20)
+_LATE_GRACE_S = 5.0  # ranks that wait for the same one time out at about the same time
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+class CommError(RuntimeError):
+    """A collective failed or timed out; the message says which, and whom it waited for."""
+
+
+class Pending:
+    """Messages under way, with the peer each one waits for (None: all of them)."""
+
+    def __init__(self, group: Group, what: str, works: list[tuple[Any, int | None]]) -> None:
+        self.group, self.what, self.works = group, what, works
+        self.started = time.monotonic()
+        group.under_way.add(self)
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work, _ in self.works)
+
+    def wait(self) -> None:
+        """Returns when all messages are through. Raises CommError on failure or after the group's timeout.
+
+        On a CUDA device this orders the current stream after the messages and does not block the host.
+        """
+        for work, peer in self.works:
+            if self.group.device.type == "cuda":
+                work.wait()
+            else:
+                self._wait_one(work, peer)
+        self.group.under_way.discard(self)
+
+    def _wait_one(self, work: Any, peer: int | None) -> None:
+        whom = self.group.others if peer is None else f"rank {peer}"
+        while True:
+            with contextlib.suppress(RuntimeError):  # a timeout, or a failure that the next lines look at
+                work.wait(_SLICE)
+                return
+            if work.is_completed():
+                try:
+                    work.wait()  # it may have come through since: then this returns
+                    return
+                except RuntimeError as error:
+                    raise CommError(f"{self.what}: lost contact with {whom}: {_first_line(error)}") from error
+            self.group.check()
+            waited = time.monotonic() - self.started
+            if waited > self.group.timeout_s:
+                late = self.group.late_ranks(self.what) if peer is None else ""
+                raise CommError(f"{self.what}: waited {waited:.1f} s for {whom} (comm.timeout_s){late}")
+
+
+class Group:
+    """A fixed set of workers: collectives on one device, for one generation of the view.
+
+    Built from a store every worker can reach; a single worker needs none.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        store: Store | None = None,
+        device: torch.device | None = None,
+        timeout_s: float = 60.0,
+        hostname: str | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """`hostname`: the address gloo listens on. `check`: called while waiting; raises to end the wait."""
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.under_way: set[Pending] = set()
+        self.device = device or torch.device("cpu")
+        self.check = check or (lambda: None)
+        self._store = store
+        self._pg: Any = None
+        self._share_pg: Any = None
+        if size > 1:
+            if store is None:
+                raise ValueError(f"a group of {size} workers needs a store")
+            lanes = ("main",) if self.device.type == "cuda" else ("main", "share")
+            self._pg, *share = self._form(
+                lambda: [
+                    _process_group(PrefixStore(lane, store), rank, size, self.device, timeout_s, hostname)
+                    for lane in lanes
+                ]
+            )
+            self._share_pg = share[0] if share else self._pg
+
+    @property
+    def others(self) -> str:
+        """Everyone else, in words."""
+        return f"rank {1 - self.rank}" if self.size == 2 else f"the other {self.size - 1} ranks"
+
+    def _form(self, connect: Callable[[], list[Any]]) -> list[Any]:
+        """Runs `connect` in a thread, since nothing can interrupt it where a worker that it waits for has died."""
+        made: list[Any] = []
+        errors: list[Exception] = []
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                made.extend(connect())
+            except Exception as error:
+                errors.append(error)
+            over.set()
+
+        threading.Thread(target=run, name="kfuse-connect", daemon=True).start()
+        deadline = time.monotonic() + self.timeout_s
+        while not over.wait(_SLICE.total_seconds()):
+            self.check()
+            if time.monotonic() > deadline:
+                raise CommError(f"{self.others} did not connect within {self.timeout_s:.0f} s")
+        if errors:
+            raise CommError(f"connecting to {self.others}: {_first_line(errors[0])}")
+        return made
+
+    def retire(self) -> None:
+        """Drops this group as soon as it can be: dropping one with a message under way would block.
+
+        A message to a dead peer fails at once; one between survivors fails when the other side drops its group, or
+        after the timeout.
+        """
+        _RETIRED.append(self)
+        _RETIRED[:] = [g for g in _RETIRED if not all(pending.done() for pending in g.under_way)]
+
+    def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
+        """Starts an in-place all-reduce; "avg" sums (the caller divides)."""
+        if self.size == 1:
+            return Pending(self, what, [])
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        return Pending(self, what, [(self._pg.allreduce([tensor], options), None)])
+
+    def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
+        """Starts sending `tensor` (1-D), cut[r] elements to rank r; into[r] elements of `out` come from rank r."""
+        options = dist.AllToAllOptions()
+        return Pending(self, what, [(self._pg.alltoall_base(out, tensor, list(into), list(cut), options), None)])
+
+    def share(self, parts: Sequence[Tensor], what: str) -> Pending:
+        """Starts giving every rank all `parts`; rank r has parts[r], and receives the others in place.
+
+        May be started when its data are ready, whatever all_to_all and all_reduce do meanwhile: with gloo these
+        messages have a lane of their own, since a lane's messages must be started in the same order on all ranks.
+        (Broadcasts: gloo's own all-gather takes almost twice as long.)
+        """
+        works: list[tuple[Any, int | None]] = []
+        for source, part in enumerate(parts):
+            if part.numel():
+                peer = None if source == self.rank else source
+                works.append((self._share_pg.broadcast([part], _broadcast_from(source)), peer))
+        return Pending(self, what, works)
+
+    def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
+        if self.size == 1:
+            return Pending(self, what, [])
+        work = self._pg.broadcast([tensor], _broadcast_from(source))
+        return Pending(self, what, [(work, source if self.rank != source else None)])
+
+    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """Every rank's tensor (one shape, one dtype), in rank order."""
+        out = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for _ in range(self.size)]
+        out[self.rank].copy_(tensor)
+        if self.size > 1:
+            self.share(out, what).wait()
+        return out
+
+    def barrier(self, what: str = "barrier") -> None:
+        self.all_reduce(torch.zeros(1, device=self.device), what).wait()
+
+    def late_ranks(self, what: str) -> str:
+        """After a timeout: the ranks that did not report being stuck too, as words for the error message."""
+        if self._store is None:
+            return ""
+        key = f"late/{what}"
+        try:
+            self._store.set(f"{key}/{self.rank}", "1")
+            deadline = time.monotonic() + _LATE_GRACE_S
+            late = set(range(self.size))
+            while late and time.monotonic() < deadline:
+                late = {r for r in late if not self._store.check([f"{key}/{r}"])}
+                time.sleep(0.05)
+        except RuntimeError:  # the store's host is gone too; the timeout is the news
+            return ""
+        if not late or len(late) == self.size:
+            return ""
+        return "; silent: " + ", ".join(f"rank {r}" for r in sorted(late))
+
+
+_RETIRED: list[Group] = []
+
+
+def _broadcast_from(source: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    return options
+
+
+def _process_group(
+    store: Store, rank: int, size: int, device: torch.device, timeout_s: float, hostname: str | None
+) -> Any:
+    """A process group of our own, beside any the user has: rebuilt in process when the view changes."""
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+    gloo = backend._Options()
+    gloo._devices = [backend.create_device(hostname=hostname) if hostname else backend.create_default_device()]
+    gloo._timeout = 2 * timeout + timedelta(seconds=30)  # ours comes first, and says who was late
+    gloo._threads = 2
+    return backend(store, rank, size, gloo)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

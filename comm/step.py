@@ -1,0 +1,119 @@
+"""A step's parts: how it is planned, what one micro-batch is, and where the step under way stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kfuse.comm.tree import LeafStep
+
+if TYPE_CHECKING:
+    from kfuse.comm.engine import Engine
+
+REMEDY = (
+    "one backward is one micro-batch. For several a step, wrap each in "
+    "`with opt.micro_batch(samples=len(x), last=...)`; call opt.step() and opt.zero_grad() once after the last"
+)
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """How gradients are reduced (the `comm.*` settings)."""
+
+    schedule: str = "auto"  # or a name in kfuse.comm.transports.NAMES
+    dtype: str = "fp32"  # on the wire: fp32 | bf16; sums on a worker are fp32 always
+    bucket_mb: float = 25.0
+    reproducible: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "bf16"):
+            raise ValueError(f"comm.dtype={self.dtype!r}: allowed are fp32, bf16")
+        if self.reproducible and self.dtype != "fp32":
+            raise ValueError(f"comm.dtype={self.dtype!r}: comm.reproducible=true needs fp32 on the wire")
+        if not self.bucket_mb > 0:
+            raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step as its data loader knows it: total samples, and each worker's range of micro-batches."""
+
+    samples: int
+    ranges: tuple[range, ...]
+
+    @property
+    def micro_batches(self) -> int:
+        return self.ranges[-1].stop
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a step's reduction yields, on the device."""
+
+    record: Tensor  # float64 [TAIL_SLOTS + 1]: the tail's slots, then |gbar|^2
+    used: Tensor  # fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient
+    all_used_here: bool  # every parameter got one on this worker, so `used` need not be read
+    implicit: bool  # from bare backwards: no sample counts were given
+
+
+class MicroBatch:
+    """Context of one micro-batch. Set `loss` (its mean loss, detached) before backward to have it averaged too."""
+
+    def __init__(self, engine: Engine, samples: float, last: bool) -> None:
+        self._engine, self.samples, self.last = engine, samples, last
+        self.loss: Tensor | float | None = None
+
+    def __enter__(self) -> MicroBatch:
+        self._engine.open(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self._engine.close_micro_batch()
+        else:
+            self._engine.abort()
+
+
+@dataclass
+class StepState:
+    """The step under way."""
+
+    buckets: int
+    params: int
+    plan: StepPlan | None = None
+    leaves: Sequence[LeafStep] | None = None
+    """With the canonical tree: how this worker sums its micro-batches."""
+    expected: int | None = None
+    """Micro-batches that this worker has in the plan."""
+    implicit: bool = False
+    """A bare backward, outside opt.micro_batch."""
+    current: MicroBatch | None = None
+    leaf: LeafStep = field(default_factory=lambda: LeafStep(0, False, ()))
+    scale: float = 1.0
+    done: int = 0
+    """Micro-batches finished."""
+    closed: bool = False
+    """The last one is finished, or under way with all of its buckets packed."""
+    launched: int = 0
+    """Buckets whose reduction has started: always the first ones, in order."""
+    complete: list[bool] = field(init=False)
+    fired: list[bool] = field(init=False)
+    """Which parameters the current micro-batch gave a gradient."""
+    all_fired: bool = True
+
+    def __post_init__(self) -> None:
+        self.complete = [False] * self.buckets
+        self.fired = [True] * self.params
+
+    @property
+    def begun(self) -> bool:
+        return self.done > 0 or self.current is not None
+
+    @property
+    def weighted(self) -> bool:
+        """The micro-batches' weights sum to one while packing, since their total was known."""
+        return self.plan is not None or self.implicit

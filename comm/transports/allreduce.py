@@ -1,0 +1,29 @@
+"""The library's own all-reduce: one message, one contribution a worker, in a summation order of its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kfuse.comm.group import Group, Pending
+from kfuse.comm.tree import Merge
+
+
+class AllReduce:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._pending: dict[int, Pending] = {}
+
+    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
+        if any(count != 1 for count in pieces):
+            raise ValueError("allreduce takes one contribution a worker")
+
+    def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        self._pending[key] = self._group.all_reduce(slots[0], f"{what} (allreduce)")
+
+    def poll(self) -> None:
+        """One phase: nothing to move on."""
+
+    def wait(self, key: int) -> None:
+        self._pending.pop(key).wait()

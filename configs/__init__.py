@@ -1,0 +1,1 @@
+"""Hydra's config groups: a folder a group, a file an option."""

@@ -1,0 +1,28 @@
+"""KungFu's example, with kfuse: a worker more whenever the gradient noise scale grows.
+
+python examples/noise_scale_policy.py
+"""
+
+import torch
+
+import kfuse as kf
+from kfuse.data import load_digits
+from kfuse.models import MLP
+
+
+class GNSPolicy(kf.BasePolicy):
+    prev = float("inf")
+
+    def after_step(self):
+        gns = kf.grad_noise_scale()
+        avg = kf.allreduce(gns, "avg")
+        if avg > self.prev:
+            kf.resize(kf.size() + 1)
+        self.prev = avg
+
+
+digits = load_digits()
+model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
+opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+hook = kf.Hook(GNSPolicy())
+print(kf.fit(model, digits.train, opt, hook, epochs=5, heldout=digits.heldout))

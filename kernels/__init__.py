@@ -1,0 +1,20 @@
+"""Kernels on flat gradient buckets: Triton on GPUs, a PyTorch reference everywhere else.
+
+Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
+"""
+
+from kfuse.kernels.dispatch import adamw, block_sumsq, pack, reduce, sgd, sum_partials
+from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
+
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "PackTable",
+    "adamw",
+    "block_sumsq",
+    "num_blocks",
+    "pack",
+    "reduce",
+    "sgd",
+    "sum_partials",
+]

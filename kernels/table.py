@@ -1,0 +1,102 @@
+"""How a bucket is cut into pieces: chunks of one tensor for `pack`, blocks of the flat buffer for norms.
+
+Both sizes are part of the numerical contract. A sum of squares is rounded once per chunk or block, so moving
+a boundary changes bits; therefore boundaries depend on the bucket alone, never on a launch or on a worker's shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+CHUNK = 4096
+"""Most elements of one tensor that share a partial sum of squares in `pack`."""
+
+BLOCK = 4096
+"""Elements of a flat buffer that share a partial sum of squares in `block_sumsq`. Shards start at multiples of it."""
+
+
+def num_blocks(numel: int) -> int:
+    """Number of partial sums `block_sumsq` writes for a flat buffer of `numel` elements."""
+    return -(-numel // BLOCK)
+
+
+@dataclass
+class DevicePointers:
+    """The gradients' addresses on the device, and the host's copy that says whether they are still current."""
+
+    uploaded: list[int] = field(default_factory=list)
+    tensor: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def upload(self, addresses: list[int], device: torch.device) -> Tensor:
+        """The addresses as an int64 tensor on `device`, copied there only when they have changed, without waiting."""
+        if addresses != self.uploaded:
+            # Pinned memory is fresh each time: the caching allocator keeps it until the copy has run.
+            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self.tensor = host.to(device, non_blocking=True)
+            self.uploaded = addresses
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class PackTable:
+    """Where each tensor of a bucket lies in the flat buffer, and how it is cut into chunks.
+
+    Built once per bucket and device, and reused every step. Chunks of a tensor follow each other, tensors follow each
+    other in the order given, and no chunk spans two tensors. A table is used from one stream at a time.
+    """
+
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+    device: torch.device
+    num_chunks: int
+    end: int
+    """One past the last element of the flat buffer that the table writes."""
+    flat_sizes: tuple[int, ...]
+    """Sizes that split `flat[:end]` into gap, tensor, gap, tensor, ...; every second piece is a tensor."""
+    sumsq_sizes: tuple[int, ...]
+    """Sizes that split `sumsq` into each tensor's full chunks and, apart, its ragged last chunk (0 or 1 element)."""
+    offset_alignment: int
+    """Largest power of two, at most 16, that divides every offset: what the GPU kernel may assume."""
+    chunks: Tensor
+    """int64 [num_chunks, 4] on `device`: tensor index, start within it, length, start within the flat buffer."""
+    pointers: DevicePointers = field(repr=False, compare=False)
+
+    @staticmethod
+    def build(numels: Sequence[int], offsets: Sequence[int], device: torch.device) -> PackTable:
+        """Lay out tensors of `numels` elements at `offsets` (in elements) of a flat buffer on `device`.
+
+        Raises ValueError when the lengths differ, a number is negative, or segments overlap or are out of order.
+        """
+        if len(numels) != len(offsets):
+            raise ValueError(f"numels and offsets must have the same length, got {len(numels)} and {len(offsets)}")
+        rows: list[tuple[int, int, int, int]] = []
+        flat_sizes: list[int] = []
+        sumsq_sizes: list[int] = []
+        end = 0
+        for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
+            if numel < 0 or offset < end:
+                raise ValueError(
+                    f"segment {index} (numel {numel}, offset {offset}) must not be negative "
+                    f"and must start at or after element {end}, where the segment before it ends"
+                )
+            flat_sizes += [offset - end, numel]
+            sumsq_sizes += [numel // CHUNK, int(numel % CHUNK > 0)]
+            rows += [(index, at, min(CHUNK, numel - at), offset + at) for at in range(0, numel, CHUNK)]
+            end = offset + numel
+        return PackTable(
+            numels=tuple(numels),
+            offsets=tuple(offsets),
+            device=device,
+            num_chunks=len(rows),
+            end=end,
+            flat_sizes=tuple(flat_sizes),
+            sumsq_sizes=tuple(sumsq_sizes),
+            offset_alignment=math.gcd(16, *offsets),
+            chunks=torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device),
+            pointers=DevicePointers(),
+        )

@@ -1,0 +1,107 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton `adamw`: one pass over parameter, gradient and both moments."""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kfuse.kernels import launch
+
+BLOCK = 2048
+THREADS = 256
+
+
+@triton.jit
+def adamw_kernel(
+    param,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    step,
+    grad_scale,
+    found_inf,
+    numel,
+    lr,
+    decay,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    log_beta1,
+    log_beta2,
+    eps,
+    MAXIMIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if found_inf is not None:
+        if tl.load(found_inf) != 0.0:
+            return
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    p = tl.load(param + index, mask=mask).to(tl.float32)
+    g = tl.load(grad + index, mask=mask).to(tl.float32)
+    m = tl.load(exp_avg + index, mask=mask).to(tl.float32)
+    v = tl.load(exp_avg_sq + index, mask=mask).to(tl.float32)
+
+    if grad_scale is not None:
+        g = g * tl.load(grad_scale)
+    if MAXIMIZE:
+        g = -g
+    p = p * decay
+    m = m * beta1 + g * one_minus_beta1
+    v = v * beta2 + g * g * one_minus_beta2
+
+    # 1 - beta^t cancels for small t, so in fp64; from the logarithm, whose fp32 error is relative to it.
+    t = tl.load(step).to(tl.float64)
+    correction1 = (1.0 - tl.exp(t * log_beta1)).to(tl.float32)
+    correction2 = (1.0 - tl.exp(t * log_beta2)).to(tl.float32)
+    denominator = tl.div_rn(tl.sqrt_rn(v), tl.sqrt_rn(correction2)) + eps
+    p = p - tl.div_rn(lr, correction1) * tl.div_rn(m, denominator)
+
+    tl.store(param + index, p.to(param.dtype.element_ty), mask=mask)
+    tl.store(exp_avg + index, m.to(exp_avg.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq + index, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
+
+
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    if param.numel() == 0:
+        return
+    adamw_kernel[(triton.cdiv(param.numel(), BLOCK),)](
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        step,
+        grad_scale,
+        found_inf,
+        param.numel(),
+        float(lr),
+        1.0 - lr * weight_decay,
+        float(beta1),
+        float(beta2),
+        1.0 - beta1,
+        1.0 - beta2,
+        math.log(beta1) if beta1 > 0.0 else -math.inf,
+        math.log(beta2) if beta2 > 0.0 else -math.inf,
+        float(eps),
+        MAXIMIZE=maximize,
+        BLOCK=BLOCK,
+        **launch.options(THREADS),
+    )

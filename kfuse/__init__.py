@@ -1,0 +1,71 @@
+"""kfuse: adaptive data-parallel training for PyTorch.
+
+The gradient reduction itself yields the gradient noise scale and variance; policies act on them while training runs.
+
+    import kfuse as kf
+
+    opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    kf.fit(model, data, opt, kf.Hook(kf.GNSPolicy()))
+"""
+
+from kfuse.comm.group import CommError
+from kfuse.comm.step import CommOptions
+from kfuse.fit import Hook, fit
+from kfuse.loader import DataLoader
+from kfuse.optim import FusedAdamW, FusedSGD, Optimizer, StepStats
+from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
+from kfuse.session import Session, init
+from kfuse.signals import Bounds, Decision, Signals
+from kfuse.verbs import (
+    allgather,
+    allreduce,
+    barrier,
+    broadcast,
+    grad_noise_scale,
+    grad_norm,
+    grad_variance,
+    local_rank,
+    rank,
+    resize,
+    set_batch_size,
+    set_lr,
+    set_topology,
+    size,
+)
+from kfuse.version import __version__
+
+__all__ = [
+    "BasePolicy",
+    "Bounds",
+    "CommError",
+    "CommOptions",
+    "DataLoader",
+    "Decision",
+    "FusedAdamW",
+    "FusedSGD",
+    "GNSPolicy",
+    "Hook",
+    "NoPolicy",
+    "Optimizer",
+    "SchedulePolicy",
+    "Session",
+    "Signals",
+    "StepStats",
+    "__version__",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "fit",
+    "grad_noise_scale",
+    "grad_norm",
+    "grad_variance",
+    "init",
+    "local_rank",
+    "rank",
+    "resize",
+    "set_batch_size",
+    "set_lr",
+    "set_topology",
+    "size",
+]

@@ -1,0 +1,130 @@
+"""The command line: `kfuse key=value ...`, a Hydra app. `kfuse --help` lists the keys."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from kfuse.config import ConfigError, drop_replaced, explain, validate
+
+USAGE_ERROR = 2
+
+
+def main() -> int:
+    """Runs the command line in `sys.argv`; returns the exit status.
+
+    0: trained. 2: the command line or configuration is wrong, said in one line, with nothing written. Any
+    other: what the run ended with, the largest of a sweep's.
+    """
+    # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        args = _parse(sys.argv[1:])
+        if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
+            for overrides in _jobs(args):
+                _check(args, overrides)
+        return _run_hydra()
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # Hydra's own: a job keeps its errors to itself
+        return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
+
+
+def _refuse(message: str) -> int:
+    print(f"kfuse: error: {message}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return get_args_parser().parse_args(argv)
+    except SystemExit as stop:
+        if not stop.code:  # --version
+            raise
+        raise ConfigError(said.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
+
+
+def _jobs(args: argparse.Namespace) -> list[list[str]]:
+    """The overrides of each run: one list, or a sweep's many."""
+    if not args.multirun and "hydra.mode=MULTIRUN" not in args.overrides:
+        return [args.overrides]
+    parsed = OverridesParser.create().parse_overrides(args.overrides)
+    return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]
+
+
+def _check(args: argparse.Namespace, overrides: list[str]) -> None:
+    """Composes and validates one run's configuration, as Hydra will, before it creates anything."""
+    if args.config_dir is not None:
+        if not os.path.isdir(args.config_dir):
+            raise ConfigError(f"--config-dir={args.config_dir}: allowed is a directory")
+        overrides = [*overrides, f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"]
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+        try:
+            cfg = hydra.compose(args.config_name or "config", overrides)
+        except ValueError as error:  # Hydra's, without the key
+            raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+    drop_replaced(cfg, overrides)
+    validate(cfg)
+
+
+def _run_hydra() -> int:
+    statuses = [0]
+
+    @hydra.main(config_path="pkg://kfuse.configs", config_name="config", version_base="1.3")
+    def job(cfg: DictConfig) -> None:
+        statuses.append(_job(cfg))
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
+    job()
+    return max(statuses)
+
+
+def _job(cfg: DictConfig) -> int:
+    """One run, in the directory that Hydra made for it; returns its exit status."""
+    context = HydraConfig.get()
+    drop_replaced(cfg, list(context.overrides.task))
+    OmegaConf.resolve(cfg)
+    run_dir = Path(context.runtime.output_dir)
+    try:
+        _claim(run_dir, cfg)
+        from kfuse.run import run  # not before it is needed: `--help` is quick
+
+        return run(cfg, run_dir)
+    except ConfigError as error:
+        return _refuse(str(error))
+    except Exception:
+        # Hydra would add its own words, and the rest of a sweep would not run.
+        traceback.print_exc()
+        return 1
+
+
+def _claim(run_dir: Path, cfg: DictConfig) -> None:
+    """Writes .hydra/config.yaml; a run's directory is refused to a second one that does not resume it."""
+    path = run_dir / ".hydra" / "config.yaml"
+    path.parent.mkdir(exist_ok=True)
+    try:
+        with path.open("x" if cfg.checkpoint.resume == "never" else "w") as file:
+            OmegaConf.save(cfg, file)
+    except FileExistsError:
+        raise ConfigError(
+            f"hydra.run.dir={run_dir}: holds a run already; allowed is a new directory, or checkpoint.resume=auto"
+        ) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""Checkpoints: written in the background, in place whole or not at all, verified when they are read.
+
+    checkpoints/step-00001234/
+        model.pt, optimizer.pt    the state dicts, dense, on the CPU: torch.load(path, weights_only=True) reads them
+        state.pt                  the rest of the training state
+        manifest.json             format version, step, versions of torch and kfuse, size and SHA-256 of each file
+
+Not torch.distributed.checkpoint: its .metadata file is an unrestricted pickle, which can run code when it is read, and
+there is nothing to shard or reshard, since every worker has the whole state and the leader writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from kfuse.version import __version__
+
+FORMAT = 1
+"""Version of the layout above."""
+
+_MODEL, _OPTIMIZER, _REST, _MANIFEST = "model.pt", "optimizer.pt", "state.pt", "manifest.json"
+_NAME = re.compile(r"step-(\d+)(\.old)?")
+_HIDDEN = re.compile(r"\.step-\d+(?:\.old)?\.(.+)\.(\d+)")  # host, pid
+
+Report = Callable[[dict[str, Any]], None]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used: which file, and what is wrong with it."""
+
+
+class Checkpointer:
+    """Writes checkpoints into one directory; at most one Checkpointer a process may write there.
+
+    A checkpoint is written under a hidden name, made durable, then renamed: whenever the process is killed, the last
+    complete one stays. Hidden directories that dead processes of this host left are removed before the next write.
+    """
+
+    def __init__(self, directory: Path, keep: int, report: Report) -> None:
+        """keep: how many of the newest to keep, at least 1.
+
+        report: gets an event for each checkpoint, in the writer's thread: {"kind": "checkpoint", "step", "path",
+        "bytes", "wall_s", "snapshot_s"} (seconds of writing, and of the caller's time) or {"kind": "checkpoint_failed",
+        "step", "why"}.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep}: allowed is 1 or more")
+        self._directory, self._keep, self._report = directory, keep, report
+        self._thread: threading.Thread | None = None
+        self._wrote = False
+
+    def save(self, step: int, state: dict[str, Any]) -> bool:
+        """Copies `state` to the host and returns; the copy is written in the background.
+
+        state: "model", "optimizer" and others: tensors and plain values (None, bool, int, float, str), nested in lists,
+        tuples and dicts. Returns False, having done nothing, while the last checkpoint is still being written: there is
+        one copy at a time. Whatever goes wrong with the files is an event, never an exception.
+        Raises TypeError, naming the place, for a value that could not be read back.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        started = time.perf_counter()
+        copy = _snapshot(state, "state")
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        parts = {_MODEL: copy.pop("model"), _OPTIMIZER: copy.pop("optimizer"), _REST: copy}
+        snapshot_s = time.perf_counter() - started
+        # A thread for each, so that nothing holds the copy once it is written. Not a daemon: exit waits for it.
+        self._thread = threading.Thread(target=self._write, args=(step, parts, snapshot_s), name="kfuse-checkpoint")
+        self._thread.start()
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the write under way, if any, has ended, well or not. False if it takes longer than that."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Waits for the write under way, however long it takes."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, step: int, parts: dict[str, Any], snapshot_s: float) -> None:
+        started = time.perf_counter()
+        path = self._directory / f"step-{step:08d}"
+        hidden = self._hidden(path)
+        try:
+            if not self._directory.is_dir():
+                self._directory.mkdir(parents=True, exist_ok=True)
+                _fsync_directory(self._directory.parent)
+            self._remove_leftovers()
+            # Later ones are of a run that this one went back from: resuming must not pick them. Not so once this one
+            # has written: then they are of a process that writes here too.
+            abandoned = [later for at, _, later in _find(self._directory) if at > step and not self._wrote]
+            size = _write_files(hidden, step, parts)
+            self._publish(hidden, path)
+            self._wrote = True
+        except Exception as error:
+            shutil.rmtree(hidden, ignore_errors=True)
+            self._report({"kind": "checkpoint_failed", "step": step, "why": _one_line(error)})
+            return
+        timings = {"wall_s": time.perf_counter() - started, "snapshot_s": snapshot_s}
+        self._report({"kind": "checkpoint", "step": step, "path": str(path), "bytes": size, **timings})
+        try:
+            self._prune(step, abandoned)
+        except OSError as error:
+            why = f"it is written, but older ones could not be removed: {_one_line(error)}"
+            self._report({"kind": "checkpoint_failed", "step": step, "why": why})
+
+    def _publish(self, hidden: Path, path: Path) -> None:
+        """Names a complete checkpoint. One with that name (training went back) is found as .old until that is done."""
+        if path.exists():
+            old = path.with_name(f"{path.name}.old")
+            if old.exists():
+                self._remove(old)
+            os.rename(path, old)
+        os.rename(hidden, path)
+        _fsync_directory(self._directory)
+
+    def _prune(self, step: int, abandoned: list[Path]) -> None:
+        found = _find(self._directory)
+        current = [(at, path) for at, is_old, path in found if not is_old]
+        obsolete = [path for _, is_old, path in found if is_old]
+        obsolete += [path for at, path in current if at <= step][self._keep :]
+        obsolete += [path for path in abandoned if path not in obsolete]
+        for path in obsolete:
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Removes a checkpoint, whole or not at all for those who look for its name."""
+        hidden = self._hidden(path)
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+
+    def _remove_leftovers(self) -> None:
+        for path in self._directory.iterdir():
+            match = _HIDDEN.fullmatch(path.name)
+            if match and match[1] == socket.gethostname() and not _writes(int(match[2])):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _hidden(self, path: Path) -> Path:
+        """This process's own name for what is not, or no longer, a checkpoint."""
+        return self._directory / f".{path.name}.{socket.gethostname()}.{os.getpid()}"
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The state that was saved as the checkpoint `path`, tensors on the CPU. Every byte is verified, and nothing read
+    can run code. Raises CheckpointError.
+    """
+    manifest = _read_manifest(path / _MANIFEST)
+    parts = {}
+    for name in (_MODEL, _OPTIMIZER, _REST):
+        file, expected = path / name, manifest["files"][name]
+        try:
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{file}: {size} bytes instead of {expected['bytes']}")
+            with file.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != expected["sha256"]:
+                    raise CheckpointError(f"{file}: damaged, its SHA-256 is not the manifest's")
+            parts[name] = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise CheckpointError(f"{file}: {error.strerror}") from error
+        except CheckpointError:
+            raise
+        except Exception as error:  # torch says with many types that it does not know what another version wrote
+            versions = f"written by torch {manifest['torch']}, this is {torch.__version__}"
+            raise CheckpointError(f"{file}: {_one_line(error)} ({versions})") from error
+    return {"model": parts[_MODEL], "optimizer": parts[_OPTIMIZER], **parts[_REST]}
+
+
+def load_newest(directory: Path, report: Report) -> tuple[dict[str, Any], Path] | None:
+    """The state in the newest good checkpoint of `directory`, and its path; None if there is none.
+
+    report: gets {"kind": "checkpoint_rejected", "path", "why"} for each newer one that is not good.
+    """
+    for _, _, path in _find(directory):
+        try:
+            return load(path), path
+        except CheckpointError as error:
+            report({"kind": "checkpoint_rejected", "path": str(path), "why": str(error)})
+    return None
+
+
+def _find(directory: Path) -> list[tuple[int, bool, Path]]:
+    """(step, is an .old one, path) of all checkpoints, good or bad, the newest first."""
+    if not directory.is_dir():
+        return []
+    matches = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()]
+    found = [(int(match[1]), bool(match[2]), path) for path, match in matches if match]
+    return sorted(found, key=lambda item: (-item[0], item[1]))
+
+
+def _snapshot(value: Any, where: str) -> Any:
+    """A copy of `value` that shares nothing with it, tensors dense and on the host (copies from a GPU are under way).
+
+    Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Tensor):
+        return _to_host(value.detach(), where)
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    if type(value) in (list, tuple):
+        return type(value)(_snapshot(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if type(value) in (dict, OrderedDict):
+        copy = type(value)((_snapshot(key, where), _snapshot(item, f"{where}[{key!r}]")) for key, item in value.items())
+        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
+            vars(copy).update(_snapshot(vars(value), f"vars({where})"))
+        return copy
+    allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
+    raise TypeError(f"{where} is a {type(value).__qualname__}; what a checkpoint can hold: {allowed}")
+
+
+def _to_host(tensor: Tensor, where: str) -> Tensor:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        what = f"{type(tensor).__qualname__} of layout {tensor.layout}"
+        raise TypeError(f"{where} is a {what}; a checkpoint holds plain dense tensors")
+    if tensor.is_cuda:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to("cpu", copy=True)
+
+
+def _write_files(folder: Path, step: int, parts: dict[str, Any]) -> int:
+    """Writes a checkpoint's files and sees them to the disk; returns their size in bytes. Raises OSError."""
+    folder.mkdir()
+    files: dict[str, Any] = {}
+    for name, part in parts.items():
+        with (folder / name).open("xb") as stream:
+            file = _HashedFile(stream)
+            torch.save(part, file)  # type: ignore[arg-type]  # it needs write and flush
+            file.sync()
+        files[name] = {"bytes": file.size, "sha256": file.sha256.hexdigest()}
+    manifest = {"format": FORMAT, "step": step, "torch": torch.__version__, "kfuse": __version__, "files": files}
+    with (folder / _MANIFEST).open("xb") as stream:
+        file = _HashedFile(stream)
+        file.write(_encode(manifest))
+        file.sync()
+    _fsync_directory(folder)
+    return file.size + sum(int(entry["bytes"]) for entry in files.values())
+
+
+class _HashedFile:
+    """Counts and hashes what is written, on its way. An error ends the writing, and comes out of `sync`: torch would
+    bury it under one of its own.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._error: OSError | None = None
+        self.sha256 = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        if self._error is None:
+            try:
+                self._stream.write(data)
+                self.sha256.update(data)
+                self.size += len(data)
+            except OSError as error:
+                self._error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing to do before `sync`; torch calls it."""
+
+    def sync(self) -> None:
+        """Sees what was written to the disk. Raises OSError if that, or any write before, went wrong."""
+        if self._error is not None:
+            raise self._error
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+
+def _encode(manifest: dict[str, Any]) -> bytes:
+    """JSON that contains its own SHA-256. The same manifest gives the same bytes."""
+    sha256 = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return json.dumps(manifest | {"sha256": sha256}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _read_manifest(file: Path) -> dict[str, Any]:
+    try:
+        content = file.read_bytes()
+        manifest = json.loads(content)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: damaged, it is not JSON") from error
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise CheckpointError(f"{file}: damaged, it has no format version")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{file}: format version {manifest['format']!r} is unknown; this kfuse reads {FORMAT}")
+    manifest.pop("sha256", None)
+    if _encode(manifest) != content:
+        raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in it")
+    return manifest
+
+
+def _writes(pid: int) -> bool:
+    """Whether that process may be writing. This one is not: its only writer is looking for leftovers."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # somebody else's
+    return True
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,78 @@
+"""When a run writes checkpoints, and where its first state comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kfuse.checkpoint import Checkpointer, CheckpointError, load, load_newest
+from kfuse.position import CheckpointSettings
+from kfuse.session import Session
+
+_LAST_TIMEOUT_S = 15.0  # of the grace period that a preempted job has
+
+State = Callable[[], dict[str, Any]]
+
+
+class Checkpoints:
+    """The leader's: other workers' calls do nothing, since they have the same state."""
+
+    def __init__(self, settings: CheckpointSettings | None, session: Session) -> None:
+        self._settings, self._session = settings, session
+        self._writer: Checkpointer | None = None
+        self._written = -1  # step of the newest, written or under way
+
+    def load(self, restarted: bool = False) -> dict[str, Any] | None:
+        """The state to begin with; None to begin afresh. `restarted`: this run's own checkpoints come first.
+
+        Raises CheckpointError if the one asked for by path cannot be used.
+        """
+        if self._settings is None:
+            return None
+        found = None
+        if restarted or self._settings.resume == "auto":
+            found = load_newest(self._settings.directory, self._report)
+        if found is None and self._settings.resume not in ("never", "auto"):
+            found = self._load_path(Path(self._settings.resume))
+        if found is None:
+            return None
+        state, path = found
+        self._written = state["position"]["step"]
+        self._report({"kind": "resumed", "step": self._written, "path": str(path)})
+        return state
+
+    def _load_path(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """`path` is a checkpoint, a folder of them, or a run directory."""
+        for folder in (path, path / "checkpoints"):
+            if (folder / "manifest.json").exists():
+                return load(folder), folder
+            if (found := load_newest(folder, self._report)) is not None:
+                return found
+        raise CheckpointError(f"checkpoint.resume={path}: no good checkpoint there")
+
+    def save_when_due(self, step: int, state: State) -> None:
+        """Every `every_steps` steps; later if the one before is still being written."""
+        every = self._settings.every_steps if self._settings else None
+        if every and step // every > max(self._written, 0) // every and self._save(step, state):
+            self._written = step
+
+    def save_last(self, step: int, state: State) -> None:
+        """One more, waited for, unless this step has one."""
+        if self._settings is None or self._settings.every_steps is None or self._session.group.rank != 0:
+            return
+        if self._writer is not None:
+            self._writer.wait(_LAST_TIMEOUT_S)
+        if step != self._written and self._save(step, state) and self._writer is not None:
+            self._writer.wait(_LAST_TIMEOUT_S)
+
+    def _save(self, step: int, state: State) -> bool:
+        assert self._settings is not None
+        if self._session.group.rank != 0:
+            return True
+        if self._writer is None:
+            self._writer = Checkpointer(self._settings.directory, self._settings.keep, self._report)
+        return self._writer.save(step, state())
+
+    def _report(self, event: dict[str, Any]) -> None:
+        self._session.report("event", {"step": None, **event})

@@ -1,0 +1,194 @@
+"""Whether a composed configuration can be run, before anything starts or is written."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kfuse import targets
+from kfuse.config.messages import explain
+from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
+
+_SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
+_SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
+
+
+def validate(cfg: DictConfig) -> None:
+    """Raises ConfigError, naming the key, its value and what is allowed, for a configuration that cannot run.
+
+    Imports the classes named by `_target_`, loads the data, and builds the model and the policy once, so that
+    the errors of all of these come before a worker starts.
+    """
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    _check_keys(values)
+    for setting in SETTINGS.values():
+        value = _get(values, setting.key)
+        if not setting.allows(value):
+            raise ConfigError(f"{setting.key}={targets.show(value)}: allowed is {setting.allowed}")
+    _check_together(values)
+    resume = values["checkpoint"]["resume"]
+    if resume not in ("never", "auto") and not Path(resume).exists():
+        raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
+    _check_optimizer(values["optimizer"], values["lr"]["base"])
+    _check_policy(values["policy"])
+    _check_class("launcher", {k: v for k, v in values["launcher"].items() if k != "boot_timeout_s"})
+    split = _check_data(values["data"])
+    _check_model(values["model"], split.spec)
+    _check_decay(values, len(split.train))
+
+
+def _get(values: Mapping[str, Any], key: str) -> Any:
+    node: Any = values
+    for name in key.split("."):
+        node = node[name]
+    return node
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    """Unknown keys, which `+key=value` lets in, and absent ones, which `~key` leaves."""
+    found = {name for name in values if name not in _SECTIONS}
+    for section in _SECTIONS:
+        if not isinstance(values.get(section), Mapping):
+            raise ConfigError(f"{section}: missing, and needed")
+        found |= {f"{section}.{name}" for name in values[section]}
+    # A launcher's own arguments lie beside its settings.
+    found = {key for key in found if key in SETTINGS or not key.startswith("launcher.")}
+    known = {*SETTINGS, *CLASS_GROUPS}
+    for key in sorted(found - known):
+        raise ConfigError(f"{key}: no such key{targets.did_you_mean(key, known)}")
+    for key in sorted(known - found):
+        raise ConfigError(f"{key}: missing, and needed")
+
+
+def _check_together(values: Mapping[str, Any]) -> None:
+    """What no setting can tell alone."""
+    batch, workers, train, comm = (values[name] for name in ("batch", "workers", "train", "comm"))
+    for section, name, at_first in (("batch", "size", batch), ("workers", "count", workers)):
+        low, value, high = at_first["min"], at_first[name], at_first["max"]
+        if low > high:
+            raise ConfigError(f"{section}.min={low}: allowed is at most {section}.max={high}")
+        if not low <= value <= high:
+            raise ConfigError(f"{section}.{name}={value}: allowed is {section}.min={low} to {section}.max={high}")
+    if batch["micro"] > batch["size"]:
+        raise ConfigError(f"batch.micro={batch['micro']}: allowed is at most batch.size={batch['size']}")
+    if train["epochs"] is None and train["steps"] is None:
+        raise ConfigError("train.epochs=null, train.steps=null: at least one of them must be a number")
+    if comm["reproducible"] and comm["schedule"] == "allreduce":
+        raise ConfigError(
+            "comm.schedule=allreduce: its order of summation is its own; comm.reproducible=true allows auto, all_to_all"
+        )
+    if comm["reproducible"] and comm["dtype"] != "fp32":
+        raise ConfigError(f"comm.dtype={comm['dtype']}: comm.reproducible=true allows fp32")
+
+
+def _check_class(group: str, node: Any, supplied: Collection[str] = ()) -> Any:
+    """Returns what the group's `_target_` names, its arguments being right."""
+    if not isinstance(node, Mapping) or node.get("_target_") is None:
+        raise ConfigError(f"{group}._target_: missing; allowed is the dotted path of a class or function")
+    try:
+        return targets.check_arguments(node, supplied)
+    except ValueError as error:
+        # Messages that start with an argument's name become the key.
+        dot = str(error).split("=", 1)[0] in node
+        raise ConfigError(f"{group}{'.' if dot else ': '}{error}") from error
+
+
+def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
+    """The error of a call, put down to the argument that it speaks of."""
+    message = " ".join(str(error).split()) if isinstance(error, ValueError) else targets.one_line(error)
+    given = targets.arguments(node)
+    if message.startswith(f"{group}."):
+        return ConfigError(message)
+    if message.split("=", 1)[0] in given:
+        return ConfigError(f"{group}.{message}")
+    for name, value in given.items():
+        says_value = isinstance(value, str) and value and value in message
+        if says_value or re.search(rf"\b{re.escape(name)}\b", message):
+            return ConfigError(f"{group}.{name}={targets.show(value)}: {message}")
+    call = ", ".join(f"{name}={targets.show(value)}" for name, value in given.items())
+    return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
+
+
+def _check_data(node: Any) -> Any:
+    """Loads the data; returns the split."""
+    _check_class("data", node)
+    try:
+        split = targets.build(node)
+    except Exception as error:  # a user's loader may raise anything
+        raise _failed("data", node, error) from error
+    if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
+        raise ConfigError(
+            f"data._target_={node['_target_']}: returns a {type(split).__name__}, not a kfuse.data.DataSplit"
+        )
+    return split
+
+
+def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
+    import torch  # after the cheap checks: it takes a second
+
+    _check_class("model", node, spec)
+    try:
+        try:
+            with torch.device("meta"):  # no memory, no initialisation; but not every model can
+                model = targets.build(node, **spec)
+        except Exception:
+            model = targets.build(node, **spec)
+    except Exception as error:  # a user's constructor may raise anything
+        raise _failed("model", node, error) from error
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model._target_={node['_target_']}: makes a {type(model).__name__}, not a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
+
+
+def _check_policy(node: Any) -> None:
+    _check_class("policy", node)
+    try:
+        policy = targets.build(node)
+    except Exception as error:  # a user's constructor may raise anything
+        raise _failed("policy", node, error) from error
+    if not hasattr(policy, "decide"):
+        raise ConfigError(
+            f"policy._target_={node['_target_']}: makes a {type(policy).__name__}, not a kfuse.BasePolicy"
+        )
+
+
+def _check_optimizer(node: Any, lr: float) -> None:
+    """Tries the arguments on the torch optimizer that the class is, or is derived from, and one parameter."""
+    import torch
+
+    for name, where in _SET_ELSEWHERE.items():
+        if isinstance(node, Mapping) and name in node:
+            raise ConfigError(f"optimizer.{name}={targets.show(node[name])}: not set here but by {where}")
+    factory = _check_class("optimizer", node, _SET_ELSEWHERE)
+    if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer._target_={node['_target_']}: allowed is a torch.optim.Optimizer's class")
+    for base in factory.__mro__:
+        if base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer:
+            known = inspect.signature(base).parameters
+            given = {name: value for name, value in targets.arguments(node).items() if name in known}
+            try:
+                base(params=[torch.nn.Parameter(torch.zeros(1))], lr=lr, **given)
+            except Exception as error:
+                raise _failed("optimizer", node, error) from error
+            return
+
+
+def _check_decay(values: Mapping[str, Any], samples: int) -> None:
+    """A cosine needs steps after the warmup; the run's length is counted in steps of the first batch size."""
+    lr, train = values["lr"], values["train"]
+    lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
+    total = min(length for length in lengths if length is not None)
+    if lr["decay"] == "cosine" and lr["warmup_steps"] >= total:
+        raise ConfigError(
+            f"lr.warmup_steps={lr['warmup_steps']}: lr.decay=cosine allows less than all {total:.0f} steps"
+        )

@@ -1,0 +1,89 @@
+"""Hydra's and OmegaConf's errors in one line: the key, its value, and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from kfuse.config.schema import SETTINGS
+from kfuse.targets import did_you_mean, one_line
+
+
+def explain(error: BaseException) -> str:
+    """One line for an error raised while a configuration is composed or read."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be read; allowed is key=value, quoted where it holds spaces or ,[]{{}}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        return _missing_option(error)
+    if isinstance(error, OmegaConfBaseException):
+        return _omegaconf(error, "")
+    if isinstance(error, ConfigCompositionException):
+        first = _lines(error)[0]
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            override = re.match(r"Error merging override (.*)", first)
+            return _omegaconf(error.__cause__, override.group(1) if override else "")
+        if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", first):
+            return f"{ambiguous.group(1)}: allowed is one value; a list needs [brackets], a sweep -m"
+        if twice := re.match(r"Multiple values for ([^. ]+)", first):
+            group = twice.group(1)
+            return f"{group}: has a value already; allowed is {group}=OPTION, without a plus"
+        return " ".join(_lines(error))
+    if isinstance(error, OSError):
+        return f"hydra.run.dir: cannot be made: {error.strerror}: {error.filename}"
+    if isinstance(error, HydraException | ValueError):
+        return " ".join(_lines(error))
+    return one_line(error)
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    options = [str(name) for name in error.options or ()]
+    if not options:
+        return " ".join(_lines(error)[:1])
+    return f"{group}={option}: allowed is {', '.join(options)}{did_you_mean(option, options)}"
+
+
+def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
+    key = str(error.full_key or error.key or "")
+    reason = _lines(error)[0]
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key}: a value is needed ({key}=...)"
+    if isinstance(error, ConfigAttributeError | ConfigKeyError):
+        return _unknown_key(error, key)
+    if key in SETTINGS and override:
+        return f"{override}: allowed is {SETTINGS[key].allowed}"
+    below = [name for name in SETTINGS if name.startswith(f"{key}.")]
+    if below and override:
+        return f"{override}: {key} is a section; allowed is to set its keys, {', '.join(below)}"
+    return f"{override or key}: {reason}"
+
+
+def _unknown_key(error: OmegaConfBaseException, key: str) -> str:
+    parent, _, name = key.rpartition(".")
+    siblings = [str(k) for k in error.parent_node] if isinstance(error.parent_node, DictConfig | Mapping) else []
+    everywhere = [*SETTINGS, *siblings]
+    # A key given without its section (`size=8`) is as common as a misspelt one.
+    suggestion = did_you_mean(name, siblings).replace("mean ", f"mean {parent}." if parent else "mean ")
+    at_home = [k for k in SETTINGS if k.rpartition(".")[2] == name]
+    if not suggestion and at_home:
+        suggestion = f" (did you mean {at_home[0]}?)"
+    allowed = f"; allowed under {parent}: {', '.join(siblings)}" if parent else ""
+    return f"{key}: no such key{suggestion or did_you_mean(key, everywhere)}{allowed}"
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -1,0 +1,395 @@
+"""Keeps a training run together while workers come and go: position, views, recovery, decisions.
+
+Everything a decision rests on is the same on every worker: data order is a pure function of the position, statistics
+come out of the reduction, and the leader's decision travels in a step's tail. What is measured in step s is read after
+step s + 1 (by then it has reached the host without a wait), announced with step s + 2, and in force from step s + 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfuse.checkpoints import Checkpoints
+from kfuse.comm import transports
+from kfuse.comm.group import CommError
+from kfuse.comm.tail import Control
+from kfuse.data import Dataset, EpochSampler
+from kfuse.elastic import state as transfer
+from kfuse.elastic.control import ControlError
+from kfuse.evaluation import params_sha256
+from kfuse.lr import LRSchedule
+from kfuse.optim import DistributedOptimizer, StepStats
+from kfuse.policies import BasePolicy
+from kfuse.position import Phase, Position, Settings, StepSamples
+from kfuse.reports import Reporter
+from kfuse.session import STOP_REASONS, Session
+from kfuse.signals import Decision, Signals
+
+
+class Left(Exception):
+    """This worker is not in the new view: it leaves in good order."""
+
+
+class Coordinator:
+    """One run's agreement among its workers. `Loop` and `DataLoader` train by it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Dataset,
+        opt: DistributedOptimizer,
+        *,
+        session: Session,
+        policy: BasePolicy,
+        schedule: LRSchedule,
+        settings: Settings,
+    ) -> None:
+        self.model, self.opt, self.session, self.policy = model, opt, session, policy
+        self.schedule, self.settings = schedule, settings
+        self.reports = Reporter(session, settings)
+        self.position = Position(settings.batch_size)
+        self._train = train
+        self._sampler = EpochSampler(len(train), settings.seed)
+        self._ratios = [group["lr"] / schedule.base if schedule.base else 1.0 for group in opt.param_groups]
+        self._has_state = False
+        self.over = False
+        """Training has come to its end, and the supervisor knows."""
+        self.result: dict[str, Any] | None = None
+        """The summary, once training has come to its end."""
+        self.checkpoints = Checkpoints(settings.checkpoints, session)
+        self._contexts: dict[int, dict[str, Any]] = {}  # of steps whose statistics are not read yet
+        if any(True for _ in model.buffers()):
+            opt.sync_buffers(model)
+
+    # -- acting, whoever is lost ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """While the run lasts. If the supervisor is lost a last checkpoint is written, where any are."""
+        try:
+            yield
+        except ControlError:
+            self.opt.engine.abort()
+            self.checkpoints.save_last(self.position.step, self._state)
+            raise
+        finally:
+            self.opt.statistics.end_run()
+            self.session.lr = None
+
+    @contextlib.contextmanager
+    def absorbing_failures(self) -> Iterator[None]:
+        """As `in_force`; and a loss inside a loop's body ends the step without an error: see `take_failure`."""
+        with self.in_force():
+            self.session.absorbs = self.session.elastic
+            try:
+                yield
+            finally:
+                self.session.absorbs = False
+
+    def take_failure(self) -> CommError | None:
+        """What ended the last step's body early, once."""
+        failure, self.session.failure = self.session.failure, None
+        return failure
+
+    def start(self) -> bool:
+        """In the first view: takes over the others' state if there is one."""
+        self.session.ensure_joined()
+        self.opt.statistics.begin_run()
+        self.opt.engine.step = 0
+        return self.attempt(self._synchronize)
+
+    def attempt(self, act: Callable[[], None]) -> bool:
+        """Acts. Where a worker was lost: regroups instead, and whoever calls finds the position to go on from.
+
+        False if this worker is in no view any more. Raises CommError where there is no supervisor to regroup with,
+        ControlError where that one is lost.
+        """
+        try:
+            act()
+        except Left:
+            return False
+        except CommError as error:
+            if not self.session.elastic:
+                raise
+            return self.recover(error)
+        return True
+
+    def do(self, act: Callable[[], None]) -> None:
+        """A phase: acts, then moves on to the next."""
+        act()
+        self.advance()
+
+    def advance(self) -> None:
+        """To the next phase, and from the last one to the next step."""
+        at = self.position
+        following = Phase((at.phase + 1) % len(Phase))
+        at.step += following is Phase.SWITCH
+        at.phase = following
+
+    def recover(self, error: CommError) -> bool:
+        """Regroups with the survivors, as often as it takes, and goes on from the most advanced one's state."""
+        started = time.perf_counter()
+        while True:
+            self.opt.engine.abort()
+            try:
+                if not self.session.recover(error):
+                    return False
+                self._synchronize(time.perf_counter() - started)
+                return True
+            except CommError as again:
+                error = again
+
+    def switch(self) -> None:
+        """Writes a checkpoint if one is due, and moves to the view that the leader announced, if there is one."""
+        if self.session.elastic:
+            self.session.check()
+        self.checkpoints.save_when_due(self.position.step, self._state)
+        view = self.session.view
+        if view is None or self.position.generation <= view.generation:
+            return
+        started = time.perf_counter()
+        if not self.session.switch(self.position.generation):
+            raise Left
+        self._synchronize(time.perf_counter() - started)
+
+    def _synchronize(self, regroup_s: float = 0.0) -> None:
+        """In a new view: workers that are behind (a joiner is far behind) get the most advanced one's state."""
+        view, group = self.session.view, self.session.group
+        if view is None:
+            return
+        started = time.perf_counter()
+        orders = self._gather_orders()
+        begins = max(orders) < 0  # nobody has any state: the job starts, or starts anew
+        if begins:
+            if group.rank == 0:
+                self._resume(restarted=view.reason != "start")
+            orders = self._gather_orders()
+        newest = max(orders)
+        if min(orders) < newest:
+            state = transfer.share(group, orders.index(newest), self._state)
+            if orders[group.rank] < newest:
+                self._load_state(transfer.decode(state))
+        self._has_state = True
+        if begins:
+            self.session.workers_asked = view.size
+            self.reports.start(len(self._train), self.position.step)
+            self.reports.resend(events=False)
+        elif group.rank == 0:
+            self.session.ask(workers=self.session.workers_asked)  # the last leader may not have come to it
+            self.reports.resend(events=True)
+        self.reports.view(self.position.step, view, regroup_s, time.perf_counter() - started)
+
+    def _gather_orders(self) -> list[int]:
+        """How far each worker is; -1 for one without state."""
+        group = self.session.group
+        mine = torch.tensor([self.position.order if self._has_state else -1], device=group.device)
+        return [int(order) for order in group.all_gather(mine, "positions")]
+
+    def _resume(self, restarted: bool) -> None:
+        """Takes up a checkpoint, if there is one to take up."""
+        saved = self.checkpoints.load(restarted)
+        if saved is not None:
+            self._load_state(saved)
+            self.position.stop = self.position.generation = 0
+            self.position.resumed_at = self.position.step
+            self._has_state = True
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.opt.state_dict(),
+            "statistics": self.opt.statistics.state_dict(),
+            "position": asdict(self.position) | {"phase": int(self.position.phase)},
+            "contexts": self._contexts,
+            "policy": self.policy.state_dict(),
+            "topology": self.session.topology,
+            "workers_asked": self.session.workers_asked,
+            "recent": list(self.reports.recent),
+        }
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.opt.load_state_dict(state["optimizer"])
+        self.opt.statistics.load_state_dict(state["statistics"])
+        self.position = Position(**state["position"] | {"phase": Phase(state["position"]["phase"])})
+        self.opt.engine.step = self.position.step
+        self._contexts = state["contexts"]
+        self.policy.load_state_dict(state["policy"])
+        self.session.use_transport(state["topology"])
+        self.session.workers_asked = state["workers_asked"]
+        self.reports.recent.clear()
+        self.reports.recent.extend(state["recent"])
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> StepSamples:
+        """The coming step's samples; the optimizer is told of them, and has its learning rate."""
+        at = self.position
+        samples = self._samples(at.epoch, at.cursor, at.batch_size)
+        lr = self.schedule.lr(at.schedule, at.batch_size, at.lr_scale, at.mean_grad_sq, at.mean_grad_variance)
+        for group, ratio in zip(self.opt.param_groups, self._ratios, strict=True):
+            group["lr"] = lr * ratio
+        self.session.lr = (lr, at.lr_scale)
+        self.opt.begin(samples.plan())
+        return samples
+
+    def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
+        indices = self._sampler.indices(epoch, cursor, count)
+        return StepSamples(indices, self.settings.micro_batch, self.session.group.size)
+
+    def end_step(self, samples: StepSamples, step_time_s: float, data_wait_s: float) -> None:
+        """The optimizer has stepped: the position moves on."""
+        at, count = self.position, len(samples.indices)
+        lr_now, _ = self.session.lr or (0.0, 1.0)
+        self._contexts[at.step] = {
+            "epoch": at.epoch,
+            "cursor": at.cursor,
+            "samples": at.samples + count,
+            "lr": lr_now,
+            "lr_scale": at.lr_scale,
+            "batch_size": at.batch_size,
+            "workers": samples.workers,
+            "step_time_s": step_time_s,
+            "data_wait_s": data_wait_s,
+        }
+        statistics = (at.mean_grad_sq, at.mean_grad_variance)
+        at.schedule = self.schedule.advance(at.schedule, count, *statistics)
+        at.samples += count
+        at.cursor += count
+
+    @property
+    def epoch_over(self) -> bool:
+        return self.position.cursor >= len(self._train)
+
+    def begin(self) -> None:
+        """The policy's hooks before a step."""
+        if self.position.cursor == 0:
+            self.policy.before_epoch()
+        self.policy.before_step()
+
+    def end(self) -> None:
+        """The step is over, perhaps the epoch: then the next one begins."""
+        at = self.position
+        if self.epoch_over:
+            at.epoch, at.cursor = at.epoch + 1, 0
+            self.policy.after_epoch()
+
+    def conclude(self, wall_s: float, facts: Mapping[str, float] | None = None) -> None:
+        """Training is over: sees to it that the summary arrives. `over` is then set."""
+        if self.position.stop:
+            self.checkpoints.save_last(self.position.step, self._state)
+        self.read_statistics(lag=0)
+        self.result = self.summary(wall_s, facts)
+        self.reports.summary(self.result)
+        self.over = self.session.finish()
+        if not self.over:
+            self.session.check()
+
+    def summary(self, wall_s: float, facts: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """What summary.json holds."""
+        at = self.position
+        return {
+            "steps": at.step,
+            "epochs": at.epoch,
+            "samples": at.samples,
+            "wall_s": wall_s,
+            "loss": at.loss,
+            "eval_loss": at.eval_loss,
+            "eval_accuracy": at.accuracy,
+            **(facts or {}),
+            "batch_size": at.batch_size,
+            "lr": self.opt.param_groups[0]["lr"],
+            "workers": self.session.group.size,
+            "params_sha256": params_sha256(self.model),
+            "exit_reason": self.finished(),
+        }
+
+    def finished(self) -> str | None:
+        """Why training is over, or None."""
+        at, settings = self.position, self.settings
+        if at.stop:
+            return STOP_REASONS[at.stop]
+        target = settings.target_accuracy
+        if target is not None and at.accuracy is not None and at.accuracy >= target:
+            return "target_accuracy"
+        if settings.steps is not None and at.step >= settings.steps:
+            return "steps"
+        if settings.epochs is not None and at.epoch >= settings.epochs:
+            return "epochs"
+        return None
+
+    # -- statistics and decisions ---------------------------------------------------------------------------------
+
+    def read_statistics(self, lag: int = 1) -> None:
+        """Takes in what has arrived of all steps but the newest `lag`: reports it, decides on it, obeys the leader."""
+        for stats in self.opt.statistics.read(lag):
+            context = self._contexts.pop(stats.step)
+            at = self.position
+            at.mean_grad_sq, at.mean_grad_variance = stats.mean_grad_sq, stats.mean_grad_variance
+            at.loss = stats.loss
+            used = None
+            if self.settings.ledger:
+                used = self._samples(context["epoch"], context["cursor"], round(stats.samples))
+            self.reports.step(stats, context, used)
+            decision = self.policy.decide(self._signals(stats, context))
+            if decision is not None and not decision.is_empty:
+                self._ask(decision)
+            self._apply(stats.control, stats.step)
+
+    def _signals(self, stats: StepStats, context: dict[str, Any]) -> Signals:
+        shared = ("loss", "grad_norm", "grad_sq", "grad_variance", "mean_grad_sq", "mean_grad_variance")
+        noise = ("noise_scale", "noise_scale_low", "noise_scale_high", "micro_batches")
+        return Signals(
+            step=stats.step,
+            micro_batch=self.settings.micro_batch,
+            eval_accuracy=self.position.accuracy,
+            bounds=self.settings.bounds,
+            **{name: context[name] for name in ("epoch", "samples", "lr", "lr_scale", "batch_size", "workers")},
+            **{name: getattr(stats, name) for name in shared + noise},
+        )
+
+    def _ask(self, decision: Decision) -> None:
+        """Every worker decides, so that each one's policy has the same state; the leader's word counts."""
+        decision, notes = decision.clipped(self.settings.bounds)
+        for note in notes:
+            self._event("clipped", note=note)
+        if decision.workers is not None and decision.workers != self.session.workers_asked:
+            if not self.session.elastic:
+                self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
+            self.session.ask(workers=decision.workers)
+        self.session.ask(batch_size=decision.batch_size, lr_scale=decision.lr_scale, topology=decision.topology)
+
+    def _apply(self, control: Control, step: int) -> None:
+        """The leader's word: in force from the next step on, on every worker."""
+        at = self.position
+        before = (at.batch_size, at.lr_scale)
+        statistics = (at.mean_grad_sq, at.mean_grad_variance)
+        lr_before = self.schedule.lr(at.schedule, at.batch_size, at.lr_scale, *statistics)
+        bounds = self.settings.bounds
+        wanted = control.batch_size or at.batch_size
+        at.batch_size = min(max(wanted, bounds.batch_min), bounds.batch_max)
+        if at.batch_size != wanted:
+            self._event("clipped", note=f"batch_size {wanted} clipped to {at.batch_size}")
+        at.lr_scale = control.lr_scale or at.lr_scale
+        if before != (at.batch_size, at.lr_scale):
+            lr = self.schedule.lr(at.schedule, at.batch_size, at.lr_scale, *statistics)
+            changes: dict[str, list[float]] = {"batch_size": [before[0], at.batch_size], "lr": [lr_before, lr]}
+            changed = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
+            self._event("decision", **changed)
+        if control.transport:
+            name = transports.NAMES[control.transport - 1]
+            self.session.use_transport(name)
+            self._event("decision", topology=name)
+        if step >= at.resumed_at:
+            at.generation = control.generation or at.generation
+            at.stop = control.stop or at.stop
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self.reports.event(self.position.step, kind, **fields)

@@ -1,0 +1,92 @@
+"""Which samples a step uses: pure functions of (seed, epoch, cursor), so that nothing depends on the workers.
+
+The position in an epoch is one number, the cursor: how many of its samples have been used. A step takes the
+next `count` of them, cuts them into micro-batches, and gives each worker a contiguous range of those. The
+number of workers may change at any step: every sample of an epoch is still used exactly once, and none is
+padded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+import numpy as np
+
+
+def permutation(length: int, seed: int, epoch: int = 0) -> np.ndarray:
+    """Return the order of `length` samples in `epoch`, int64 `[length]`, the same on every machine.
+
+    Sorts raw 64-bit outputs of PCG64: NumPy keeps a bit generator's stream stable between versions, which it
+    does not promise for `Generator.permutation` (NEP 19). Workers may then run different versions of NumPy.
+    """
+    seeds = np.random.SeedSequence(seed, spawn_key=(epoch,))
+    keys = np.random.PCG64(seeds).random_raw(length)
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+class EpochSampler:
+    """Visits each of `length` samples exactly once an epoch, in an order drawn from (seed, epoch).
+
+    Holds no position: `indices` gives the same answer whenever and wherever it is asked. The order of the
+    last epoch asked for is cached (8 bytes a sample). Raises ValueError for an empty data set.
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        if length < 1:
+            raise ValueError(f"length={length}: a data set must have at least one sample")
+        if seed < 0:
+            raise ValueError(f"seed={seed}: a seed must be a non-negative integer")
+        self.length = length
+        self.seed = seed
+        self._cached = (-1, np.empty(0, dtype=np.int64))
+
+    def indices(self, epoch: int, cursor: int, count: int) -> np.ndarray:
+        """Return the samples at positions `cursor..cursor+count-1` of `epoch`, int64; fewer at its end.
+
+        Raises ValueError for a negative epoch or count, or a cursor outside 0..length.
+        """
+        if epoch < 0 or count < 0:
+            raise ValueError(f"epoch={epoch}, count={count}: neither may be negative")
+        if not 0 <= cursor <= self.length:
+            raise ValueError(f"cursor={cursor} is outside the epoch: it must lie in 0..{self.length}")
+        # Epoch and order in one object, so that a thread that reads ahead never sees one without the other.
+        cached_epoch, order = self._cached
+        if epoch != cached_epoch:
+            order = permutation(self.length, self.seed, epoch)
+            self._cached = (epoch, order)
+        return order[cursor : cursor + count].copy()
+
+
+def micro_batch_sizes(count: int, micro: int) -> list[int]:
+    """Cut `count` samples into micro-batches of `micro` samples, the last one smaller where it must be."""
+    if count < 0 or micro < 1:
+        raise ValueError(f"count={count}, micro={micro}: count must be at least 0 and micro at least 1")
+    full, rest = divmod(count, micro)
+    return [micro] * full + [rest] * (rest > 0)
+
+
+def worker_range(micro_batches: int, workers: int, rank: int, weights: Sequence[float] | None = None) -> range:
+    """Return the contiguous range of micro-batches of worker `rank`; together they cover each exactly once.
+
+    Without `weights` (or with equal ones) the shares differ by at most one. With them, shares are in
+    proportion and less than one micro-batch off. Rank 0, the leader, always has one; other shares may be empty.
+    Powers of two give aligned ranges, hence one subtree of the reduction a worker. Exact arithmetic: all workers
+    find the same boundaries. Raises ValueError for a rank out of range, or weights that are not finite and positive.
+    """
+    if micro_batches < 0 or not 0 <= rank < workers:
+        raise ValueError(
+            f"micro_batches={micro_batches}, workers={workers}, rank={rank}: "
+            "micro_batches must be at least 0 and rank in 0..workers-1"
+        )
+    if weights is None:
+        return range(-(-micro_batches * rank // workers), -(-micro_batches * (rank + 1) // workers))
+    if len(weights) != workers:
+        raise ValueError(f"{len(weights)} weights for {workers} workers: one each is needed")
+    if not all(math.isfinite(w) and w > 0 for w in weights):
+        raise ValueError(f"weights={list(weights)}: each must be finite and above 0")
+    bounds = list(accumulate((Fraction(w) for w in weights), initial=Fraction(0)))
+    start, stop = (math.ceil(micro_batches * b / bounds[-1]) for b in bounds[rank : rank + 2])
+    return range(start, stop)

@@ -1,0 +1,110 @@
+"""Byte-level text: any UTF-8 file, or the Python standard library's own source where none is named."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kfuse.data.base import DataError, DataSplit, read_bytes
+
+STDLIB_BYTES = 4_000_000
+# Not the library itself, tests of it, or tables and prose written by programs.
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+class TextBlocks:
+    """Contiguous, non-overlapping blocks of a byte string, each with the same block shifted by one.
+
+    Sample i is `x = tokens[i*b : (i+1)*b]`, `y = tokens[i*b+1 : (i+1)*b+1]` with b = block_size; the bytes
+    after the last whole block are not used. `tokens` is uint8 `[N]`; batches are int64 `[B, b]`.
+    """
+
+    def __init__(self, tokens: np.ndarray, block_size: int) -> None:
+        self.tokens = tokens
+        self.block_size = block_size
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.block_size
+
+    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Return blocks and their next bytes. There is no augmentation."""
+        positions = np.asarray(indices)[:, None] * self.block_size + np.arange(self.block_size + 1)
+        windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, heldout: float = 0.1) -> DataSplit:
+    """Return the bytes of a UTF-8 file as tokens, the last fraction `heldout` of them held out.
+
+    The file is held in memory, a byte a token. With no path: Python's standard library (`stdlib_source`).
+    `spec["unigram_entropy"]` is what a model without context reaches at best on the held-out bytes.
+    Raises DataError for a missing, unreadable or empty file, a folder, one that is not UTF-8, and one too
+    short for a block in each part.
+    """
+    if block_size < 1:
+        raise DataError(f"block_size={block_size}: a block needs at least one byte")
+    if not 0.0 < heldout < 1.0:
+        raise DataError(f"heldout={heldout} is not a fraction of the text: it must lie between 0 and 1")
+    data = stdlib_source() if path is None else read_utf8(Path(path))
+    name = "the standard library" if path is None else str(path)
+    tokens = np.frombuffer(data, dtype=np.uint8)
+    cut = len(tokens) - round(len(tokens) * heldout)
+    train, held = tokens[:cut], tokens[cut:]
+    if min(len(train), len(held)) <= block_size:
+        raise DataError(
+            f"{name} is too short: its {len(tokens)} bytes split into {len(train)} to train on and "
+            f"{len(held)} held out, and block_size={block_size} needs at least {block_size + 1} in each"
+        )
+    return DataSplit(
+        TextBlocks(train, block_size),
+        TextBlocks(held, block_size),
+        {"vocab_size": 256, "block_size": block_size, "unigram_entropy": unigram_entropy(held)},
+    )
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """Return the entropy in nats per byte of how often each byte occurs in `tokens` (uint8 `[N]`, N >= 1).
+
+    It is the smallest mean cross entropy on these bytes of any model that ignores context.
+    """
+    counts = np.bincount(tokens, minlength=256)
+    p = counts[counts > 0] / len(tokens)
+    return float(-(p * np.log(p)).sum())
+
+
+def read_utf8(path: Path) -> bytes:
+    """Return the bytes of a UTF-8 file. Raises DataError, naming the first bad byte's offset."""
+    data = read_bytes(path)
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start} ({error.reason})"
+        ) from None
+    return data
+
+
+def stdlib_source(limit: int = STDLIB_BYTES) -> bytes:
+    """Return the first `limit` bytes of the Python standard library's source, files in order of their path.
+
+    The same for every process of one Python installation. Raises DataError where the source is not installed.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    sources: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        # In place, so that os.walk does not descend. config-* and _sysconfigdata* describe the machine.
+        subfolders[:] = [d for d in subfolders if d not in STDLIB_SKIPPED and not d.startswith("config-")]
+        sources += [Path(folder, f) for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
+    data = bytearray()
+    for source in sorted(sources, key=lambda p: p.relative_to(root).as_posix()):
+        data += source.read_bytes()
+        if len(data) >= limit:
+            break
+    if not data:
+        raise DataError(f"{root} has no source of the standard library: name a text file with data.path=FILE")
+    return bytes(data[:limit])

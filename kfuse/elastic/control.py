@@ -1,0 +1,169 @@
+"""A worker's end of the control channel: threads that listen and show life, while training computes."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kfuse.elastic import protocol
+from kfuse.elastic.protocol import View
+
+_ORPHAN_GRACE_S = 10.0
+_STUCK_S = 60.0
+
+T = TypeVar("T")
+
+
+class ControlError(RuntimeError):
+    """The supervisor cannot be reached, refused us, or went away."""
+
+
+class ControlClient:
+    """Connects to the supervisor named in the environment. Thread-safe."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        """Raises ControlError if the supervisor does not answer."""
+        host, _, port = os.environ[protocol.ENV_CONTROL].rpartition(":")
+        self.worker = int(os.environ[protocol.ENV_WORKER])
+        self._changed = threading.Condition()
+        self._views: dict[int, View] = {}
+        self._stop: str | None = None
+        self._over = False
+        self._lost: str | None = None
+        self._closing = threading.Event()
+        self._sending = threading.Lock()
+        try:
+            self._socket = socket.create_connection((host, int(port)), timeout=timeout_s)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._lines = self._socket.makefile("rb")
+            token = os.environ[protocol.ENV_TOKEN]
+            self.send("hello", token=token, worker=self.worker, pid=os.getpid(), host=socket.gethostname())
+            line = self._lines.readline(protocol.MAX_LINE)
+            if not line:
+                raise ControlError(f"the supervisor at {host}:{port} refused this worker")
+            self.job: dict[str, Any] = protocol.decode(line)["job"]
+        except OSError as error:
+            raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
+        self._socket.settimeout(None)
+        threading.Thread(target=self._listen, name="kfuse-control", daemon=True).start()
+        threading.Thread(target=self._show_life, name="kfuse-heartbeat", daemon=True).start()
+
+    def send(self, message: str, **fields: Any) -> None:
+        """Raises ControlError if the supervisor is gone."""
+        try:
+            with self._sending:
+                self._socket.sendall(protocol.encode({"type": message, **fields}))
+        except OSError as error:
+            raise ControlError(f"the supervisor is gone: {error}") from error
+
+    # -- views ----------------------------------------------------------------------------------------------------
+
+    def await_first_view(self) -> View:
+        """The view that takes this worker in, without a time limit: the others may train for long before."""
+        return self._await(lambda: max(self._views.values(), key=_generation, default=None), None, "the first view")
+
+    def await_view(self, generation: int, timeout_s: float) -> View:
+        """The view of this generation, or a later one that replaced it. Raises ControlError after the timeout."""
+
+        def find() -> View | None:
+            later = [view for view in self._views.values() if view.recovers and view.generation > generation]
+            return max(later, key=_generation) if later else self._views.get(generation)
+
+        return self._await(find, timeout_s, f"view {generation}")
+
+    def await_recovery(self, after: int, timeout_s: float) -> View:
+        """The newest view that recovers from a failure of generation `after`. Raises ControlError."""
+        return self._await(lambda: self.recovery(after), timeout_s, f"a view after {after} to recover with")
+
+    def recovery(self, after: int) -> View | None:
+        """The newest view with `recovers` and a generation above `after`, if there is one."""
+        found = [view for view in self._views.values() if view.recovers and view.generation > after]
+        return max(found, key=_generation, default=None)
+
+    def proposed(self, current: int) -> int:
+        """The generation to switch to, 0 if there is none newer than `current`."""
+        newest = max(self._views, default=0)
+        return newest if newest > current else 0
+
+    def await_over(self, current: int) -> bool:
+        """True when the supervisor says that the job is over, False if there is a view to recover with first."""
+        self._await(lambda: True if self._over else self.recovery(current), None, "the job's end")
+        over, self._over = self._over, False
+        return over
+
+    def forget(self, before: int) -> None:
+        with self._changed:
+            self._views = {g: view for g, view in self._views.items() if g >= before}
+
+    def stop_reason(self) -> str | None:
+        return self._stop
+
+    def check(self) -> None:
+        """Raises ControlError if the supervisor is gone."""
+        if self._lost:
+            raise ControlError(self._lost)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._socket.close()
+
+    def _await(self, find: Callable[[], T | None], timeout_s: float | None, what: str) -> T:
+        """What `find` finds, as soon as it does. Raises ControlError after the timeout, or without a supervisor."""
+        with self._changed:
+            self._changed.wait_for(lambda: find() is not None or self._lost, timeout_s)
+            found = find()
+        if found is None:
+            raise ControlError(self._lost or f"waited {timeout_s:.0f} s for {what}")
+        return found
+
+    # -- threads --------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            while line := self._lines.readline(protocol.MAX_LINE):
+                message = protocol.decode(line)
+                with self._changed:
+                    match message["type"]:
+                        case "view":
+                            view = View.from_json(message["view"])
+                            self._views[view.generation] = view
+                        case "stop":
+                            self._stop = message["reason"]
+                        case "over":
+                            self._over = True
+                    self._changed.notify_all()
+        except (OSError, ValueError):
+            pass
+        if self._closing.is_set():
+            return
+        with self._changed:
+            self._lost = "the supervisor is gone"
+            self._changed.notify_all()
+        # The main thread notices at its next wait. If it is stuck elsewhere, no orphan must stay behind.
+        if not self._closing.wait(_ORPHAN_GRACE_S):
+            sys.stderr.write(f"kfuse: worker {self.worker} ends: the supervisor is gone\n")
+            sys.stderr.flush()
+            os._exit(70)
+
+    def _show_life(self) -> None:
+        """Heartbeats: they stop when the process does, or when something holds the interpreter's lock.
+
+        In that last case, if the supervisor is not there to act, a watchdog that needs no lock ends the process.
+        """
+        while not self._closing.wait(protocol.HEARTBEAT_S):
+            faulthandler.dump_traceback_later(_STUCK_S, exit=True)
+            try:
+                self.send("alive", at=time.time())
+            except ControlError:
+                break
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _generation(view: View) -> int:
+    return view.generation

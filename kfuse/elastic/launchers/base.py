@@ -1,0 +1,26 @@
+"""What the supervisor asks of a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+
+class WorkerProcess(Protocol):
+    """A started worker."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """What it prints, line by line, until it ends."""
+
+    async def wait(self) -> int:
+        """Its exit status once it has ended; negative for a signal's number."""
+
+    def kill(self) -> None:
+        """Ends it at once, with everything it started. Nothing happens if it has ended."""
+
+
+class Launcher(Protocol):
+    """Starts workers."""
+
+    async def start(self, env: Mapping[str, str]) -> WorkerProcess:
+        """Starts one worker with these environment variables. Raises OSError."""

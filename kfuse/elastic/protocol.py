@@ -1,0 +1,73 @@
+"""What the supervisor and its workers say to each other: one JSON object a line over TCP.
+
+worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive, broken (generation, why),
+resize (workers), record (kind, data), done.
+supervisor -> worker: welcome (job), view, stop (reason), over.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MAX_LINE = 16 * 2**20  # bytes: a longer line is not ours
+
+HEARTBEAT_S = 0.5
+
+ENV_CONTROL = "KFUSE_CONTROL"  # host:port of the supervisor
+ENV_TOKEN = "KFUSE_TOKEN"  # the job's secret
+ENV_WORKER = "KFUSE_WORKER"  # this worker's number, never reused
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker in a view. Its rank is its place in the view's list."""
+
+    worker: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class View:
+    """The ordered list of workers of one generation, and the store they meet at."""
+
+    generation: int
+    members: tuple[Member, ...]
+    store: tuple[str, int]
+    reason: str
+    recovers: bool = False
+    """Something broke: leave the old view at once. Otherwise the leader says at which step boundary to leave it."""
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank_of(self, worker: int) -> int | None:
+        """None if the worker is not in this view."""
+        return next((r for r, member in enumerate(self.members) if member.worker == worker), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> View:
+        members = tuple(Member(**member) for member in data["members"])
+        host, port = data["store"]
+        return View(data["generation"], members, (host, port), data["reason"], data["recovers"])
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Raises ValueError for what is not one JSON object with a "type"."""
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("not a control message") from error
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ValueError("not a control message")
+    return message

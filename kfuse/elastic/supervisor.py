@@ -1,0 +1,348 @@
+"""The supervisor: starts workers, forms views of them, and keeps what they report. It trains nothing itself.
+
+It hosts the store that a view's workers meet at (a fresh one each generation, so that no worker's death takes it
+along and no old key stays behind) and one control connection to each worker. There are two kinds of view. A planned
+one (start, grow, shrink) is proposed here and announced by the leader in a step's control word, so that all workers
+switch at the same step boundary. One that recovers from a loss is in force at once: survivors drop what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kfuse.elastic import protocol
+from kfuse.elastic.launchers import Launcher
+from kfuse.elastic.protocol import Member, View
+from kfuse.elastic.workers import State, Worker, how_it_ended
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_STOP_GRACE_S = 20.0
+_BROKEN_GRACE_S = 0.1  # a lost connection is mostly a death that is about to be reported
+
+
+class Sink(Protocol):
+    """Who keeps what workers report. After a loss, records of a step may come again: they count once."""
+
+    def record(self, kind: str, data: dict[str, Any]) -> None: ...
+    def line(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """How many workers, and what happens when one is lost."""
+
+    count: int
+    min: int
+    max: int
+    replace: bool = True
+    """Restore the wanted number of workers after a loss; otherwise only `min`."""
+    heartbeat_timeout_s: float = 10.0
+    """A worker that shows no life for this long is killed."""
+    max_failures: int = 3
+    """Losses in a row, without a step completed in between, after which the job is given up."""
+    boot_timeout_s: float = 120.0
+    restart: bool = False
+    """If all workers are lost: start anew, from the last checkpoint."""
+
+
+class JobFailed(RuntimeError):
+    """Training cannot go on; the message says why."""
+
+
+class Supervisor:
+    """Runs one job to its end."""
+
+    def __init__(
+        self, launcher: Launcher, job: dict[str, Any], sink: Sink, elasticity: Elasticity, host: str = "127.0.0.1"
+    ) -> None:
+        """`job` is handed to every worker as it connects (plain JSON values)."""
+        self._launcher, self._job, self._sink, self._elasticity, self._host = launcher, job, sink, elasticity, host
+        self._wanted = self._asked = elasticity.count
+        self._token = secrets.token_hex(16)
+        self._workers: dict[int, Worker] = {}
+        self._view: View | None = None
+        self._store: TCPStore | None = None
+        self._stopping: str | None = None
+        self._done = False
+        self._failures = 0
+        self._furthest = -1
+        self._events: deque[dict[str, Any]] = deque(maxlen=256)
+        self._starting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def run(self) -> str | None:
+        """Returns when all workers have ended: the stop reason, None if training came to its own end.
+
+        Raises JobFailed. Whatever happens, no worker is left behind.
+        """
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(self._serve, self._host, 0, limit=protocol.MAX_LINE)
+        self._address = f"{self._host}:{server.sockets[0].getsockname()[1]}"
+        heartbeats = asyncio.create_task(self._watch_heartbeats())
+        try:
+            await self._start_up_to(self._wanted)
+            await self._over
+            return self._stopping
+        finally:
+            heartbeats.cancel()
+            for worker in self._workers.values():
+                worker.process.kill()
+            server.close()
+            for writer in self._connections.values():
+                writer.transport.abort()
+            await asyncio.gather(*self._connections, *self._tasks, heartbeats, return_exceptions=True)
+
+    def stop(self, reason: str) -> None:
+        """Asks the workers to stop at the next step boundary; a second call, or a long silence, kills them."""
+        if self._stopping is not None or not self._members():
+            self._stopping = self._stopping or reason
+            self._end()
+            return
+        self._stopping = reason
+        self._tell(self._workers.values(), "stop", reason=reason)
+        asyncio.get_running_loop().call_later(_STOP_GRACE_S, self._end)
+
+    def _members(self) -> list[Worker]:
+        """The living workers of the newest view, in rank order."""
+        if self._view is None:
+            return []
+        workers = [self._workers[member.worker] for member in self._view.members]
+        return [worker for worker in workers if worker.state is not State.ENDED]
+
+    def _alive(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.state is not State.ENDED]
+
+    # -- processes ------------------------------------------------------------------------------------------------
+
+    async def _start_up_to(self, target: int) -> None:
+        """Starts as many workers as are missing. One at a time: several losses may ask for it at once."""
+        async with self._starting:
+            await self._start(target - len(self._alive()))
+
+    async def _start(self, count: int) -> None:
+        for _ in range(count):
+            number = len(self._workers)
+            env = {
+                protocol.ENV_CONTROL: self._address,
+                protocol.ENV_TOKEN: self._token,
+                protocol.ENV_WORKER: str(number),
+            }
+            worker = Worker(number, await self._launcher.start(env))
+            self._workers[number] = worker
+            self._spawn(self._watch(worker))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._end(task.exception())
+
+    async def _watch(self, worker: Worker) -> None:
+        """Passes on what a worker prints, and decides what its end means."""
+        lines = asyncio.create_task(self._pass_on(worker))
+        status = await worker.process.wait()
+        was, worker.state = worker.state, State.ENDED
+        left = status == 0 and (self._done or self._view is None or self._view.rank_of(worker.number) is None)
+        if not (left or self._stopping or self._done or self._over.done()):
+            await asyncio.wait([lines], timeout=0.05)  # its last words
+            await self._lost(worker, was, how_it_ended(status))
+        await lines
+        if not self._alive() and (self._done or self._stopping):
+            self._end()
+
+    async def _pass_on(self, worker: Worker) -> None:
+        async for line in worker.process.lines():
+            worker.lines.append(line)
+            self._sink.line(line)
+
+    async def _watch_heartbeats(self) -> None:
+        """Kills workers that show no life, or do not come up: what follows is the same as for any death."""
+        limits = {State.BOOTING: self._elasticity.boot_timeout_s}
+        while True:
+            await asyncio.sleep(protocol.HEARTBEAT_S)
+            for worker in self._alive():
+                limit = limits.get(worker.state, self._elasticity.heartbeat_timeout_s)
+                silent = time.monotonic() - worker.alive_at
+                if silent > limit and not worker.why:
+                    worker.why = f"showed no life for {silent:.0f} s and was killed"
+                    worker.process.kill()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        if self._over.done():
+            return
+        if error is not None:
+            self._over.set_exception(error)
+        else:
+            self._over.set_result(None)
+
+    # -- losses ---------------------------------------------------------------------------------------------------
+
+    async def _lost(self, worker: Worker, was: State, how: str) -> None:
+        """A worker ended that should not have: the survivors regroup, and another takes its place."""
+        how = worker.why or how
+        self._failures += 1
+        rank = None if self._view is None else self._view.rank_of(worker.number)
+        self._event("failure", worker=worker.number, rank=rank, how=how)
+        said = "".join(f"\n  {line}" for line in worker.lines)
+        said = said and f":{said}"
+        if self._view is None or (was is State.BOOTING and not self._members()):
+            self._end(JobFailed(f"worker {worker.number} {how} before training began"))
+        elif self._failures >= self._elasticity.max_failures:
+            self._end(JobFailed(f"{self._failures} workers were lost in a row, the last one {how}{said}"))
+        elif not self._members() and not self._elasticity.restart:
+            why = f"no worker is left: the last one {how}; with checkpoints, training would go on"
+            self._end(JobFailed(f"{why}{said}"))
+        else:
+            if self._members() and rank is not None:
+                self._recover()
+            everyone = self._elasticity.replace or not self._members()
+            target = self._wanted if everyone else min(self._wanted, self._elasticity.min)
+            await self._start_up_to(target)
+            self._propose()
+
+    def _on_broken(self, generation: int, why: str) -> None:
+        """A worker lost contact with another. If nobody has died, the same workers connect anew."""
+        if self._view is not None and self._view.generation == generation and not self._stopping:
+            self._failures += 1
+            if self._failures >= self._elasticity.max_failures:
+                self._end(JobFailed(f"workers lose contact again and again: {why}"))
+            else:
+                self._recover()
+
+    def _recover(self) -> None:
+        if self._stopping is None and not self._done:
+            self._announce(self._members(), "failure", recovers=True)
+
+    # -- messages -------------------------------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: a worker's, once it has shown the job's token."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        try:
+            hello = protocol.decode(await asyncio.wait_for(reader.readline(), self._elasticity.boot_timeout_s))
+            number = hello.get("worker")
+            worker = self._workers.get(number) if isinstance(number, int) else None
+            known = hmac.compare_digest(str(hello.get("token", "")).encode(), self._token.encode())
+            if hello["type"] != "hello" or not known or worker is None or worker.writer is not None:
+                return
+            worker.writer, worker.pid, worker.host = writer, int(hello["pid"]), str(hello["host"])
+            self._tell([worker], "welcome", job=self._job)
+            while line := await reader.readline():
+                worker.alive_at = time.monotonic()
+                await self._receive(worker, protocol.decode(line))
+        except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # a stranger, or a worker that died in the middle of a line: its process's end is what counts
+        finally:
+            del self._connections[task]
+            writer.close()
+
+    def _tell(self, workers: Iterable[Worker], kind: str, **fields: Any) -> None:
+        for worker in workers:
+            if worker.writer is not None and not worker.writer.is_closing():
+                worker.writer.write(protocol.encode({"type": kind, **fields}))
+
+    async def _receive(self, worker: Worker, message: dict[str, Any]) -> None:
+        match message["type"]:
+            case "record":
+                self._keep(message["kind"], message["data"])
+            case "ready":
+                worker.state = State.READY
+                self._propose()
+            case "joined":
+                self._on_joined(worker, message["generation"])
+            case "broken":
+                loop = asyncio.get_running_loop()
+                loop.call_later(_BROKEN_GRACE_S, self._on_broken, message["generation"], message["why"])
+            case "resize":
+                await self._resize(message["workers"])
+
+    def _keep(self, kind: str, data: dict[str, Any]) -> None:
+        if kind == "start":
+            self._done = False  # a script may train more than once
+        if kind == "metrics" and data["step"] > self._furthest:  # farther than before the last loss: no crash loop
+            self._furthest, self._failures = data["step"], 0
+        elif kind == "event":  # a new leader may report what the old one had reported before it was lost
+            if data in self._events:
+                return
+            self._events.append(data)
+        self._sink.record(kind, data)
+        if kind == "summary":
+            self._done = True
+            self._tell(self._members(), "over")
+            for worker in self._alive():
+                if worker not in self._members():  # still booting, or waiting to be taken in: too late for this job
+                    worker.process.kill()
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self._keep("event", {"step": max(self._furthest, 0), "kind": kind, **fields})
+
+    # -- views ----------------------------------------------------------------------------------------------------
+
+    async def _resize(self, workers: int) -> None:
+        if workers == self._asked:
+            return
+        self._asked = workers
+        low, high = self._elasticity.min, self._elasticity.max
+        allowed = min(max(workers, low), high)
+        if allowed != workers:
+            self._event("clipped", note=f"workers {workers} clipped to {allowed}: allowed is {low} to {high}")
+        if allowed == self._wanted:
+            return
+        self._event("decision", workers=[self._wanted, allowed])
+        self._wanted = workers = allowed
+        await self._start_up_to(workers)
+        self._propose()
+
+    def _propose(self) -> None:
+        """Proposes the next planned view when what it needs is there, and the view before it is in force."""
+        members = self._members()
+        if self._stopping or self._done or any(worker.state is State.PROPOSED for worker in members):
+            return
+        ready = [worker for worker in self._alive() if worker.state is State.READY]
+        booting = any(worker.state is State.BOOTING for worker in self._alive())
+        missing = self._wanted - len(members)
+        if not members:
+            if len(ready) == self._wanted:
+                self._announce(ready, "start" if self._view is None else "restart")
+        elif missing < 0:
+            self._announce(members[: self._wanted], "shrink")
+        elif ready and missing > 0 and not (booting and len(ready) < missing):
+            self._announce(members + ready[:missing], "grow")
+
+    def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
+        generation = 1 if self._view is None else self._view.generation + 1
+        leaving = [worker for worker in self._members() if worker not in workers]
+        members = tuple(Member(worker.number, worker.pid, worker.host) for worker in workers)
+        self._view = View(generation, members, self._open_store(), reason, recovers)
+        for worker in workers:
+            worker.state = State.PROPOSED
+        self._tell(workers + leaving, "view", view=self._view.to_json())
+
+    def _open_store(self) -> tuple[str, int]:
+        """A store for the next view. The one before is closed: whoever still waits there is woken by an error."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # seconds: the workers boot meanwhile
+
+        self._store = TCPStore(self._host, 0, None, True, wait_for_workers=False)
+        return self._host, self._store.port
+
+    def _on_joined(self, worker: Worker, generation: int) -> None:
+        if self._view is None or generation != self._view.generation:
+            return
+        worker.state = State.MEMBER
+        self._propose()

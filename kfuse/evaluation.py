@@ -1,0 +1,65 @@
+"""Held-out loss and accuracy over all workers, and the parameters' fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kfuse.comm.group import Group
+from kfuse.data import Dataset
+
+_CHUNK = 256  # samples; fixed, so that the result does not depend on the number of workers
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float
+    """Mean over the samples."""
+    accuracy: float | None
+    """Share of the targets hit, in [0, 1]; None where targets are not classes."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    data: Dataset,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    group: Group,
+    precision: str = "fp32",
+) -> Evaluation:
+    """Each worker takes every n-th chunk; every worker returns the same numbers.
+
+    A chunk's sums come from one worker, so that adding zeros from the others is exact; chunks are summed in order.
+    """
+    training = model.training
+    model.eval()
+    try:
+        chunks = -(-len(data) // _CHUNK)
+        sums = torch.zeros(chunks, 3, dtype=torch.float64, device=group.device)  # loss * samples, hits, targets
+        for c in range(group.rank, chunks, group.size):
+            indices = np.arange(c * _CHUNK, min((c + 1) * _CHUNK, len(data)), dtype=np.int64)
+            x, y = (t.to(group.device) for t in data.fetch(indices))
+            with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
+                output = model(x)
+                sums[c, 0] = loss_fn(output, y).double() * len(indices)
+            if not y.is_floating_point():
+                sums[c, 1] = (output.argmax(-1) == y).sum()
+                sums[c, 2] = y.numel()
+        group.all_reduce(sums, "evaluation").wait()
+    finally:  # also where a worker is lost meanwhile
+        model.train(training)
+    loss, hits, targets = (sum(column) for column in zip(*sums.tolist(), strict=True))
+    return Evaluation(loss / len(data), hits / targets if targets else None)
+
+
+def params_sha256(model: nn.Module) -> str:
+    """SHA-256 over the parameters' bytes, in the order of their names."""
+    digest = hashlib.sha256()
+    for _, p in sorted(model.named_parameters()):
+        digest.update(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,131 @@
+"""`kf.DataLoader`: steps of micro-batches for a training loop of one's own, elastic all the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfuse.comm.group import CommError
+from kfuse.coordinator import Coordinator
+from kfuse.data.adapters import as_dataset
+from kfuse.fit import plan_run
+from kfuse.optim import DistributedOptimizer
+from kfuse.policies import BasePolicy
+from kfuse.position import Phase, StepSamples
+from kfuse.rng import micro_batch_key, seed_device
+
+
+class DataLoader:
+    """Yields the steps of a run; a step yields this worker's micro-batches, already wrapped in opt.micro_batch.
+
+        for step in kf.DataLoader(data, model, opt, batch_size=64, epochs=3):
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()      # the MEAN loss of these samples
+            opt.step()
+            opt.zero_grad()
+
+    Workers may join and leave between steps. Where one is lost, `opt.step()` does nothing and the step comes again,
+    with the lost worker's micro-batches spread over the rest: the loop's body must not mind. The random state is keyed
+    by (seed, step, micro-batch). On a worker that is asked to leave, iteration ends and `kf.rank()` is -1.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        model: nn.Module,
+        opt: DistributedOptimizer,
+        *,
+        batch_size: int = 32,
+        micro_batch: int | None = None,
+        max_batch_size: int | None = None,
+        epochs: int = 1,
+        seed: int = 0,
+        policy: BasePolicy | None = None,
+    ) -> None:
+        """Arguments as for kf.fit, and the same errors."""
+        self._data = as_dataset(data)
+        self._opt, self._policy = opt, policy or BasePolicy()
+        self._run = plan_run(
+            model,
+            self._data,
+            opt,
+            self._policy,
+            batch_size=batch_size,
+            micro_batch=micro_batch,
+            max_batch_size=max_batch_size,
+            epochs=epochs,
+            seed=seed,
+        )
+
+    def __iter__(self) -> Iterator[Step]:
+        run = self._run
+        phases = {
+            Phase.SWITCH: run.switch,
+            Phase.BEGIN: run.begin,
+            Phase.AFTER_STEP: self._policy.after_step,
+            Phase.READ: run.read_statistics,
+            Phase.EVALUATE: lambda: None,
+            Phase.END: run.end,
+        }
+        self._policy.before_train()
+        started = time.perf_counter()
+        with run.absorbing_failures():
+            stays = run.start()
+            while stays and not run.over:
+                phase = run.position.phase
+                if phase is Phase.SWITCH and run.finished() is not None:
+                    stays = run.attempt(lambda: run.conclude(time.perf_counter() - started))
+                elif phase is not Phase.STEP:
+                    stays = run.attempt(lambda act=phases[phase]: run.do(act))  # type: ignore[misc]
+                else:
+                    step = Step(run, run.begin_step(), self._data)
+                    taken = self._opt.engine.step
+                    yield step
+                    if (failure := run.take_failure()) is not None:
+                        stays = run.recover(failure)
+                        continue
+                    if self._opt.engine.step != taken + 1:
+                        raise RuntimeError("a step's body must call opt.step() once, after all of its micro-batches")
+                    run.end_step(step.samples, step.seconds(), step.data_wait_s)
+                    run.advance()
+        if run.over:
+            self._policy.after_train()
+
+
+class Step:
+    """One step's micro-batches, as far as they are this worker's. Set `loss` in the body to have it in the metrics."""
+
+    def __init__(self, run: Coordinator, samples: StepSamples, data: Any) -> None:
+        self._run, self._data, self.samples = run, data, samples
+        self._started = time.perf_counter()
+        self.data_wait_s = 0.0
+        self.loss: Tensor | float | None = None
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        run = self._run
+        device = run.session.group.device
+        mine = self.samples.range_of(run.session.group.rank)
+        try:
+            for j in mine:
+                key = micro_batch_key(run.settings.seed, run.position.step, j)
+                fetched = time.perf_counter()
+                x, y = self._data.fetch(self.samples.of(j), torch.Generator().manual_seed(key))
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                self.data_wait_s += time.perf_counter() - fetched
+                seed_device(device, key)
+                self.loss = None
+                with run.opt.micro_batch(samples=self.samples.sizes[j], last=j == mine[-1]) as micro_batch:
+                    yield x, y
+                    loss = self.loss
+                    micro_batch.loss = loss.detach() if isinstance(loss, Tensor) else loss
+        except CommError as error:
+            if not run.session.absorb(error):
+                raise
+            run.opt.engine.abort()

@@ -1,0 +1,114 @@
+"""The learning rate: base * schedule(progress) * gain(batch size, statistics) * the policies' factor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Scaling = Literal["none", "linear", "sqrt", "adascale"]
+Decay = Literal["none", "cosine"]
+
+
+def gain(
+    scaling: Scaling,
+    batch_size: int,
+    base_batch_size: int,
+    mean_grad_sq: float | None = None,
+    mean_grad_variance: float | None = None,
+) -> float:
+    """The factor by which a batch of `batch_size` may raise the learning rate tuned at `base_batch_size`.
+
+    With s = batch_size / base_batch_size: none is 1, linear s (Goyal et al. 2017), sqrt the root of s,
+    and adascale the gain ratio of Johnson et al. 2020, which lies between 1 and s:
+
+        r = (sigma2 + mu2) / (sigma2 / s + mu2),   sigma2 = S / base_batch_size,   mu2 = G2
+
+    from the running means of S and G2. A negative mean counts as zero, which is harmless here, after
+    averaging. While the means are unknown, or both zero, r is the smallest it could be: min(1, s).
+    """
+    ratio = batch_size / base_batch_size
+    if scaling == "linear":
+        return ratio
+    if scaling == "sqrt":
+        return math.sqrt(ratio)
+    if scaling == "none":
+        return 1.0
+    smallest, largest = min(1.0, ratio), max(1.0, ratio)
+    if mean_grad_sq is None or mean_grad_variance is None:
+        return smallest
+    sigma2, mu2 = max(mean_grad_variance, 0.0) / base_batch_size, max(mean_grad_sq, 0.0)
+    if not sigma2 + mu2 > 0:
+        return smallest
+    return min(max((sigma2 + mu2) / (sigma2 / ratio + mu2), smallest), largest)
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """Linear warmup, then a constant rate or a cosine to zero, over progress instead of steps.
+
+    Progress counts steps of the base batch size, so the schedule keeps its meaning while the batch size
+    changes. A step advances it by batch_size / base_batch_size; with adascale by the gain, since there
+    a step is worth that many base steps ("scale-invariant iterations").
+
+    base: learning rate at `base_batch_size`; finite, >= 0.
+    warmup_steps: length of the warmup; >= 0. total: progress at which the cosine reaches zero, needed for
+    decay="cosine" only, and beyond the warmup. Both in units of progress.
+
+    Raises ValueError for values out of range.
+    """
+
+    base: float
+    scaling: Scaling = "none"
+    warmup_steps: float = 0.0
+    decay: Decay = "none"
+    base_batch_size: int = 1
+    total: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.base) and self.base >= 0):
+            raise ValueError(f"lr.base={self.base}: allowed is a finite number from 0")
+        for name, allowed in (("scaling", get_args(Scaling)), ("decay", get_args(Decay))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"lr.{name}={getattr(self, name)}: allowed are {', '.join(allowed)}")
+        if not (math.isfinite(self.warmup_steps) and self.warmup_steps >= 0):
+            raise ValueError(f"lr.warmup_steps={self.warmup_steps}: allowed is a finite number from 0")
+        if self.base_batch_size < 1:
+            raise ValueError(f"base batch size {self.base_batch_size}: allowed is a whole number from 1")
+        if self.decay == "cosine" and not (self.total is not None and self.total > self.warmup_steps):
+            raise ValueError(
+                f"lr.decay=cosine over {self.total} steps in all: allowed is more than "
+                f"lr.warmup_steps={self.warmup_steps}"
+            )
+
+    def lr(
+        self,
+        progress: float,
+        batch_size: int,
+        lr_scale: float = 1.0,
+        mean_grad_sq: float | None = None,
+        mean_grad_variance: float | None = None,
+    ) -> float:
+        """The learning rate of the step that starts at `progress`."""
+        scale = gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
+        return self.base * self._factor(progress) * scale * lr_scale
+
+    def advance(
+        self,
+        progress: float,
+        batch_size: int,
+        mean_grad_sq: float | None = None,
+        mean_grad_variance: float | None = None,
+    ) -> float:
+        """Progress after a step of `batch_size` samples. Pass the statistics that its `lr` was given."""
+        unit: Scaling = "adascale" if self.scaling == "adascale" else "linear"
+        return progress + gain(unit, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
+
+    def _factor(self, progress: float) -> float:
+        """Warmup and decay, in [0, 1]. The first step of a warmup is 1 / warmup_steps, not 0."""
+        if progress + 1 < self.warmup_steps:
+            return (progress + 1) / self.warmup_steps
+        if self.decay == "none" or self.total is None:
+            return 1.0
+        done = (progress - self.warmup_steps) / (self.total - self.warmup_steps)
+        return 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))

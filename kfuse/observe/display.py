@@ -1,0 +1,211 @@
+"""Training as it is seen on the terminal: one live line or two, events above it, a closing table."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+LINE_EVERY_S = 2.0
+REFRESH_HZ = 10
+_RATE_WINDOW_S = 5.0
+
+
+class Display:
+    """Shows a run. Not thread-safe: one thread calls it (rich's own redraws the live part).
+
+    On a terminal: a bar and the latest figures, redrawn ten times a second whatever the rate of steps.
+    Elsewhere: plain lines, one every two seconds at most, and each event. With `progress`
+    off, only the closing summary.
+    """
+
+    def __init__(
+        self,
+        progress: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._progress = progress
+        # No highlighting: numbers coloured wherever they stand make plain lines hard to read.
+        self._console = console or Console(highlight=False)
+        self._clock = clock
+        self._live: Live | None = None
+        self._title = ""
+        self._totals: dict[str, int | None] = {}
+        self._latest: Mapping[str, Any] = {}
+        self._evaluation: Mapping[str, Any] = {}
+        self._rates: deque[tuple[float, int, int]] = deque()
+        self._last_line = -float("inf")
+
+    def start(self, total_samples: int | None, total_steps: int | None, title: str) -> None:
+        """Begins. The totals say how far there is to go (whichever comes first); None where unknown."""
+        self._title, self._totals = title, {"samples": total_samples, "step": total_steps}
+        if not self._progress:
+            return
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=REFRESH_HZ,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        else:
+            self.line(title)
+
+    def metrics(self, record: Mapping[str, Any]) -> None:
+        """The latest step's figures, with the keys of metrics.jsonl."""
+        now = self._clock()
+        self._latest = record
+        if not self._rates or now - self._rates[-1][0] >= _RATE_WINDOW_S / 20:
+            self._rates.append((now, record["samples"], record["step"]))
+            while now - self._rates[0][0] > _RATE_WINDOW_S and len(self._rates) > 2:
+                self._rates.popleft()
+        if self._progress and self._live is None and now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
+            self.line("  ".join(self._fields()))
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Something that happened, as in events.jsonl, in one line; an evaluation joins the latest figures."""
+        if record.get("kind") == "evaluation":
+            self._evaluation = record
+        elif self._progress:
+            words = ", ".join(
+                f"{_label(key)} {_value(key, value)}"
+                for key, value in _flat(record)
+                if key not in ("time", "step", "kind", "regroup_s", "transfer_s") and value is not None
+            )
+            when = f"step {record['step']}  " if record.get("step") is not None else ""
+            self.line(f"{when}{record.get('kind', 'event')}: {words}")
+
+    def line(self, text: str) -> None:
+        """A line as it is, above the live part; also with `progress` off."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Ends the live part and prints the summary, a key and its value a line."""
+        self.stop()
+        rows = [(_label(key), _value(key, value)) for key, value in _flat(summary)]
+        width = max((len(label) for label, _ in rows), default=0)
+        if self._title:
+            self.line(self._title)
+        for label, value in rows:
+            self._console.print(Text.assemble((label.ljust(width), "bold"), "  ", value), soft_wrap=True)
+
+    def stop(self) -> None:
+        """Gives the terminal back, as after an error. Stopping twice does no harm."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _rate(self) -> tuple[float, float] | None:
+        """Samples and steps a second over the last few seconds; None before there are two moments."""
+        if len(self._rates) < 2:
+            return None
+        (t0, samples0, step0), (t1, samples1, step1) = self._rates[0], self._rates[-1]
+        return ((samples1 - samples0) / (t1 - t0), (step1 - step0) / (t1 - t0)) if t1 > t0 else None
+
+    def _fields(self) -> list[str]:
+        """The latest figures, each in words; unknown ones are left out."""
+        r, rate = self._latest, self._rate()
+        texts = [f"step {r['step']}", f"epoch {r['epoch']}"]
+        if r.get("loss") is not None:
+            texts.append(f"loss {r['loss']:.4g}")
+        if r.get("noise_scale") is not None:
+            low, high = r.get("noise_scale_low"), r.get("noise_scale_high")
+            interval = f" ({_figure(low)} to {_figure(high)})" if low is not None and high is not None else ""
+            texts.append(f"noise scale {_figure(r['noise_scale'])}{interval}")
+        texts += [f"batch {r['batch_size']}", f"lr {r['lr']:.3g}", f"workers {r['workers']}"]
+        if self._evaluation.get("accuracy") is not None:
+            texts.append(f"held-out accuracy {self._evaluation['accuracy']:.1%}")
+        elif self._evaluation.get("loss") is not None:
+            texts.append(f"held-out loss {self._evaluation['loss']:.4g}")
+        if rate is not None:
+            texts.append(f"{_figure(rate[0])} samples/s")
+        return texts
+
+    def _progress_made(self) -> tuple[float, float | None] | None:
+        """The fraction done and the seconds left (None while unknown); None where no total is known."""
+        rate = self._rate()
+        done = []
+        for key, speed in zip(("samples", "step"), rate or (None, None), strict=True):
+            total = self._totals[key]
+            if total:
+                at = self._latest.get(key, 0)
+                done.append((min(at / total, 1.0), max(total - at, 0) / speed if speed else None))
+        return max(done, key=lambda pair: pair[0]) if done else None
+
+    def _render(self) -> RenderableType:
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True)
+        made = self._progress_made()
+        cells: list[RenderableType] = [Text(self._title, style="bold")]
+        if made is not None:
+            fraction, left = made
+            head.add_column(ratio=1)
+            head.add_column(no_wrap=True, justify="right")
+            ending = f"{fraction:4.0%}" + (f"  {_duration(left)} left" if left is not None else "")
+            cells += [ProgressBar(total=1.0, completed=fraction), Text(ending)]
+        head.add_row(*cells)
+        if not self._latest:
+            return head
+        return Group(head, Text(_fill(self._fields(), self._console.width)))
+
+
+def _fill(fields: list[str], width: int) -> str:
+    """The fields, two spaces apart, in lines of at most `width`: none is broken."""
+    lines = [fields[0]]
+    for field in fields[1:]:
+        if len(lines[-1]) + 2 + len(field) <= width:
+            lines[-1] += "  " + field
+        else:
+            lines.append(field)
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    """Three digits at least, and no exponent before a million."""
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key} ")
+        else:
+            yield prefix + key, value
+
+
+def _label(key: str) -> str:
+    return key.removesuffix("_s").replace("_", " ")
+
+
+def _value(key: str, value: Any) -> str:
+    """A value in words: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, list | tuple):
+        if value and isinstance(value[0], Mapping):
+            return str(len(value))
+        return (" -> " if len(value) == 2 else " ").join(_value(key, item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        words = f"{value:.1%}" if key.endswith("accuracy") else f"{value:.4g}"
+        return words + (" s" if key.endswith("_s") else "")
+    return str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,9 @@
+"""Optimizers that reduce, measure and update in one go."""
+
+from kfuse.optim.adamw import FusedAdamW
+from kfuse.optim.base import DistributedOptimizer
+from kfuse.optim.sgd import FusedSGD
+from kfuse.optim.statistics import StepStats
+from kfuse.optim.wrap import Optimizer
+
+__all__ = ["DistributedOptimizer", "FusedAdamW", "FusedSGD", "Optimizer", "StepStats"]

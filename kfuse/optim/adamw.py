@@ -1,0 +1,77 @@
+"""AdamW (Loshchilov & Hutter 2019) over all workers' gradients, on flat buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import AdamW
+from torch.optim.optimizer import ParamsT
+
+from kfuse.comm.buckets import Bucket
+from kfuse.kernels import adamw
+from kfuse.optim.flat import FlatOptimizer, _Flat
+
+
+class FusedAdamW(FlatOptimizer, AdamW):
+    """torch.optim.AdamW, data-parallel: reduces, measures, clips and updates in one go.
+
+    Same arithmetic and same state_dict as torch's. Parameters must be fp32. `clip_norm` clips the global norm of the
+    mean gradient; `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation.
+    """
+
+    _moment_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        AdamW.__init__(self, params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
+        self._attach(clip_norm, skip_nonfinite)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what this class or torch's saved. Raises ValueError for the amsgrad variant, which is not offered."""
+        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+            raise ValueError("this state was saved with amsgrad=True: FusedAdamW has no amsgrad")
+        super().load_state_dict(state_dict)
+
+    def _publish(self, p: Parameter, flat: _Flat, bucket: Bucket, k: int) -> None:
+        super()._publish(p, flat, bucket, k)
+        self.state[p]["step"] = flat.steps[k]
+
+    def _update_flat(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        moments: dict[str, Tensor],
+        step: Tensor,
+        first: bool,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            param,
+            grad,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            step=step,
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            grad_scale=scale,
+            found_inf=found_inf,
+        )

@@ -1,0 +1,58 @@
+"""Any torch optimizer, data-parallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfuse.comm.step import Reduced
+from kfuse.optim.base import DistributedOptimizer
+
+
+class Optimizer(DistributedOptimizer):
+    """Wraps a torch optimizer: gradients are reduced and measured by kfuse, the update is the optimizer's own.
+
+    Shares `param_groups` and `state` with it, so learning-rate schedulers may be given either.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        """Raises TypeError for what is not a torch optimizer, or is a kfuse one already."""
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.inner = optimizer
+        self.state = optimizer.state
+        self._share()
+        self._attach(clip_norm, skip_nonfinite)
+
+    def _share(self) -> None:
+        self.inner.param_groups = self.param_groups
+        self.inner.state = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "inner"):
+            self._share()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        if found_inf is not None and found_inf.item():  # an arbitrary optimizer cannot skip on the device
+            return
+        if scale is not None:
+            for bucket in self.engine.of_params:
+                bucket.slots[0][: bucket.body].mul_(scale)
+        self.inner.step()

@@ -1,0 +1,92 @@
+"""Batch size and worker count that follow the gradient noise scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kfuse.policies.base import BasePolicy
+from kfuse.signals import Decision, Signals
+
+
+class GNSPolicy(BasePolicy):
+    """Keep the batch size at `factor` times the gradient noise scale, and the workers in step with it.
+
+    B_simple is the batch size beyond which larger batches stop paying (McCandlish et al. 2018). It is
+    an estimate, so the policy moves only when the whole confidence interval lies on one side of the
+    batch size, by at most a factor of two at a time, in whole micro-batches. After a move to
+    `factor * noise_scale` the batch size lies inside the interval: the policy does not oscillate.
+
+    factor: batch size over noise scale; finite and positive.
+    every: decisions fall on the steps divisible by it, hence at least that many steps apart; >= 1.
+    micro_batches_per_worker: micro-batches per step that make up one worker's work; >= 1.
+    allow_shrink: whether batch size and workers may fall too; without it they only grow.
+
+    Raises ValueError for an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        factor: float = 1.0,
+        every: int = 20,
+        micro_batches_per_worker: int = 4,
+        allow_shrink: bool = False,
+    ) -> None:
+        if not _is_number(factor, float) or not (math.isfinite(factor) and factor > 0):
+            raise ValueError(f"policy.factor={factor!r}: allowed is a finite number above 0")
+        for name, value in (("every", every), ("micro_batches_per_worker", micro_batches_per_worker)):
+            if not _is_number(value, int) or value < 1:
+                raise ValueError(f"policy.{name}={value!r}: allowed is a whole number from 1")
+        if not isinstance(allow_shrink, bool):
+            raise ValueError(f"policy.allow_shrink={allow_shrink!r}: allowed are true and false")
+        self.factor = factor
+        self.every = every
+        self.micro_batches_per_worker = micro_batches_per_worker
+        self.allow_shrink = allow_shrink
+
+    def decide(self, signals: Signals) -> Decision | None:
+        if signals.step % self.every:
+            return None
+        batch_size = self._batch_size(signals)
+        if batch_size is None:
+            return None
+        workers = self._workers(signals, batch_size)
+        decision = Decision(
+            batch_size=batch_size if batch_size != signals.batch_size else None,
+            workers=workers if workers != signals.workers else None,
+        )
+        return None if decision.is_empty else decision
+
+    def _batch_size(self, signals: Signals) -> int | None:
+        """The batch size wanted, which may be the one in force; None while the noise scale is unknown."""
+        noise, low, high = signals.noise_scale, signals.noise_scale_low, signals.noise_scale_high
+        if noise is None or low is None or high is None:
+            return None
+        if not all(map(math.isfinite, (noise, low, high))):
+            return None
+        batch, micro = signals.batch_size, signals.micro_batch
+        target = math.floor(self.factor * noise / micro)
+        least = math.ceil(signals.bounds.batch_min / micro)
+        most = signals.bounds.batch_max // micro
+        if self.factor * low > batch:
+            grown = min(target, 2 * batch // micro, most) * micro
+            return max(grown, batch)
+        if self.allow_shrink and self.factor * high < batch:
+            shrunk = max(target, math.ceil(batch / 2 / micro), least) * micro
+            return min(shrunk, batch)
+        return batch
+
+    def _workers(self, signals: Signals, batch_size: int) -> int:
+        micro_batches = math.ceil(batch_size / signals.micro_batch)
+        wanted = math.ceil(micro_batches / self.micro_batches_per_worker)
+        if not self.allow_shrink:
+            wanted = max(wanted, signals.workers)
+        return min(max(wanted, signals.bounds.workers_min), signals.bounds.workers_max)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: decisions depend on the signals alone, and the options belong to the configuration."""
+        return {}
+
+
+def _is_number(value: object, kind: type[int] | type[float]) -> bool:
+    return isinstance(value, int | kind) and not isinstance(value, bool)

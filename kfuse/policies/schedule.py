@@ -1,0 +1,95 @@
+"""Batch size, learning-rate factor and worker count by a schedule fixed beforehand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kfuse.policies.base import BasePolicy
+from kfuse.signals import Decision, Signals
+
+_UNITS = {"step", "epoch"}
+_SETTINGS = {"batch_size", "lr_scale", "workers"}
+
+
+@dataclass(frozen=True)
+class _Phase:
+    start: int
+    settings: Decision
+
+
+class SchedulePolicy(BasePolicy):
+    """Change settings at given steps or epochs.
+
+    phases: a list of mappings, each with `step` or `epoch` (all the same one, increasing) and at least
+    one of `batch_size`, `lr_scale`, `workers`: [{"epoch": 0, "lr_scale": 1.0},
+    {"epoch": 5, "batch_size": 256, "workers": 2}]. A setting holds until a later phase changes it.
+
+    A phase is in force from the first step at or after its start, also in a run that resumes after it;
+    the policy asks until the signals show the settings, so it needs no memory of what it asked for.
+
+    Raises ValueError for phases that are not of that form.
+    """
+
+    def __init__(self, phases: Sequence[Mapping[str, Any]]) -> None:
+        if isinstance(phases, str) or not isinstance(phases, Sequence):
+            raise ValueError(f"policy.phases={phases!r}: allowed is a list of mappings")
+        units = {unit for phase in phases if isinstance(phase, Mapping) for unit in phase.keys() & _UNITS}
+        if len(units) > 1:
+            raise ValueError("policy.phases: allowed is either step or epoch for all phases, not both")
+        self._unit = units.pop() if units else "step"
+        self._phases = [_parse(index, phase, self._unit) for index, phase in enumerate(phases)]
+        starts = [phase.start for phase in self._phases]
+        if any(later <= earlier for earlier, later in pairwise(starts)):
+            raise ValueError(f"policy.phases: {self._unit}={starts}: allowed is increasing order")
+
+    def decide(self, signals: Signals) -> Decision | None:
+        now = signals.step if self._unit == "step" else signals.epoch
+        asked = Decision()
+        for phase in self._phases:
+            if phase.start <= now:
+                asked = asked.merged(phase.settings)
+        # Compare what can be reached: within the bounds, and in whole micro-batches. Otherwise a setting
+        # that is out of reach would be asked for at every step.
+        goal, _ = asked.clipped(signals.bounds)
+        change = Decision(
+            batch_size=None if _same_batch(goal.batch_size, signals) else asked.batch_size,
+            lr_scale=None if _same_scale(goal.lr_scale, signals.lr_scale) else asked.lr_scale,
+            workers=None if goal.workers == signals.workers else asked.workers,
+        )
+        return None if change.is_empty else change
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: decisions depend on the signals alone, and the phases belong to the configuration."""
+        return {}
+
+
+def _parse(index: int, phase: Mapping[str, Any], unit: str) -> _Phase:
+    """One phase of the configuration. Raises ValueError that names the key, the value and what is allowed."""
+    key = f"policy.phases[{index}]"
+    if not isinstance(phase, Mapping) or unit not in phase or not phase.keys() & _SETTINGS:
+        raise ValueError(f"{key}={phase!r}: allowed is step or epoch with one of {sorted(_SETTINGS)}")
+    if unknown := sorted(set(phase) - _UNITS - _SETTINGS):
+        raise ValueError(f"{key}: unknown {unknown}; allowed are step or epoch, and {sorted(_SETTINGS)}")
+    for name, least in ((unit, 0), ("batch_size", 1), ("workers", 1)):
+        value = phase.get(name, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{key}.{name}={value!r}: allowed is a whole number from {least}")
+    scale = phase.get("lr_scale", 1.0)
+    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"{key}.lr_scale={scale!r}: allowed is a finite number above 0")
+    settings = Decision(phase.get("batch_size"), phase.get("lr_scale"), phase.get("workers"))
+    return _Phase(phase[unit], settings)
+
+
+def _same_batch(goal: int | None, signals: Signals) -> bool:
+    micro = signals.micro_batch
+    return goal is None or max(goal // micro, 1) == max(signals.batch_size // micro, 1)
+
+
+def _same_scale(goal: float | None, now: float) -> bool:
+    # The factor may have travelled as fp32.
+    return goal is None or math.isclose(goal, now, rel_tol=1e-6)

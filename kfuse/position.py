@@ -1,0 +1,113 @@
+"""Where training is, how far it is to go, and the samples of one step: what every worker agrees on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from kfuse.comm.step import StepPlan
+from kfuse.data.sampler import micro_batch_sizes, worker_range
+from kfuse.signals import Bounds
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Where checkpoints go, and where the first state comes from."""
+
+    directory: Path
+    every_steps: int | None = None
+    """None: none are written."""
+    keep: int = 3
+    resume: str = "never"
+    """never, auto (the newest good one in `directory`, if there is one), or the path of one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long, how large, how precise."""
+
+    batch_size: int
+    micro_batch: int
+    bounds: Bounds
+    epochs: int | None = 1
+    steps: int | None = None
+    target_accuracy: float | None = None
+    eval_every: int | None = None
+    """In steps; None: after each epoch."""
+    precision: str = "fp32"
+    seed: int = 0
+    ledger: bool = False
+    checkpoints: CheckpointSettings | None = None
+
+
+class Phase(IntEnum):
+    """What a worker does next. (step, phase) says how far it is: after a failure the most advanced state counts."""
+
+    SWITCH = 0
+    BEGIN = 1
+    STEP = 2
+    AFTER_STEP = 3
+    READ = 4
+    EVALUATE = 5
+    END = 6
+
+
+@dataclass
+class Position:
+    """Where training is. The same on every worker; a joiner gets it with the rest of the state."""
+
+    batch_size: int
+    phase: Phase = Phase.SWITCH
+    step: int = 0
+    epoch: int = 0
+    cursor: int = 0
+    samples: int = 0
+    lr_scale: float = 1.0
+    schedule: float = 0.0
+    """Progress of the learning-rate schedule, in steps of the base batch size."""
+    mean_grad_sq: float | None = None
+    mean_grad_variance: float | None = None
+    accuracy: float | None = None
+    eval_loss: float | None = None
+    evaluated: int = 0
+    """Steps that the last evaluation came after."""
+    loss: float | None = None
+    generation: int = 0
+    """The view to switch to, if it is above the one in force."""
+    resumed_at: int = 0
+    """The step that a checkpoint was taken up at: what earlier ones said of views and stopping was for another run."""
+    stop: int = 0
+    """Index into STOP_REASONS."""
+
+    @property
+    def order(self) -> int:
+        return self.step * len(Phase) + self.phase
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of one step, cut into micro-batches and shared out among the workers."""
+
+    indices: np.ndarray
+    """int64 [samples], in the order of the epoch."""
+    micro_batch: int
+    workers: int
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return micro_batch_sizes(len(self.indices), self.micro_batch)
+
+    def range_of(self, rank: int) -> range:
+        """The micro-batches of this worker."""
+        return worker_range(len(self.sizes), self.workers, rank)
+
+    def of(self, j: int) -> np.ndarray:
+        """The samples of micro-batch j."""
+        return self.indices[j * self.micro_batch : j * self.micro_batch + self.sizes[j]]
+
+    def plan(self) -> StepPlan:
+        return StepPlan(len(self.indices), tuple(self.range_of(rank) for rank in range(self.workers)))

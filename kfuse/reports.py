@@ -1,0 +1,89 @@
+"""What workers report of a run: the leader speaks, the supervisor keeps the run directory."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from kfuse.elastic.protocol import View
+from kfuse.optim import StepStats
+from kfuse.position import Settings, StepSamples
+from kfuse.session import Session
+
+_MEASURED = (
+    "loss",
+    "micro_batches",
+    "noise_scale",
+    "noise_scale_low",
+    "noise_scale_high",
+    "grad_variance",
+    "grad_sq",
+    "grad_norm",
+)
+_RECENT_STEPS = 128
+
+
+class Reporter:
+    """Every worker calls it alike; only the leader's calls are heard."""
+
+    def __init__(self, session: Session, settings: Settings) -> None:
+        self._session, self._settings = session, settings
+        self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
+        """The newest steps' records. A supervisor that died may have had no time to keep them: see `resend`."""
+
+    def _send(self, kind: str, data: dict[str, Any]) -> None:
+        if self._session.group.rank == 0:
+            self._session.report(kind, data)
+
+    def event(self, step: int, kind: str, **fields: Any) -> None:
+        data = {"step": step, "kind": kind, **fields}
+        self.recent.append([("event", data)])
+        self._send("event", data)
+
+    def start(self, samples_an_epoch: int, step: int) -> None:
+        """Training begins at `step` (above 0: from a checkpoint), and this is how far it is to go."""
+        epochs = self._settings.epochs
+        total = None if epochs is None else epochs * samples_an_epoch
+        self._send("start", {"samples": total, "steps": self._settings.steps, "step": step})
+
+    def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
+        """A view in force; pause_s is how long the survivors stood still for it."""
+        data = {
+            "step": step,
+            "kind": "view",
+            "generation": view.generation,
+            "workers": [{"rank": r, "pid": m.pid, "host": m.host} for r, m in enumerate(view.members)],
+            "reason": view.reason,
+            "pause_s": regroup_s + transfer_s,
+            "regroup_s": regroup_s,
+            "transfer_s": transfer_s,
+        }
+        self._send("event", data)
+
+    def step(self, stats: StepStats, context: dict[str, Any], samples: StepSamples | None) -> None:
+        """A finished step's figures, and which samples it used where a ledger was asked for."""
+        figures = {"step": stats.step, **context, **{name: getattr(stats, name) for name in _MEASURED}}
+        records = [("metrics", figures)]
+        if stats.skipped:
+            self.event(stats.step, "skipped", why="a gradient was not finite")
+        if samples is not None:
+            for j in range(len(samples.sizes)):
+                entry = {"step": stats.step, "micro_batch": j, "indices": samples.of(j).tolist()}
+                records.append(("ledger", entry))
+        self.recent.append(records)
+        for kind, data in records:
+            self._send(kind, data)
+
+    def resend(self, events: bool) -> None:
+        """The last leader, or the supervisor, may have been lost before the newest records were kept.
+
+        events: whether events too; the supervisor that has kept them knows them again.
+        """
+        for records in self.recent:
+            for kind, data in records:
+                if events or kind != "event":
+                    self._send(kind, data)
+
+    def summary(self, summary: dict[str, Any]) -> None:
+        """The run is over."""
+        self._send("summary", summary)

@@ -1,0 +1,110 @@
+"""One run of the command line: a supervisor for the workers, and the run directory and display they report to."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from kfuse import targets
+from kfuse.elastic.launchers import Launcher
+from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
+from kfuse.observe.display import Display
+from kfuse.observe.run_dir import RunDirectory
+
+INTERRUPTED, TERMINATED = 130, 143
+
+
+class Reports:
+    """Keeps what workers report, and shows it."""
+
+    def __init__(self, directory: RunDirectory, display: Display) -> None:
+        self.directory, self._display = directory, display
+        self.summary: dict[str, Any] | None = None
+        self._started = time.time()
+        self._last: dict[str, Any] = {}
+
+    def record(self, kind: str, data: dict[str, Any]) -> None:
+        match kind:
+            case "start":
+                self.directory.rewind(data["step"])
+                self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
+            case "metrics":
+                self._last = data
+                self.directory.metrics(data)
+                self._display.metrics(data)
+            case "event":
+                self.directory.event(data)
+                self._display.event(data)
+            case "ledger":
+                self.directory.ledger(data)
+            case "summary":
+                self.summary = data
+
+    def line(self, text: str) -> None:
+        self._display.line(text)
+
+    def close(self, why: str | None) -> None:
+        """Writes the summary; where the workers could not give one, from the last step that was reported."""
+        summary = self.summary or {
+            "steps": self._last["step"] + 1 if self._last else 0,
+            "epochs": self._last.get("epoch", 0),
+            "samples": self._last.get("samples", 0),
+            "wall_s": time.time() - self._started,
+            **{name: self._last.get(name) for name in ("loss", "batch_size", "lr", "workers")},
+            "eval_loss": None,
+            "eval_accuracy": None,
+            "params_sha256": None,
+            "exit_reason": why,
+        }
+        self.directory.summary(summary)
+        self.directory.close()
+        if why == "failed":
+            self._display.stop()
+        else:
+            self._display.finish(summary)
+
+
+def run(cfg: DictConfig, run_dir: Path) -> int:
+    """Trains as `cfg` says and returns the exit status: 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    observe, launcher = config["observe"], config["launcher"]
+    workers = {key: config["workers"][key] for key in ("count", "min", "max")}
+    reports = Reports(
+        RunDirectory(run_dir, tensorboard=observe["tensorboard"], ledger=observe["ledger"]),
+        Display(progress=observe["progress"]),
+    )
+    elasticity = Elasticity(
+        **workers,
+        **config["elastic"],
+        boot_timeout_s=launcher["boot_timeout_s"],
+        restart=config["checkpoint"]["every_steps"] is not None,
+    )
+    launched_by = targets.build({key: value for key, value in launcher.items() if key != "boot_timeout_s"})
+    return supervise(launched_by, {**config, "run_dir": str(run_dir.absolute())}, reports, elasticity)
+
+
+def supervise(launcher: Launcher, job: dict[str, Any], reports: Reports, elasticity: Elasticity) -> int:
+    """Runs a job to its end and returns the exit status, as `run` does."""
+    why: str | None = "failed"
+    try:
+        why = asyncio.run(_supervise(Supervisor(launcher, job, reports, elasticity)))
+    except JobFailed as error:
+        reports.record("event", {"step": None, "kind": "failure", "why": str(error)})
+        print(f"kfuse: error: {error}; the run directory is {reports.directory.path}", file=sys.stderr)
+        return 1
+    finally:
+        reports.close(why)
+    return {"interrupted": INTERRUPTED, "terminated": TERMINATED}.get(why or "", 0)
+
+
+async def _supervise(supervisor: Supervisor) -> str | None:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, supervisor.stop, "interrupted")
+    loop.add_signal_handler(signal.SIGTERM, supervisor.stop, "terminated")
+    return await supervisor.run()

@@ -1,0 +1,277 @@
+"""This process's place among the workers: its group, its rank, and what the leader is asked to announce.
+
+`init()` finds out from the environment how the process was started: by a kfuse supervisor (the group may change while
+training), by torchrun (a fixed group), or plainly (one worker).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from kfuse.comm import transports
+from kfuse.comm.group import CommError, Group
+from kfuse.comm.step import CommOptions
+from kfuse.comm.tail import Control
+from kfuse.elastic import protocol
+from kfuse.elastic.control import ControlClient, ControlError
+from kfuse.elastic.protocol import View
+
+if TYPE_CHECKING:
+    from kfuse.optim.base import DistributedOptimizer
+
+STOP_REASONS = ("", "interrupted", "terminated")  # Control.stop is an index into these
+
+
+class ViewChanged(CommError):
+    """The group is no more: a worker of it was lost."""
+
+
+class Session:
+    """One worker's membership. Made by `init`."""
+
+    def __init__(self, group: Group, comm: CommOptions, control: ControlClient | None = None) -> None:
+        self.group, self.comm, self.control_client = group, comm, control
+        self.view: View | None = None
+        self.topology: str | None = None
+        """The transport that a decision chose; None: the configured one."""
+        self.latest_optimizer: Callable[[], DistributedOptimizer | None] = lambda: None
+        self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+        self._pending = Control()
+        self.lr: tuple[float, float] | None = None
+        """The training loop's learning rate and the part of it that is lr_scale."""
+        self.workers_asked = 0
+        """How many workers were last asked for, by a policy or kf.resize."""
+        self.absorbs = False
+        self.failure: CommError | None = None
+        self.left = False
+        """A view was formed without this worker."""
+        self._generation = 0  # of the view in force, or of the one being entered
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its machine."""
+        if self.view is None:
+            return int(os.environ.get("LOCAL_RANK", self.group.rank))
+        here = self.view.members[self.group.rank].host
+        return sum(member.host == here for member in self.view.members[: self.group.rank])
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers can change."""
+        return self.control_client is not None
+
+    def register(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizers.add(optimizer)
+        self.latest_optimizer = weakref.ref(optimizer)
+
+    # -- the control word -----------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        *,
+        batch_size: int | None = None,
+        lr_scale: float | None = None,
+        topology: str | None = None,
+        workers: int | None = None,
+    ) -> None:
+        """What the leader announces with the next step. Other workers' wishes go nowhere: one voice decides.
+
+        Raises ValueError for a topology that does not exist.
+        """
+        if batch_size is not None:
+            self._pending = replace(self._pending, batch_size=batch_size)
+        if lr_scale is not None:
+            self._pending = replace(self._pending, lr_scale=lr_scale)
+        if topology is not None:
+            name = transports.choose(topology, self.comm.reproducible)
+            self._pending = replace(self._pending, transport=1 + transports.NAMES.index(name))
+        if workers is not None:
+            self.workers_asked = workers
+        if workers is not None and self.control_client is not None and self.group.rank == 0:
+            with contextlib.suppress(ControlError):  # as in `report`
+                self.control_client.send("resize", workers=workers)
+
+    def take_control(self) -> Control:
+        """The control word of the step under way (engine, on the leader)."""
+        client = self.control_client
+        if client is not None and self.view is not None:
+            stop = client.stop_reason()
+            self._pending = replace(
+                self._pending,
+                generation=client.proposed(self.view.generation),
+                stop=STOP_REASONS.index(stop) if stop in STOP_REASONS else 0,
+            )
+        return self._pending
+
+    def control_sent(self) -> None:
+        """The step that carried the control word is complete."""
+        self._pending = Control()
+
+    # -- views ----------------------------------------------------------------------------------------------------
+
+    def ensure_joined(self) -> None:
+        """Joins the others, if a supervisor started this worker and it has not joined yet."""
+        if self.control_client is not None and self.view is None:
+            self.join()
+
+    def absorb(self, error: CommError) -> bool:
+        """Whether a training loop will deal with this error: then the step under way just ends."""
+        if self.absorbs:
+            self.failure = error
+        return self.absorbs
+
+    def join(self) -> None:
+        """Tells the supervisor that this worker is ready, and waits to be taken into a view.
+
+        Whatever takes time (imports, data, model, optimizer) is best done before: others may be training.
+        """
+        client = self._client()
+        client.send("ready")
+        self._enter(client.await_first_view())
+
+    def switch(self, generation: int) -> bool:
+        """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
+
+        Raises CommError if the view does not come about.
+        """
+        return self._enter(self._client().await_view(generation, self.group.timeout_s))
+
+    def recover(self, error: CommError) -> bool:
+        """After `error`: waits for the supervisor's verdict and moves to the view it gives; False if not in it.
+
+        Raises CommError if that view breaks too, ControlError if no view comes.
+        """
+        client, generation = self._client(), self._generation
+        if client.recovery(generation) is None:
+            client.send("broken", generation=generation, why=str(error))
+        return self._enter(client.await_recovery(generation, 2 * self.group.timeout_s + 10))
+
+    def _enter(self, view: View) -> bool:
+        client = self._client()
+        rank = view.rank_of(client.worker)
+        self._generation = view.generation
+        if rank is None:
+            self.left = True
+            return False
+        old = self.group
+        self.group = _form_group(view, rank, old, self.check)
+        old.retire()
+        self.view = view
+        self._regroup()
+        client.forget(view.generation)
+        client.send("joined", generation=view.generation)
+        return True
+
+    def check(self) -> None:
+        """Raises ViewChanged if the supervisor replaced the view, ControlError if it is gone."""
+        client = self._client()
+        client.check()
+        if client.recovery(self._generation) is not None:
+            raise ViewChanged("a worker was lost: the supervisor has formed another view")
+
+    def finish(self) -> bool:
+        """Waits until the supervisor has the job's results; False if a worker was lost before that."""
+        return self.control_client is None or self.control_client.await_over(self._generation)
+
+    def _client(self) -> ControlClient:
+        assert self.control_client is not None, "this job has no supervisor"
+        return self.control_client
+
+    def use_transport(self, name: str | None) -> None:
+        """Switches every optimizer to this transport (None: the configured one), between steps."""
+        self.topology = name
+        self._regroup()
+
+    def _regroup(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.engine.set_group(self.group, self.topology)
+
+    def report(self, kind: str, data: dict[str, Any]) -> None:
+        """Sends a record to the supervisor, which keeps the run directory. Without one, nothing is kept.
+
+        If it is gone, that is no news for here: `check` says so at the next step boundary.
+        """
+        if self.control_client is not None:
+            with contextlib.suppress(ControlError):
+                self.control_client.send("record", kind=kind, data=data)
+
+
+_current: Session | None = None
+
+
+def init(comm: CommOptions | None = None, timeout_s: float = 60.0) -> Session:
+    """Joins the other workers and returns the session; a second call returns the first one's.
+
+    comm: how gradients are reduced. timeout_s: how long any wait for another worker may take.
+    Raises RuntimeError if a session exists with other options, ControlError or CommError if joining fails.
+    """
+    global _current
+    comm_options = comm or CommOptions()
+    if _current is not None:
+        if comm is not None and comm != _current.comm:
+            raise RuntimeError("kf.init was called before with other options")
+        return _current
+    device = _device()
+    if protocol.ENV_CONTROL in os.environ:
+        _current = connect(ControlClient(timeout_s), comm_options, timeout_s)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        started_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then the agent hosts the store
+        master = rank == 0 and not started_by_agent
+        store = TCPStore(host, port, None, master, timedelta(seconds=timeout_s), wait_for_workers=False)
+        prefix = f"kfuse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        group = Group(rank, size, PrefixStore(prefix, store), device, timeout_s)
+        _current = Session(group, comm_options)
+    else:
+        _current = Session(Group(device=device, timeout_s=timeout_s), comm_options)
+    return _current
+
+
+def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
+    """The session of a worker that a supervisor started; it is alone until `join`."""
+    global _current
+    _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
+    return _current
+
+
+def current() -> Session:
+    """The session; made with default options if there is none yet."""
+    return _current or init()
+
+
+def reset() -> None:
+    """Forgets the session, so that `init` may be called anew in the same process."""
+    global _current
+    if _current is not None and _current.control_client is not None:
+        _current.control_client.close()
+    _current = None
+
+
+def _form_group(view: View, rank: int, old: Group, check: Callable[[], None]) -> Group:
+    """The group of a view, with the old group's device and timeout."""
+    if view.size == 1:
+        return Group(device=old.device, timeout_s=old.timeout_s, check=check)
+    host, port = view.store
+    try:
+        store = TCPStore(host, port, None, False, timedelta(seconds=old.timeout_s), wait_for_workers=False)
+    except RuntimeError as error:
+        raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
+    hostname = host if host == "127.0.0.1" else None
+    return Group(rank, view.size, store, old.device, old.timeout_s, hostname, check)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", os.environ.get(protocol.ENV_WORKER, "0"))) % torch.cuda.device_count()
+    return torch.device("cuda", index)

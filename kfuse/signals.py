@@ -1,0 +1,130 @@
+"""What policies see (`Signals`) and what they may ask for (`Decision`): plain frozen values."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The configured limits, inclusive: batch sizes in samples, workers in processes."""
+
+    batch_min: int
+    batch_max: int
+    workers_min: int
+    workers_max: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "workers"):
+            low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
+            if not 1 <= low <= high:
+                raise ValueError(f"{name}.min={low}, {name}.max={high}: allowed is 1 <= min <= max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signals:
+    """One finished optimizer step, as policies see it. Identical on every worker; None is "unknown".
+
+    All statistics are per-sample quantities (McCandlish et al. 2018, appendix A), so they stay
+    comparable when the batch size changes.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    """Samples trained on so far."""
+    loss: float | None = None
+    """Mean training loss over the samples of this step."""
+    lr: float
+    lr_scale: float
+    """The factor of `lr` that policies set; 1.0 at first."""
+    batch_size: int
+    """Samples per step now in force. A short last step of an epoch does not change it."""
+    micro_batch: int
+    """Samples per micro-batch: the unit the batch size changes by."""
+    micro_batches: int
+    """Micro-batches in this step."""
+    workers: int
+    grad_norm: float | None = None
+    """Norm of this step's mean gradient, before clipping."""
+    grad_sq: float | None = None
+    """G2 of this step: unbiased for |G|^2, so it can be negative."""
+    grad_variance: float | None = None
+    """S of this step: unbiased for tr(Sigma)."""
+    noise_scale: float | None = None
+    """Running estimate of B_simple = tr(Sigma) / |G|^2, in samples."""
+    noise_scale_low: float | None = None
+    noise_scale_high: float | None = None
+    """With `noise_scale_low`, the 95 % confidence interval of `noise_scale`."""
+    mean_grad_sq: float | None = None
+    """Running mean of `grad_sq`; it too can be negative."""
+    mean_grad_variance: float | None = None
+    """Running mean of `grad_variance`."""
+    eval_accuracy: float | None = None
+    """The latest evaluation's accuracy, in [0, 1]."""
+    bounds: Bounds
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy asks for. A field left at None asks for no change.
+
+    batch_size: samples per optimizer step. lr_scale: the factor on the learning rate (absolute: it
+    replaces the factor in force). workers: worker count. sync, topology: names of a
+    synchronisation rule and of a reduction topology.
+
+    Raises TypeError where batch_size or workers is not a whole number. Values out of range are no
+    error: `clipped` deals with them, since the bounds belong to the run and not to the policy.
+    """
+
+    batch_size: int | None = None
+    lr_scale: float | None = None
+    workers: int | None = None
+    sync: str | None = None
+    topology: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "workers"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                object.__setattr__(self, name, operator.index(value))
+            except TypeError:
+                raise TypeError(f"Decision {name}={value!r}: allowed is a whole number or None") from None
+        if self.lr_scale is not None:
+            object.__setattr__(self, "lr_scale", float(self.lr_scale))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing at all is asked for."""
+        return all(getattr(self, field.name) is None for field in fields(self))
+
+    def merged(self, other: Decision) -> Decision:
+        """Both decisions as one; where both set a field, `other` wins."""
+        asked = {field.name: getattr(other, field.name) for field in fields(other)}
+        return replace(self, **{name: value for name, value in asked.items() if value is not None})
+
+    def clipped(self, bounds: Bounds) -> tuple[Decision, list[str]]:
+        """The nearest decision within `bounds`, and a note in words for each field that changed.
+
+        An lr_scale that is not finite and positive has no nearest allowed value: it is dropped.
+        """
+        notes: list[str] = []
+        batch_size = _clip("batch_size", self.batch_size, bounds.batch_min, bounds.batch_max, notes)
+        workers = _clip("workers", self.workers, bounds.workers_min, bounds.workers_max, notes)
+        lr_scale = self.lr_scale
+        if lr_scale is not None and not (math.isfinite(lr_scale) and lr_scale > 0):
+            notes.append(f"lr_scale {lr_scale} dropped: it must be finite and positive")
+            lr_scale = None
+        return replace(self, batch_size=batch_size, workers=workers, lr_scale=lr_scale), notes
+
+
+def _clip(name: str, value: int | None, low: int, high: int, notes: list[str]) -> int | None:
+    if value is None or low <= value <= high:
+        return value
+    allowed = min(max(value, low), high)
+    notes.append(f"{name} {value} clipped to {allowed}: allowed is {low} to {high}")
+    return allowed

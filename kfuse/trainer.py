@@ -1,0 +1,90 @@
+"""From a configuration (plain values) to a training loop: what a worker builds."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kfuse import targets
+from kfuse.comm.step import CommOptions
+from kfuse.coordinator import Coordinator
+from kfuse.data import DataSplit, as_dataset
+from kfuse.loop import Loop
+from kfuse.lr import LRSchedule
+from kfuse.objective import default_loss
+from kfuse.optim import DistributedOptimizer, Optimizer
+from kfuse.position import CheckpointSettings, Settings
+from kfuse.session import Session
+from kfuse.signals import Bounds
+
+
+def comm_options(config: dict[str, Any]) -> CommOptions:
+    comm = config["comm"]
+    return CommOptions(comm["schedule"], comm["dtype"], comm["bucket_mb"], comm["reproducible"])
+
+
+def set_threads(config: dict[str, Any]) -> None:
+    """CPU threads: as configured; else the machine's shared out among the most workers there may be.
+
+    A matrix product's bits depend on the number of threads, so reproducible runs take one on any number of workers.
+    """
+    workers = config["workers"]
+    shared = max(1, (os.cpu_count() or 1) // workers["max"])
+    torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
+
+
+def build_loop(config: dict[str, Any], session: Session) -> Loop:
+    """Data, model, policy and optimizer as configured, in a loop ready to run. Needs no other worker."""
+    torch.manual_seed(config["seed"])
+    split: DataSplit = targets.build(config["data"])
+    train_set = as_dataset(split.train)
+    model: torch.nn.Module = targets.build(config["model"], **split.spec)
+    model.to(session.group.device)
+    batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
+    run = Coordinator(
+        model,
+        train_set,
+        _optimizer(config, model),
+        session=session,
+        policy=targets.build(config["policy"]),
+        schedule=LRSchedule(
+            base=lr["base"],
+            scaling=lr["scaling"],
+            warmup_steps=lr["warmup_steps"],
+            decay=lr["decay"],
+            base_batch_size=batch["size"],
+            total=total_steps(config, len(train_set)),
+        ),
+        settings=Settings(
+            batch_size=batch["size"],
+            micro_batch=batch["micro"],
+            bounds=Bounds(batch["min"], batch["max"], workers["min"], workers["max"]),
+            epochs=train["epochs"],
+            steps=train["steps"],
+            target_accuracy=train["target_accuracy"],
+            eval_every=train["eval_every"],
+            precision=train["precision"],
+            seed=config["seed"],
+            ledger=config["observe"]["ledger"],
+            checkpoints=CheckpointSettings(Path(config["run_dir"], "checkpoints"), **config["checkpoint"]),
+        ),
+    )
+    facts = {name: value for name, value in split.spec.items() if isinstance(value, float)}
+    return Loop(run, train_set, default_loss, as_dataset(split.heldout), facts)
+
+
+def total_steps(config: dict[str, Any], samples: int) -> float:
+    """The run's length in steps of the first batch size: by epochs or by steps, whichever ends first."""
+    train = config["train"]
+    epochs = math.inf if train["epochs"] is None else train["epochs"] * samples / config["batch"]["size"]
+    return float(min(epochs, math.inf if train["steps"] is None else train["steps"]))
+
+
+def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:
+    own: dict[str, Any] = {"clip_norm": config["train"]["clip_norm"], "skip_nonfinite": True}
+    made = targets.build(config["optimizer"], params=model.parameters(), lr=config["lr"]["base"], **own)
+    return made if isinstance(made, DistributedOptimizer) else Optimizer(made, **own)

@@ -1,0 +1,148 @@
+"""kfuse's verbs: KungFu's names for what a policy or a training script may ask and order.
+
+What changes training (`resize`, `set_batch_size`, `set_lr`, `set_topology`) is announced by the leader with the next
+step and takes effect on every worker at the same step; on other workers these calls do nothing. What exchanges values
+(`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from kfuse.session import Session, current
+
+Number = int | float
+
+
+def rank() -> int:
+    """This worker's number in the current view, from 0; rank 0 is the leader. -1 on one that has left."""
+    session = _joined()
+    return -1 if session.left else session.group.rank
+
+
+def size() -> int:
+    """How many workers the current view has."""
+    return _joined().group.size
+
+
+def local_rank() -> int:
+    """This worker's number on its machine."""
+    return _joined().local_rank
+
+
+def allreduce(value: Tensor | Number, op: str = "sum") -> Tensor | float:
+    """The sum, average, minimum or maximum over all workers; a new tensor for a tensor, a float for a number.
+
+    op: "sum" | "avg" | "min" | "max". Raises ValueError for another, CommError if a worker does not answer.
+    """
+    if op not in ("sum", "avg", "min", "max"):
+        raise ValueError(f"kf.allreduce op {op!r}: allowed are sum, avg, min, max")
+    group = _joined().group
+    if isinstance(value, Tensor):
+        total = value.detach().to(group.device, copy=True).contiguous()
+    else:
+        total = torch.tensor(float(value), dtype=torch.float64, device=group.device)
+    group.all_reduce(total, f"kf.allreduce ({op})", op).wait()
+    if op == "avg":
+        total = total / group.size
+    return total.to(value.device) if isinstance(value, Tensor) else float(total)
+
+
+def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
+    """Rank `source`'s value; tensors must have one shape and dtype on all workers."""
+    group = _joined().group
+    if not 0 <= source < group.size:
+        raise ValueError(f"kf.broadcast source {source}: allowed are ranks 0 to {group.size - 1}")
+    if isinstance(value, Tensor):
+        out = value.detach().to(group.device, copy=True).contiguous()
+    else:
+        out = torch.tensor(float(value), dtype=torch.float64, device=group.device)
+    group.broadcast(out, "kf.broadcast", source).wait()
+    return out.to(value.device) if isinstance(value, Tensor) else float(out)
+
+
+def allgather(value: Tensor | Number) -> list[Tensor] | list[float]:
+    """Every worker's value, in rank order; tensors must have one shape and dtype on all workers."""
+    group = _joined().group
+    if isinstance(value, Tensor):
+        return [t.to(value.device) for t in group.all_gather(value.detach().to(group.device), "kf.allgather")]
+    number = torch.tensor([float(value)], dtype=torch.float64, device=group.device)
+    return [float(t) for t in group.all_gather(number, "kf.allgather")]
+
+
+def barrier() -> None:
+    """Returns when every worker has called it."""
+    _joined().group.barrier("kf.barrier")
+
+
+def grad_noise_scale() -> float:
+    """The running noise scale, in samples; NaN while it is unknown."""
+    return _latest("noise_scale")
+
+
+def grad_variance() -> float:
+    """S, the trace of one sample's gradient covariance, of the newest step that has arrived; NaN while unknown.
+
+    That is the step before the last, unless `opt.stats` has waited for the last one.
+    """
+    return _latest("grad_variance")
+
+
+def grad_norm() -> float:
+    """Norm of the mean gradient, before clipping, of the newest step that has arrived; NaN while unknown."""
+    return _latest("grad_norm")
+
+
+def _joined() -> Session:
+    session = current()
+    session.ensure_joined()
+    return session
+
+
+def _latest(name: str) -> float:
+    opt = current().latest_optimizer()
+    stats = opt.statistics.latest if opt is not None else None
+    value = getattr(stats, name, None)
+    return math.nan if value is None else float(value)
+
+
+def resize(workers: int) -> None:
+    """Asks for this many workers. They join, or leave, at a later step boundary, when they are ready."""
+    session = current()
+    if not session.elastic:
+        warnings.warn("kf.resize: this job's number of workers is fixed: no supervisor started it", stacklevel=2)
+        return
+    session.ask(workers=workers)
+
+
+def set_batch_size(samples: int) -> None:
+    """Sets the global batch size. Inside kf.fit only."""
+    _require_loop("kf.set_batch_size")
+    if samples < 1:
+        raise ValueError(f"kf.set_batch_size({samples}): must be at least 1")
+    current().ask(batch_size=samples)
+
+
+def set_lr(lr: float) -> None:
+    """Sets the learning rate; its schedule goes on from there. Inside kf.fit only."""
+    now, scale = _require_loop("kf.set_lr")
+    if not (math.isfinite(lr) and lr > 0 and now > 0):
+        raise ValueError(f"kf.set_lr({lr}): must be a finite number above 0")
+    current().ask(lr_scale=lr * scale / now)
+
+
+def set_topology(name: str) -> None:
+    """Sets how gradients are reduced: "allreduce" or "all_to_all". Inside kf.fit only."""
+    _require_loop("kf.set_topology")
+    current().ask(topology=name)
+
+
+def _require_loop(verb: str) -> tuple[float, float]:
+    session = current()
+    if session.lr is None:
+        raise RuntimeError(f"{verb} works inside kf.fit: in a loop of your own, set it there")
+    return session.lr

@@ -1,0 +1,40 @@
+"""A worker process of the command line: builds what its supervisor's job says, joins, trains, reports."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from kfuse import session
+from kfuse.elastic.control import ControlClient, ControlError
+from kfuse.trainer import build_loop, comm_options, set_threads
+
+
+def main() -> int:
+    """Exit status 0: trained, or left in good order. Errors are raised: the traceback is the supervisor's to show."""
+    client = ControlClient()
+    config = client.job
+    timeout_s = config["comm"]["timeout_s"]
+    set_threads(config)
+    own = session.connect(client, comm_options(config), timeout_s)
+    loop = build_loop(config, own)
+    try:
+        loop.run()
+    except ControlError as error:
+        print(f"kfuse: worker {client.worker} ends: {error}", file=sys.stderr)
+        return 1
+    client.close()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: with a message to a dead worker under way, the process group's destructor would block.
+    os._exit(status)

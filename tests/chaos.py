@@ -1,0 +1,235 @@
+"""Faults, struck inside worker processes: `policy._target_=chaos.Chaos` makes a worker die or hang at a given moment.
+
+An event is {step, moment, how} with a `rank`, and `workers`, how many there must be (at least rank + 1 and 2). It
+strikes once a job, at the first such moment from that step on, once every event of an earlier step has struck.
+Training waits shortly before an event's step until enough workers are there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kfuse import BasePolicy, session
+from kfuse.elastic import protocol
+from kfuse.policies import GNSPolicy, SchedulePolicy
+from kfuse.signals import Decision, Signals
+
+MOMENTS = (
+    "boot",  # of a new worker, whatever its rank will be
+    "joining",  # a new worker, or a member, connects to a planned view
+    "forward",
+    "mid_reduction",  # the first bucket's reduction has started, the last one's has not
+    "between_reduction_and_update",
+    "after_step",
+    "evaluation",
+    "evaluated",  # and nobody was told yet
+    "checkpoint_write",  # a file is written, and not yet durable
+    "source",  # of state: the most advanced worker
+    "receiver",  # of state
+    "recovery",  # entering the view that recovers from another loss
+)
+_AHEAD = 8  # steps: a proposed view is in force within four
+_PATIENCE_S = 60.0
+
+
+def strike(how: str) -> None:
+    """Ends or hangs this process."""
+    match how:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "stuck_gil":
+            ctypes.PyDLL(None).sleep(1000)
+        case "exit":
+            os._exit(3)
+        case "exception":
+            raise RuntimeError("struck by chaos")
+        case _:
+            raise ValueError(f"how={how!r}: unknown")
+
+
+class Chaos(BasePolicy):
+    """Batch size by the gradient noise scale and the rest by a schedule, on workers that are lost now and then.
+
+    directory: where each event leaves its mark. phases: SchedulePolicy's. gates: {step, workers}: training does not
+    go beyond that step with another number of workers. topologies: {step, topology}: asked for at that step.
+    adaptive: whether the batch size follows the noise scale. pace_s: a step takes at least this long. again: events
+    may strike more than once. until: training does not end before this file is there.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        events: Sequence[Mapping[str, Any]] = (),
+        phases: Sequence[Mapping[str, Any]] = (),
+        gates: Sequence[Mapping[str, Any]] = (),
+        topologies: Sequence[Mapping[str, Any]] = (),
+        adaptive: bool = True,
+        pace_s: float = 0.0,
+        again: bool = False,
+        until: str | None = None,
+    ) -> None:
+        self._directory, self._again, self._pace_s = Path(directory), again, pace_s
+        self._until = None if until is None else Path(until)
+        self._events = [dict(event) for event in events]
+        for event in self._events:
+            assert event["moment"] in MOMENTS, event
+        self._gates = list(gates)
+        self._topologies: dict[int, str] = {item["step"]: item["topology"] for item in topologies}
+        self._schedule = SchedulePolicy(phases)
+        self._adapts = GNSPolicy(every=5) if adaptive else BasePolicy()
+        self._run: Any = None
+        self._began = time.monotonic()
+        if protocol.ENV_WORKER in os.environ:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._patch()
+            self._reached("boot", None)
+
+    # -- the policy -----------------------------------------------------------------------------------------------
+
+    def decide(self, signals: Signals) -> Decision | None:
+        batch = self._adapts.decide(signals) or Decision()
+        planned = self._schedule.decide(signals) or Decision()
+        decision = replace(batch, workers=None).merged(planned)  # the number of workers is not the statistics' to say
+        if signals.step in self._topologies:
+            decision = replace(decision, topology=self._topologies[signals.step])
+        return None if decision.is_empty else decision
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def before_step(self) -> None:
+        while self._pace_s and time.monotonic() - self._began < self._pace_s:
+            time.sleep(0.001)
+            self._check()
+        while self._until is not None and self._step >= 50 and not self._until.exists():
+            time.sleep(0.005)
+            self._check()
+        self._began = time.monotonic()
+        for gate in self._gates:
+            # Once it was passed the number may change again.
+            if gate["step"] - _AHEAD <= self._step <= gate["step"]:
+                self._await(lambda size, gate=gate: size == gate["workers"], gate)  # type: ignore[misc]
+        for index, event in enumerate(self._events):
+            if self._step >= event["step"] - _AHEAD and self._armed(event):
+                self._await_workers_for(event, self._mark(index))
+
+    def after_step(self) -> None:
+        self._reached("after_step", session.current().group.rank)
+
+    # -- waiting for workers --------------------------------------------------------------------------------------
+
+    @property
+    def _step(self) -> int:
+        return 0 if self._run is None else int(self._run.position.step)
+
+    def _check(self) -> None:
+        if session.current().elastic:
+            session.current().check()
+
+    def _await_workers_for(self, event: Mapping[str, Any], mark: Path) -> None:
+        of_newcomers = event["moment"] in ("boot", "joining", "source", "receiver")
+        needed = max(event.get("workers", 2), event.get("rank", 0) + 1)
+        self._await(lambda size: mark.exists() or (size >= needed and not of_newcomers), event)
+
+    def _await(self, right: Callable[[int], bool], why: Mapping[str, Any]) -> None:
+        """Waits until the group's size is right, or another view is on its way: that one needs steps to be made."""
+        own, deadline = session.current(), time.monotonic() + _PATIENCE_S
+        client = own.control_client
+        while client is not None and own.view is not None and not right(own.group.size):
+            if client.proposed(own.view.generation) or client.stop_reason():
+                return
+            assert time.monotonic() < deadline, f"{own.group.size} workers at step {self._step}: no good for {why}"
+            time.sleep(0.005)
+            self._check()
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def _mark(self, index: int) -> Path:
+        return self._directory / f"event-{index}"
+
+    def _armed(self, event: Mapping[str, Any]) -> bool:
+        earlier = (i for i, other in enumerate(self._events) if other["step"] < event["step"])
+        return all(self._mark(i).exists() for i in earlier)
+
+    def _reached(self, moment: str, rank: int | None) -> None:
+        """`rank`: this worker's, None where it has none yet."""
+        for index, event in enumerate(self._events):
+            here = event["moment"] == moment and rank in (None, event.get("rank", 0))
+            # New workers, and those that recover or receive, know no step, or an old one: what came before counts.
+            reached = moment in ("boot", "joining", "source", "receiver", "recovery") or self._step >= event["step"]
+            if here and reached and self._armed(event):
+                self._strike(index, event, rank)
+
+    def _strike(self, index: int, event: Mapping[str, Any], rank: int | None) -> None:
+        try:
+            with self._mark(index).open("x") as file:
+                json.dump({"pid": os.getpid(), "rank": rank, "step": self._step}, file)
+        except FileExistsError:
+            if not self._again:
+                return
+        strike(event["how"])
+
+    def _patch(self) -> None:
+        """Puts this policy's eyes where the moments are."""
+        from kfuse import checkpoint, coordinator, loop
+        from kfuse.comm.step import MicroBatch
+        from kfuse.comm.transports.all_to_all import AllToAll
+        from kfuse.comm.transports.allreduce import AllReduce
+        from kfuse.elastic import state
+        from kfuse.optim.base import DistributedOptimizer
+
+        def before(owner: Any, name: str, look: Callable[..., None]) -> None:
+            original = getattr(owner, name)
+
+            def patched(*args: Any, **kwargs: Any) -> Any:
+                look(*args, **kwargs)
+                return original(*args, **kwargs)
+
+            setattr(owner, name, patched)
+
+        def after(owner: Any, name: str, look: Callable[..., None]) -> None:
+            original = getattr(owner, name)
+
+            def patched(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                look(*args, **kwargs)
+                return result
+
+            setattr(owner, name, patched)
+
+        def here(moment: str) -> Callable[..., None]:
+            return lambda *_, **__: self._reached(moment, session.current().group.rank)
+
+        def attempt(run: Any, *_: Any) -> None:
+            self._run = run
+
+        def launched(_: Any, key: int, *__: Any) -> None:
+            if key == 0:
+                self._reached("mid_reduction", session.current().group.rank)
+
+        def share(group: Any, source: int, _: Any) -> None:
+            self._reached("source" if group.rank == source else "receiver", group.rank)
+
+        def form(view: Any, rank: int, *_: Any) -> None:
+            self._reached("recovery" if view.recovers else "joining", rank)
+
+        before(coordinator.Coordinator, "attempt", attempt)
+        before(MicroBatch, "__enter__", here("forward"))
+        after(AllToAll, "launch", launched)
+        after(AllReduce, "launch", launched)
+        before(DistributedOptimizer, "_verdict", here("between_reduction_and_update"))
+        before(loop, "evaluate", here("evaluation"))
+        after(loop, "evaluate", here("evaluated"))
+        before(checkpoint._HashedFile, "sync", here("checkpoint_write"))
+        before(state, "share", share)
+        before(session, "_form_group", form)

@@ -1,0 +1,136 @@
+"""Runs a function in several real worker processes, as torchrun would, and hands back what each one returned.
+
+Processes are forked from a server that has imported torch already, so that a launch costs a tenth of a second. The
+server itself has run nothing: no thread and no session is inherited.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 10.0  # after one rank has failed: for the others to notice by themselves
+
+
+class WorkersFailed(AssertionError):
+    """Some ranks raised, died or did not end in time; the message has each one's traceback."""
+
+
+def run_workers(
+    count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, env: dict[str, str] | None = None
+) -> list[Any]:
+    """`function(*args)` in `count` processes, each with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+
+    function: module-level, in a file that children can load by path. Returns every rank's result, in rank order.
+    Raises WorkersFailed, after ending all processes; one that hangs shows where each of its threads was.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "kfuse", "pytest", "hypothesis"])
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process hosts the store, so no port can be taken meanwhile
+        **(env or {}),
+    }
+    payload = pickle.dumps(args)
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank{rank}") for rank in range(count)]
+        processes, receivers = [], []
+        for rank, log in enumerate(logs):
+            receiver, sender = context.Pipe(duplex=False)
+            settings = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            what = (inspect.getfile(function), function.__qualname__, payload)
+            process = context.Process(target=_work, args=(*what, settings, sender, str(log), timeout_s), daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            receivers.append(receiver)
+        try:
+            replies = _collect(receivers, timeout_s)
+        finally:
+            for process in processes:
+                process.join(1.0)
+                process.kill()
+                process.join()
+        reports = [
+            f"--- rank {rank}, exit code {process.exitcode}:\n{error or log.read_text()}"
+            for rank, ((ended, error, _), process, log) in enumerate(zip(replies, processes, logs, strict=True))
+            if not ended or error
+        ]
+    if reports:
+        raise WorkersFailed(
+            f"{len(reports)} of {count} workers of {function.__qualname__} failed\n" + "\n".join(reports)
+        )
+    return [result for _, _, result in replies]
+
+
+Reply = tuple[bool, str, Any]  # ended by itself; traceback, if it raised; result
+
+
+def _collect(receivers: list[Connection], timeout_s: float) -> list[Reply]:
+    replies: list[Reply] = [(False, "", None)] * len(receivers)
+    waiting = dict(zip(receivers, range(len(receivers)), strict=True))
+    deadline = time.monotonic() + timeout_s + 2.0  # the workers' own alarm goes off first, and shows where they were
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for receiver in wait(list(waiting), timeout=left):
+            assert isinstance(receiver, Connection)
+            rank = waiting.pop(receiver)
+            try:
+                error, payload = receiver.recv()
+                replies[rank] = (True, error, pickle.loads(payload) if not error else None)
+            except EOFError:
+                error = "died"
+            if error:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return replies
+
+
+def _work(
+    file: str, name: str, payload: bytes, settings: dict[str, str], sender: Connection, log: str, timeout_s: float
+) -> None:
+    os.environ.update(settings)
+    with open(log, "w") as stream:
+        faulthandler.enable(stream)
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=stream)
+        torch.set_num_threads(1)
+        try:
+            result = getattr(load(file), name)(*pickle.loads(payload))
+            sender.send(("", pickle.dumps(result)))
+        except BaseException:
+            sender.send((traceback.format_exc(), b""))
+        finally:
+            sender.close()
+        faulthandler.cancel_dump_traceback_later()
+        stream.flush()
+    os._exit(0)  # a message under way must not keep a failed worker from ending
+
+
+def load(file: str) -> Any:
+    """The module in `file`, under its own name, with its neighbours importable."""
+    name = Path(file).stem
+    if name not in sys.modules:
+        sys.path.insert(0, str(Path(file).parent))
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]

@@ -1,0 +1,295 @@
+"""Runs elastic jobs for tests: the supervisor in this process or behind the real command line, with real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import hydra
+from omegaconf import OmegaConf
+
+from kfuse.config import drop_replaced, validate
+from kfuse.elastic.launchers import LocalLauncher
+from kfuse.elastic.launchers.local import LocalProcess
+from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
+from kfuse.observe.run_dir import RunDirectory
+
+TESTS = Path(__file__).parent
+DEADLINE_S = 300.0  # against hanging for ever; a busy machine may take long
+# What a step's record has that may differ between two runs of the same training.
+_OF_THE_RUN = ("workers", "step_time_s", "data_wait_s")
+
+During = Callable[[Supervisor, "Job"], Awaitable[None]]
+
+
+@dataclass
+class Job:
+    """A run directory, and what else was seen of the job."""
+
+    directory: Path
+    lines: list[str] = field(default_factory=list)
+    error: str | None = None
+    """Of a job that was given up."""
+    statuses: dict[int, int] = field(default_factory=dict)
+    """Exit status of each worker process, by pid."""
+    loop_errors: list[str] = field(default_factory=list)
+    """What the supervisor's event loop had to complain about."""
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_lines(self.directory / "metrics.jsonl")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return read_lines(self.directory / "events.jsonl")
+
+    @property
+    def ledger(self) -> list[dict[str, Any]]:
+        return read_lines(self.directory / "ledger.jsonl")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return summary
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def views(self) -> list[dict[str, Any]]:
+        return self.of_kind("view")
+
+    @property
+    def pids(self) -> set[int]:
+        return {worker["pid"] for view in self.views for worker in view["workers"]} | set(self.statuses)
+
+    def told(self) -> str:
+        """The end of everything, for a failed test's message."""
+        events = [json.dumps(event) for event in self.events[-40:]] if self.directory.exists() else []
+        return "\n".join([f"error: {self.error}", *events, "the last lines of all workers:", *self.lines[-80:]])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file of JSON lines; none if it is not there."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def words(*texts: str) -> list[str]:
+    """Overrides written as on a command line."""
+    return " ".join(texts).split()
+
+
+def override(key: str, value: Any) -> str:
+    """`key=value` in Hydra's syntax, for plain values nested in lists and mappings."""
+
+    def say(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{name}:{say(item)}" for name, item in value.items()) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(map(say, value)) + "]"
+        return json.dumps(value) if value is None or isinstance(value, bool | str) else repr(value)
+
+    return f"{key}={say(value)}"
+
+
+def compose(overrides: Iterable[str]) -> dict[str, Any]:
+    """The configuration as the command line makes and checks it, in plain values."""
+    given = list(overrides)
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+        cfg = hydra.compose("config", given)
+    drop_replaced(cfg, given)
+    validate(cfg)
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    return dict(plain)
+
+
+def environment() -> dict[str, str]:
+    """For workers: the tests' modules importable, one thread each."""
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+class _Launcher(LocalLauncher):
+    """Remembers what it started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[LocalProcess] = []
+
+    async def start(self, env: Mapping[str, str]) -> LocalProcess:
+        process = await super().start(env)
+        self.started.append(process)
+        return process
+
+
+class _Sink:
+    def __init__(self, job: Job) -> None:
+        self._directory = RunDirectory(job.directory, tensorboard=False, ledger=True)
+        self._job = job
+
+    def record(self, kind: str, data: dict[str, Any]) -> None:
+        if kind == "start":
+            self._directory.rewind(data["step"])
+        else:
+            getattr(self._directory, kind)(data)
+
+    def line(self, text: str) -> None:
+        self._job.lines.append(text)
+
+
+def run_job(
+    directory: Path, overrides: Iterable[str], during: During | None = None, deadline_s: float = DEADLINE_S
+) -> Job:
+    """Runs a job to its end, good or bad. `during` runs beside it, and is cancelled when the job ends.
+
+    Raises AssertionError, with all that was seen, if the job does not end in time or leaves a process behind.
+    """
+    config = compose(["observe.ledger=true", "workers.threads=1", *overrides])
+    job, launcher = Job(directory), _Launcher()
+    workers = {name: config["workers"][name] for name in ("count", "min", "max")}
+    restart = config["checkpoint"]["every_steps"] is not None
+    supervisor = Supervisor(
+        launcher,
+        {**config, "run_dir": str(directory)},
+        _Sink(job),
+        Elasticity(
+            **workers, **config["elastic"], boot_timeout_s=config["launcher"]["boot_timeout_s"], restart=restart
+        ),
+    )
+
+    async def go() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: job.loop_errors.append(repr(context)))
+        beside = asyncio.create_task(during(supervisor, job)) if during else None
+        try:
+            await asyncio.wait_for(supervisor.run(), deadline_s)
+            if beside is not None and beside.done():
+                beside.result()
+        finally:
+            if beside is not None:
+                beside.cancel()
+            for process in launcher.started:
+                process.kill()
+                job.statuses[process._process.pid] = await process.wait()
+
+    with patch.dict(os.environ, environment()):
+        try:
+            asyncio.run(go())
+        except JobFailed as error:
+            job.error = str(error)
+        except TimeoutError:
+            raise AssertionError(f"the job did not end within {deadline_s:.0f} s\n{job.told()}") from None
+    assert_none_left(job.pids)
+    assert not job.loop_errors, job.loop_errors
+    return job
+
+
+# -- the real command line ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def command_line(directory: Path, overrides: Iterable[str]) -> Iterator[tuple[subprocess.Popen[bytes], Job]]:
+    """`python -m kfuse` under way in `directory`; whatever happens, neither it nor its workers survive the block."""
+    quiet = ["observe.progress=false", "observe.tensorboard=false", "observe.ledger=true", "workers.threads=1"]
+    command = [sys.executable, "-m", "kfuse", f"hydra.run.dir={directory}", *quiet, *overrides]
+    job = Job(directory)
+    log = directory.with_suffix(".log")
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env={**os.environ, **environment()}
+        )
+        try:
+            yield process, job
+        except BaseException:
+            print(log.read_text()[-8000:])
+            print(job.told())
+            raise
+        finally:
+            process.kill()
+            process.wait()
+            for pid in filter(is_alive, job.pids):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            job.lines = log.read_text().splitlines()
+
+
+def wait_until(what: str, true: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+    """The first true value of `true`. Raises AssertionError after the deadline."""
+    end = time.monotonic() + deadline_s
+    while not (value := true()):
+        assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}"
+        time.sleep(0.01)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended but was not waited for (a zombie) does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_none_left(pids: Iterable[int], deadline_s: float = 30.0) -> None:
+    wait_until(f"processes {sorted(pids)} to end", lambda: not any(map(is_alive, pids)), deadline_s)
+
+
+# -- what every job must keep -------------------------------------------------------------------------------------
+
+
+def assert_exact(job: Job) -> None:
+    """Each step was recorded once, and each sample of each epoch was used once."""
+    metrics, ledger = job.metrics, job.ledger
+    steps = [record["step"] for record in metrics]
+    assert steps == list(range(job.summary["steps"])), f"steps recorded: {steps}\n{job.told()}"
+    entries = [(entry["step"], entry["micro_batch"]) for entry in ledger]
+    expected = [(record["step"], j) for record in metrics for j in range(record["micro_batches"])]
+    assert entries == expected, job.told()
+    epoch_of = {record["step"]: record["epoch"] for record in metrics}
+    used: dict[int, Counter[int]] = {}
+    for entry in ledger:
+        used.setdefault(epoch_of[entry["step"]], Counter()).update(entry["indices"])
+    assert set(used) == set(range(job.summary["epochs"]))
+    samples = set(used[0])
+    assert samples == set(range(len(samples)))
+    for epoch, counts in used.items():
+        assert set(counts) == samples and set(counts.values()) == {1}, f"epoch {epoch}: {counts.most_common(5)}"
+
+
+def assert_same_training(job: Job, reference: Job) -> None:
+    """`job` came to its end and trained exactly as `reference` did, bit by bit."""
+    assert job.error is None, job.told()
+    assert_exact(job)
+    assert job.summary["params_sha256"] == reference.summary["params_sha256"], first_difference(job, reference)
+    assert _training(job.metrics) == _training(reference.metrics), first_difference(job, reference)
+    assert job.ledger == reference.ledger
+    for name in ("steps", "epochs", "samples", "loss", "eval_loss", "eval_accuracy", "batch_size", "lr", "exit_reason"):
+        assert job.summary[name] == reference.summary[name], name
+    assert _evaluations(job) == _evaluations(reference)
+
+
+def _training(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in record.items() if name not in _OF_THE_RUN} for record in metrics]
+
+
+def _evaluations(job: Job) -> list[tuple[int, float, float]]:
+    return [(event["step"], event["accuracy"], event["loss"]) for event in job.of_kind("evaluation")]
+
+
+def first_difference(job: Job, reference: Job) -> str:
+    pairs = zip(_training(job.metrics), _training(reference.metrics), strict=False)
+    found = next((f"{ours}\ninstead of\n{theirs}" for ours, theirs in pairs if ours != theirs), "none in the metrics")
+    return f"first difference: {found}\n{job.told()}"

@@ -1,0 +1,188 @@
+"""Workers die and hang at every moment of training, and the job ends with the same bits as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from elastic_job import Job, assert_same_training, compose, override, run_job, words
+
+DIGITS = words(
+    "model=mlp data=digits model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4",
+    "train.eval_every=20",
+)
+CONVNET = words(
+    "model=convnet data=image_folder data.size=8 model.width=4 batch.size=8 batch.micro=2 batch.max=16 train.epochs=4",
+    "train.eval_every=10",
+)
+ALWAYS = words(
+    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 lr.scaling=adascale",
+    "workers.max=4 elastic.heartbeat_timeout_s=2 elastic.max_failures=8 policy._target_=chaos.Chaos",
+)
+
+
+def event(step: int, moment: str, rank: int = 0, how: str = "kill", workers: int = 2) -> dict[str, Any]:
+    return {"step": step, "moment": moment, "rank": rank, "how": how, "workers": workers}
+
+
+def run(directory: Path, settings: list[str], workers: int = 1, events: list[dict[str, Any]] | None = None) -> Job:
+    """A job with these faults, all of which have struck by its end."""
+    marks = directory.parent / f"{directory.name}-events"
+    policy = [override("+policy.directory", str(marks)), override("+policy.events", events or [])]
+    job = run_job(directory, [*ALWAYS, *settings, *policy, f"workers.count={workers}"])
+    struck = {path.name for path in marks.glob("event-*")}
+    assert struck == {f"event-{i}" for i in range(len(events or []))}, job.told()
+    return job
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Job]:
+    """The same training on one worker to which nothing happens; once a session for each configuration."""
+    known: dict[tuple[str, ...], Job] = {}
+
+    def reference(settings: list[str]) -> Job:
+        key = tuple(settings)
+        if key not in known:
+            known[key] = run(tmp_path_factory.mktemp("undisturbed") / "run", settings)
+            assert known[key].error is None, known[key].told()
+        return known[key]
+
+    return reference
+
+
+Undisturbed = Callable[[list[str]], Job]
+
+
+def failures(job: Job) -> list[str]:
+    return [failure["how"] for failure in job.of_kind("failure")]
+
+
+def test_the_undisturbed_run_adapts(undisturbed: Undisturbed) -> None:
+    """Otherwise equal bits would say little: batch size and learning rate follow what was measured."""
+    metrics = undisturbed(DIGITS).metrics
+    assert len({record["batch_size"] for record in metrics}) >= 3
+    assert len({record["lr"] for record in metrics}) > 20
+    assert max(record["grad_norm"] for record in metrics) > 0.5  # clipping acts
+
+
+def test_killed_at_every_moment(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Four workers: each moment of a step once, leader and others in turn."""
+    events = [
+        event(10, "forward", 1, workers=4),
+        event(14, "mid_reduction", 0),
+        event(18, "between_reduction_and_update", 1),
+        event(40, "after_step", 0, workers=3),
+        event(59, "evaluation", 1, workers=3),
+        event(70, "checkpoint_write", 0, workers=3),
+        event(79, "evaluated", 0),
+        event(90, "forward", 3, workers=4),
+        event(91, "recovery", 1),
+        event(104, "mid_reduction", 1),
+    ]
+    job = run(tmp_path / "run", [*DIGITS, "checkpoint.every_steps=15"], 4, events)
+    assert_same_training(job, undisturbed(DIGITS))
+    assert failures(job) == ["was ended by SIGKILL"] * len(events)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_killed_in_transfer(workers: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Newcomers are lost while they boot, connect and receive; and, where another has the state, its source."""
+    last = workers - 1
+    events = [
+        event(12, "between_reduction_and_update", 0, workers=workers),
+        event(13, "boot"),
+        event(14, "joining", last),
+        event(15, "receiver", last),
+        *([event(16, "source", 0)] if workers > 2 else []),
+        event(40, "mid_reduction", last, workers=workers),
+        *([event(41, "recovery", 0)] if workers > 2 else []),
+        event(60, "after_step", last, workers=workers),
+    ]
+    job = run(tmp_path / "run", DIGITS, workers, events)
+    assert_same_training(job, undisturbed(DIGITS))
+    assert len(failures(job)) == len(events)
+
+
+def test_every_kind_of_end(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Three workers: a crash, an exit, a stopped process, a lock never given back; in forward and in the reduction."""
+    kinds = ("exception", "exit", "stop", "stuck_gil")
+    events = [
+        event(10 + 12 * index, moment, index % 3, how, workers=3)
+        for index, (moment, how) in enumerate((moment, how) for moment in ("forward", "mid_reduction") for how in kinds)
+    ]
+    job = run(tmp_path / "run", DIGITS, 3, events)
+    assert_same_training(job, undisturbed(DIGITS))
+    said = ["ended with exit status 1", "ended with exit status 3", *["showed no life for 2 s and was killed"] * 2] * 2
+    assert failures(job) == said
+
+
+def test_several_at_once_and_all_but_one(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    events = [
+        event(12, "mid_reduction", 1, workers=4),
+        event(12, "mid_reduction", 2, workers=4),
+        event(50, "forward", 0, workers=4),
+        event(50, "mid_reduction", 1, workers=4),
+        event(50, "forward", 3, workers=4),
+        event(80, "mid_reduction", 0, "stop", workers=4),
+        event(80, "forward", 2, "exception", workers=4),
+    ]
+    job = run(tmp_path / "run", DIGITS, 4, events)
+    assert_same_training(job, undisturbed(DIGITS))
+    assert len(failures(job)) == len(events)
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 small images of three classes."""
+    from PIL import Image
+
+    root, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for label, name in enumerate(("dark", "middle", "light")):
+        (root / name).mkdir()
+        for index in range(20):
+            pixels = generator.integers(80 * label, 80 * label + 90, (10, 10, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{index:02}.png")
+    return root
+
+
+def test_batch_norm_and_augmentation(undisturbed: Undisturbed, images: Path, tmp_path: Path) -> None:
+    """Running statistics and random crops, too, do not depend on who was lost when."""
+    settings = [*CONVNET, f"data.path={images}"]
+    events = [
+        event(8, "mid_reduction", 0, workers=3),
+        event(9, "recovery", 1),
+        event(14, "between_reduction_and_update", 1, workers=3),
+        event(18, "forward", 0, "exception"),
+    ]
+    job = run(tmp_path / "run", settings, 3, events)
+    assert_same_training(job, undisturbed(settings))
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_crash_loop_is_given_up_with_its_traceback(checkpoints: bool, tmp_path: Path) -> None:
+    """A mistake at step 9 ends every worker that comes to it."""
+    policy = [
+        override("+policy.directory", str(tmp_path / "events")),
+        override("+policy.events", [event(9, "forward", 0, "exception", workers=1)]),
+        "+policy.again=true",
+    ]
+    settings = [*ALWAYS, *DIGITS, *policy, "elastic.max_failures=3", "workers.count=2"]
+    job = run_job(tmp_path / "run", [*settings, *(["checkpoint.every_steps=5"] if checkpoints else [])])
+    assert job.error is not None
+    first, *said = job.error.splitlines()
+    if checkpoints:
+        assert first == "3 workers were lost in a row, the last one ended with exit status 1:"
+    else:
+        assert first.startswith("no worker is left: the last one ended with exit status 1")
+    assert any("Traceback" in line for line in said), job.error
+    assert said[-1].strip() == "RuntimeError: struck by chaos"
+    assert failures(job) == ["ended with exit status 1"] * (3 if checkpoints else 2)
+    assert [record["step"] for record in job.metrics] == list(range(len(job.metrics)))
+    assert len(job.metrics) <= 9
+
+
+def test_the_configuration_is_one_that_users_can_give() -> None:
+    assert compose([*ALWAYS, *DIGITS, "+policy.directory=x"])["policy"]["_target_"] == "chaos.Chaos"

@@ -1,0 +1,674 @@
+"""Checkpoints: exact, verified, and in place whole or not at all, whenever their writer is killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kfuse import checkpoint
+from kfuse.checkpoint import Checkpointer, CheckpointError, load, load_newest
+
+PATIENCE_S = 60.0
+FILES = ("manifest.json", "model.pt", "optimizer.pt", "state.pt")
+# A NaN with a payload, the smallest subnormal, a negative zero: values that only an exact copy keeps.
+ODD_FLOATS = [*struct.unpack("<3d", struct.pack("<3Q", 0x7FF8_0000_0BAD_CAFE, 1, 1 << 63)), math.inf, 0.1]
+
+
+def exact(value: Any) -> Any:
+    """`value` with floats and tensors as their bits: what == then means is that nothing at all was lost."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    if type(value) is float:
+        return float, struct.pack("<d", value)
+    if type(value) in (list, tuple):
+        return type(value), [exact(item) for item in value]
+    if isinstance(value, dict):
+        return type(value), [(exact(key), exact(item)) for key, item in value.items()]
+    return type(value), value
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A training state whose every part tells its step."""
+    generator = torch.Generator().manual_seed(step)
+    weights = torch.randn(3, 64, 33, generator=generator)
+    return {
+        "model": {"weight": weights[0], "bias": weights[1, 0].bfloat16(), "count": torch.tensor(step)},
+        "optimizer": {"state": {0: {"exp_avg": weights[2], "step": torch.tensor(float(step))}}, "param_groups": []},
+        "position": {"step": step, "loss": ODD_FLOATS[step % len(ODD_FLOATS)], "accuracy": None},
+        "contexts": {step: {"samples": 1 << 40, "sizes": (1, [2.5, True])}},
+    }
+
+
+class Events(list[dict[str, Any]]):
+    def __call__(self, event: dict[str, Any]) -> None:
+        self.append(event)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self if event["kind"] == kind]
+
+
+def write(directory: Path, *steps: int, keep: int = 9) -> Events:
+    """Saves these steps, one after the other."""
+    events = Events()
+    checkpointer = Checkpointer(directory, keep, events)
+    for step in steps:
+        assert checkpointer.save(step, state_of(step))
+        checkpointer.close()
+    return events
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_is_bitwise(tmp_path: Path) -> None:
+    state = state_of(7)
+    nan_bits = torch.tensor([0x7FC0_1234, 0x0000_0001], dtype=torch.int32).view(torch.float32)
+    state["model"] |= {"nan": nan_bits, "empty": torch.empty(0, 3), "half": torch.ones((), dtype=torch.float16)}
+    state["odd"] = ODD_FLOATS
+    checkpointer = Checkpointer(tmp_path / "checkpoints", 1, events := Events())
+    assert checkpointer.save(7, state)
+    checkpointer.close()
+    found = load_newest(tmp_path / "checkpoints", events)
+    assert found is not None
+    assert found[1] == tmp_path / "checkpoints" / "step-00000007"
+    assert names(found[1]) == sorted(FILES)
+    assert exact(found[0]) == exact(state)
+    (event,) = events
+    assert (event["kind"], event["step"], event["path"]) == ("checkpoint", 7, str(found[1]))
+    assert event["bytes"] == sum((found[1] / name).stat().st_size for name in FILES)
+    assert event["wall_s"] > 0 and event["snapshot_s"] > 0
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.floats(width=64)
+    | st.text()
+    | st.integers(-(2**64), 2**64)
+    | st.sampled_from(ODD_FLOATS)
+)
+KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)  # the disk decides
+@given(VALUES)
+def test_plain_values_come_back_exactly(value: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = Checkpointer(Path(folder), 1, Events())
+        checkpointer.save(0, {"model": {}, "optimizer": {}, "policy": value})
+        checkpointer.close()
+        assert exact(load(Path(folder, "step-00000000"))["policy"]) == exact(value)
+
+
+def test_views_of_flat_buffers_are_written_dense_and_alone(tmp_path: Path) -> None:
+    flat = torch.arange(1 << 20, dtype=torch.float32)
+    views = {"a": flat[5:11].view(2, 3), "columns": flat[64:164].view(10, 10)[:, 2:4], "spread": flat[:1].expand(4)}
+    channels_last = flat[:48].view(1, 3, 4, 4).to(memory_format=torch.channels_last)
+    checkpointer = Checkpointer(tmp_path, 1, Events())
+    checkpointer.save(1, {"model": {**views, "image": channels_last}, "optimizer": {}})
+    checkpointer.close()
+    model = torch.load(tmp_path / "step-00000001" / "model.pt", weights_only=True)  # readable without kfuse
+    for name, view in views.items():
+        assert torch.equal(model[name], view)
+    assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in model.values())
+    assert model["image"].stride() == channels_last.stride()
+    assert (tmp_path / "step-00000001" / "model.pt").stat().st_size < 10_000
+
+
+def test_module_state_keeps_its_version_numbers(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    checkpointer = Checkpointer(tmp_path, 1, Events())
+    checkpointer.save(1, {"model": module.state_dict(), "optimizer": {}})
+    checkpointer.close()
+    model = load(tmp_path / "step-00000001")["model"]
+    assert type(model) is OrderedDict
+    assert model._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
+
+
+def test_subclasses_of_plain_values_become_plain(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, 1, Events())
+    checkpointer.save(1, {"model": {}, "optimizer": {}, "x": [np.float64(0.1), signal.SIGTERM, np.str_("a")]})
+    checkpointer.close()
+    assert exact(load(tmp_path / "step-00000001")["x"]) == exact([0.1, 15, "a"])
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({3}, r"state\['policy'\]\['seen'\]\[0\] is a set; .*tuples"),
+        (np.zeros(2), r"\['seen'\]\[0\] is a ndarray"),
+        (torch.zeros(2).to_sparse(), "layout torch.sparse_coo; .*dense"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused(tmp_path: Path, value: Any, named: str) -> None:
+    with pytest.raises(TypeError, match=named):
+        Checkpointer(tmp_path, 1, Events()).save(1, {"model": {}, "optimizer": {}, "policy": {"seen": [value]}})
+    assert names(tmp_path) == []
+
+
+def test_keep_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"keep=0.*1 or more"):
+        Checkpointer(tmp_path, 0, Events())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_state_on_a_gpu_is_copied_before_training_goes_on(tmp_path: Path) -> None:
+    flat = torch.randn(1 << 24, device="cuda")
+    before = flat.cpu()
+    checkpointer = Checkpointer(tmp_path, 1, Events())
+    checkpointer.save(1, {"model": {"w": flat[3:]}, "optimizer": {}})
+    flat.zero_()
+    checkpointer.close()
+    model = load(tmp_path / "step-00000001")["model"]
+    assert model["w"].device.type == "cpu" and torch.equal(model["w"], before[3:])
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Holds writers at their first fsync; calling it lets them go."""
+    gate, fsync = threading.Event(), os.fsync
+
+    def wait_then_sync(descriptor: int) -> None:
+        assert gate.wait(PATIENCE_S)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait_then_sync)
+    yield gate.set
+    gate.set()
+
+
+def test_training_goes_on_while_its_past_is_written(tmp_path: Path, held: Callable[[], None]) -> None:
+    state = state_of(5)
+    expected = exact(state)
+    checkpointer = Checkpointer(tmp_path, 1, events := Events())
+    assert checkpointer.save(5, state)
+    state["model"]["weight"].zero_()
+    state["optimizer"]["state"][0]["exp_avg"].add_(1)
+    state["contexts"][5]["sizes"][1].append(3)
+    assert not checkpointer.wait(0.0)
+    assert events == [] and load_newest(tmp_path, events) is None
+    held()
+    assert checkpointer.wait(PATIENCE_S)
+    assert exact(load(tmp_path / "step-00000005")) == expected
+
+
+def test_one_copy_at_a_time(tmp_path: Path, held: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(tmp_path, 9, events := Events())
+    assert checkpointer.save(1, state_of(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_snapshot", lambda *_: pytest.fail("a second copy was made"))
+        assert not checkpointer.save(2, state_of(2))
+    held()
+    assert checkpointer.wait(PATIENCE_S)
+    assert checkpointer.save(3, state_of(3))
+    checkpointer.close()
+    assert [event["step"] for event in events.of("checkpoint")] == [1, 3]
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_nothing_holds_the_copy_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[Tensor]] = []
+
+    def remember(value: Any, where: str) -> Any:
+        copy = snapshot(value, where)
+        if isinstance(copy, Tensor):
+            copies.append(weakref.ref(copy))
+        return copy
+
+    snapshot = checkpoint._snapshot
+    monkeypatch.setattr(checkpoint, "_snapshot", remember)
+    checkpointer = Checkpointer(tmp_path, 1, Events())
+    checkpointer.save(1, state_of(1))
+    checkpointer.close()
+    assert len(copies) == 5 and all(copy() is None for copy in copies)
+
+
+# -- which ones stay ---------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, 8, 9, 10, 11, keep=2)
+    assert names(tmp_path) == ["step-00000010", "step-00000011"]
+
+
+def test_older_ones_stay_until_the_new_one_is_in_place(tmp_path: Path, held: Callable[[], None]) -> None:
+    held()
+    write(tmp_path, 1, keep=1)
+    seen = []
+    checkpointer = Checkpointer(tmp_path, 1, lambda event: seen.append((event["kind"], names(tmp_path))))
+    checkpointer.save(2, state_of(2))
+    checkpointer.close()
+    assert seen == [("checkpoint", ["step-00000001", "step-00000002"])]
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kill cannot show, as the system's cache outlives the process: a power failure would."""
+    log: list[int | str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def log_fsync(descriptor: int) -> None:
+        log.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def log_rename(source: Path, target: Path) -> None:
+        log.append(f"to {target.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    monkeypatch.setattr(os, "rename", log_rename)
+    directory = tmp_path / "checkpoints"
+    write(directory, 1)
+    path = directory / "step-00000001"
+    written = {file.stat().st_ino for file in [tmp_path, path, *path.iterdir()]}
+    assert set(log[:-2]) == written and len(written) == 2 + len(FILES)
+    assert log[-2:] == ["to step-00000001", directory.stat().st_ino]
+
+
+def test_going_back_replaces_what_came_after(tmp_path: Path) -> None:
+    write(tmp_path, 10, 20, 30)
+    flipped = tmp_path / "step-00000020" / "model.pt"
+    flipped.write_bytes(flipped.read_bytes()[:-1])
+    write(tmp_path, 20)  # resumed from 10: 20 is written again, 30 is of another run
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+    assert exact(load(tmp_path / "step-00000020")) == exact(state_of(20))
+
+
+def test_going_back_with_a_first_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 10, 20, 30)
+    checkpointer = Checkpointer(tmp_path, 9, events := Events())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write_files", lambda *_: os.listdir(tmp_path / "no disk"))
+        checkpointer.save(15, state_of(15))
+        checkpointer.close()
+    assert names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
+    checkpointer.save(20, state_of(20))
+    checkpointer.close()
+    assert [event["kind"] for event in events] == ["checkpoint_failed", "checkpoint"]
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+
+
+def test_leftovers_of_the_dead_are_removed_and_the_living_left_alone(tmp_path: Path) -> None:
+    living = subprocess.Popen(["sleep", "600"])
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    host = socket.gethostname()
+    try:
+        removed = [f".step-00000001.{host}.{dead.pid}", f".step-00000001.old.{host}.{dead.pid}"]
+        removed += [f".step-00000002.{host}.{os.getpid()}"]  # from before a restart that had the same pid
+        left = [f".step-00000001.{host}.{living.pid}", f".step-00000001.x{host}.{dead.pid}", ".step-notes", "notes"]
+        for name in removed + left:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "model.pt").write_bytes(b"half")
+        write(tmp_path, 2)
+    finally:
+        living.kill()
+        living.wait()
+    assert names(tmp_path) == sorted([*left, "step-00000002"])
+
+
+def test_two_processes_may_write(tmp_path: Path, writers: Writers) -> None:
+    """As when a leader is replaced while it is still writing its last one."""
+    first = writers.start(tmp_path, first=0, saves=10, keep=50)
+    writers.wait_for_one(first)
+    second = writers.start(tmp_path, first=100, saves=10, keep=50)
+    assert writers.end(first) == (os.EX_OK, list(range(10)))
+    assert writers.end(second) == (os.EX_OK, list(range(100, 110)))
+    steps = [*range(10), *range(100, 110)]
+    assert names(tmp_path) == [f"step-{step:08d}" for step in steps]
+    for step in steps:
+        assert exact(load(tmp_path / f"step-{step:08d}")) == exact(state_of(step))
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("intact")
+    write(directory, 3)
+    return directory / "step-00000003"
+
+
+@pytest.fixture
+def damaged(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "step-00000003"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_is_found(damaged: Path, name: str) -> None:
+    content = (damaged / name).read_bytes()
+    rng = random.Random(name)
+    positions = range(len(content)) if name == "manifest.json" else rng.sample(range(len(content)), 300)
+    with (damaged / name).open("r+b", buffering=0) as file:
+        for position in positions:
+            os.pwrite(file.fileno(), bytes([content[position] ^ 1 << rng.randrange(8)]), position)
+            with pytest.raises(CheckpointError, match=name) as caught:
+                load(damaged)
+            assert "\n" not in str(caught.value)
+            os.pwrite(file.fileno(), content[position : position + 1], position)
+    assert exact(load(damaged)) == exact(state_of(3))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncated_and_missing_files_are_named(damaged: Path, name: str) -> None:
+    content = (damaged / name).read_bytes()
+    for size in {0, 1, len(content) // 2, len(content) - 1}:
+        (damaged / name).write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=name):
+            load(damaged)
+    (damaged / name).write_bytes(content + b"\0")
+    with pytest.raises(CheckpointError, match=name):
+        load(damaged)
+    (damaged / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name}: No such file"):
+        load(damaged)
+
+
+def test_unknown_format_version_is_named(damaged: Path) -> None:
+    manifest = json.loads((damaged / "manifest.json").read_text())
+    (damaged / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: format version 2 is unknown; this kfuse reads 1"):
+        load(damaged)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "3", '"format"', "\0"])
+def test_what_is_no_manifest_is_damaged(damaged: Path, content: str) -> None:
+    (damaged / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
+        load(damaged)
+
+
+def test_files_can_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    monkeypatch.setattr(checkpoint, "_snapshot", lambda value, where: value)
+    checkpointer = Checkpointer(tmp_path, 1, Events())
+    checkpointer.save(1, {"model": {"w": Evil()}, "optimizer": {}})
+    checkpointer.close()
+    with pytest.raises(CheckpointError, match=r"model\.pt: .*written by torch"):
+        load(tmp_path / "step-00000001")
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_bad_ones_are_reported_and_skipped(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "step-00000004" / "state.pt").unlink()
+    model = tmp_path / "step-00000003" / "model.pt"
+    model.write_bytes(model.read_bytes()[::-1])
+    found = load_newest(tmp_path, events := Events())
+    assert found is not None
+    assert found[1].name == "step-00000002" and exact(found[0]) == exact(state_of(2))
+    assert [(event["kind"], Path(event["path"]).name) for event in events] == [
+        ("checkpoint_rejected", "step-00000004"),
+        ("checkpoint_rejected", "step-00000003"),
+    ]
+    assert "state.pt" in events[0]["why"] and "model.pt" in events[1]["why"]
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert load_newest(tmp_path / "never", events := Events()) is None
+    (tmp_path / "step-00000001").mkdir()
+    assert load_newest(tmp_path, events) is None
+    assert [event["kind"] for event in events] == ["checkpoint_rejected"]
+
+
+# -- disks that do not take it -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[int]:
+    """A file system of 256 KiB at `directory`. Yields the errno that says it is full."""
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(directory)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a file system of its own")
+    try:
+        yield errno.ENOSPC
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+@contextmanager
+def small_files(directory: Path) -> Iterator[int]:
+    """No file above 256 KiB, in this process. Yields the errno that says one is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, hard))
+    try:
+        yield errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "policy"])
+@pytest.mark.parametrize("limited", [small_disk, small_files])
+def test_full_disk_is_an_event(tmp_path: Path, limited: Any, part: str) -> None:
+    directory = tmp_path / "checkpoints"
+    with limited(directory) as code:
+        checkpointer = Checkpointer(directory, 1, events := Events())
+        checkpointer.save(1, state_of(1))
+        checkpointer.close()
+        checkpointer.save(2, state_of(2) | {part: {"large": torch.zeros(1 << 18)}})
+        checkpointer.close()
+        failed = events.of("checkpoint_failed")
+        assert [(event["step"], event["why"]) for event in failed] == [(2, f"[Errno {code}] {os.strerror(code)}")]
+        assert names(directory) == ["step-00000001"]
+        assert exact(load(directory / "step-00000001")) == exact(state_of(1))
+        checkpointer.save(3, state_of(3))  # training has gone on, and there is room again
+        checkpointer.close()
+        assert names(directory) == ["step-00000003"]
+        assert exact(load(directory / "step-00000003")) == exact(state_of(3))
+
+
+def test_directory_that_cannot_be_made_is_an_event(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    events = write(tmp_path / "file" / "checkpoints", 1)
+    assert [event["kind"] for event in events] == ["checkpoint_failed"]
+    assert "file" in events[0]["why"]
+
+
+def test_failing_to_remove_is_an_event_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "no", str(path))
+
+    write(tmp_path, 1)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    events = write(tmp_path, 2, keep=1)
+    assert [event["kind"] for event in events] == ["checkpoint", "checkpoint_failed"]
+    assert "older ones" in events[1]["why"] and "step-00000001" in events[1]["why"]
+    assert exact(load(tmp_path / "step-00000002")) == exact(state_of(2))
+
+
+# -- writers that are killed -------------------------------------------------------------------------------------------
+
+
+class Writers:
+    """A process that forks writers: it has imported torch, so that each takes milliseconds to start."""
+
+    def __init__(self) -> None:
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_checkpoint as t; t.serve()"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._server = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
+        self._done: dict[int, list[int]] = {}
+        self._status: dict[int, int] = {}
+
+    def start(self, directory: Path, **how: int) -> int:
+        """Starts a writer (see `_writer`) and returns its pid once it is about to save."""
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps({"directory": str(directory), **how}).encode() + b"\n")
+        self._server.stdin.flush()
+        before = set(self._done)
+        while not (new := set(self._done) - before):
+            self._listen()
+        return new.pop()
+
+    def wait_for_one(self, pid: int) -> None:
+        """Waits until a writer has written its first checkpoint."""
+        while not self._done[pid]:
+            self._listen()
+
+    def end(self, pid: int) -> tuple[int, list[int]]:
+        """Waits until a writer is dead and reaped; returns its exit code and the steps that it reported as written."""
+        while pid not in self._status:
+            self._listen()
+        return self._status[pid], self._done[pid]
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        assert self._server.wait(PATIENCE_S) == 0
+
+    def _listen(self) -> None:
+        assert self._server.stdout is not None
+        what, pid, value = self._server.stdout.readline().split()
+        if what == b"begins":
+            self._done[int(pid)] = []
+        elif what == b"wrote":
+            self._done[int(pid)].append(int(value))
+        else:
+            assert what == b"ended", what
+            self._status[int(pid)] = int(value)
+
+
+@pytest.fixture(scope="module")
+def writers() -> Iterator[Writers]:
+    server = Writers()
+    yield server
+    server.close()
+
+
+def serve() -> None:
+    """The server: a writer for each line of stdin, until there are no more."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, _reap)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _writer(**json.loads(line))
+            os._exit(0)
+
+
+def _say(what: str, pid: int, value: int = 0) -> None:
+    os.write(1, f"{what} {pid} {value}\n".encode())  # one write: lines of several processes do not mix
+
+
+def _reap(*_: Any) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        _say("ended", pid, os.waitstatus_to_exitcode(status))
+
+
+def _writer(directory: str, first: int, saves: int, keep: int, die_at: int = 0) -> None:
+    """Saves steps first, first + 1, ...; dies before its `die_at`-th operation on the file system, if not 0."""
+    operations = 0
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal operations
+        if event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}:
+            operations += 1
+            if operations == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def report(event: dict[str, Any]) -> None:
+        _say("wrote" if event["kind"] == "checkpoint" else event["kind"], os.getpid(), event["step"])
+
+    checkpointer = Checkpointer(Path(directory), keep, report)
+    _say("begins", os.getpid())
+    if die_at:
+        sys.addaudithook(count)
+    for step in range(first, first + saves):
+        assert checkpointer.save(step, state_of(step))
+        checkpointer.close()
+
+
+def check_after_death(directory: Path, newest: int) -> int:
+    """All checkpoints are good, and the newest is not before step `newest`; returns its step."""
+    found = load_newest(directory, events := Events())
+    assert found is not None and events == []
+    state, path = found
+    step: int = state["position"]["step"]
+    assert step >= newest and path.name.startswith(f"step-{step:08d}")
+    assert exact(state) == exact(state_of(step))
+    hidden = [name for name in names(directory) if name.startswith(".")]
+    for name in set(names(directory)) - set(hidden):
+        load(directory / name)
+    assert len(hidden) <= 1, "leftovers of earlier writers stay"
+    return step
+
+
+def test_killed_at_any_instant(tmp_path: Path, writers: Writers) -> None:
+    rng = random.Random(0)
+    first, second = write(tmp_path, 0, 1, keep=2)
+    span = min(0.1, 4 * min(first["wall_s"], second["wall_s"]))
+    newest, interrupted = 1, 0
+    for _ in range(50):
+        pid = writers.start(tmp_path, first=newest + 1, saves=1000, keep=2)
+        threading.Event().wait(rng.uniform(0, span))  # the instant: any will do
+        os.kill(pid, signal.SIGKILL)
+        _, wrote = writers.end(pid)
+        interrupted += any(name.startswith(".") for name in names(tmp_path))
+        newest = check_after_death(tmp_path, max([newest, *wrote]))
+    assert newest > 1 and interrupted > 0, "the instants were not where it matters"
+    write(tmp_path, newest + 1, keep=2)
+    assert names(tmp_path)[1:] == [f"step-{newest + 1:08d}"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
+def test_killed_before_each_operation(tmp_path: Path, writers: Writers, again: bool) -> None:
+    """With `keep` at 1 there is no second one to fall back to."""
+    write(tmp_path, 1)
+    newest, exit_code, deaths = 1, -signal.SIGKILL, 0
+    while exit_code == -signal.SIGKILL:
+        deaths += 1
+        pid = writers.start(tmp_path, first=newest if again else newest + 1, saves=1, keep=1, die_at=deaths)
+        exit_code, wrote = writers.end(pid)
+        newest = check_after_death(tmp_path, max([newest, *wrote]))
+    assert exit_code == os.EX_OK and names(tmp_path) == [f"step-{newest:08d}"]
+    assert deaths > 20

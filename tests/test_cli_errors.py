@@ -1,0 +1,188 @@
+"""Every mistake on the command line ends in one clear line, exit status 2, and nothing written."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kfuse.__main__ import main
+
+USER_MODULE = """
+import torch
+
+value = 3
+
+class Net(torch.nn.Module):
+    def __init__(self, num_classes: int, width: int = 64):
+        super().__init__()
+        self.head = torch.nn.Linear(width, num_classes)
+
+class Frozen(torch.nn.Module):
+    pass
+
+def load():
+    raise RuntimeError("the disk\\nis gone")
+"""
+
+# The command line, and what its error must say.
+WRONG = [
+    # Types.
+    ("batch.size=abc", ["batch.size=abc", "a whole number from 1"]),
+    ("batch.size=3.5", ["batch.size=3.5", "a whole number from 1"]),
+    ("batch.size=null", ["batch.size=null", "a whole number from 1"]),
+    ("comm.reproducible=maybe", ["comm.reproducible=maybe", "true, false"]),
+    ("batch=3", ["batch=3", "batch.size, batch.micro, batch.min, batch.max"]),
+    ("data.heldout=x", ["data.heldout=x", "a number"]),
+    ("model.hidden=64", ["model.hidden=64", "a list, each a whole number"]),
+    ("model.hidden=[a]", ["model.hidden=['a']", "a list, each a whole number"]),
+    ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "a list of 2"]),
+    ("policy.every=x", ["policy.every=x", "a whole number"]),
+    # Bounds and choices.
+    ("batch.size=0", ["batch.size=0", "from 1"]),
+    ("lr.base=nan", ["lr.base=nan", "above 0"]),
+    ("lr.base=inf", ["lr.base=inf", "above 0"]),
+    ("lr.base=0", ["lr.base=0.0", "above 0"]),
+    ("seed=-1", ["seed=-1", "from 0"]),
+    ("train.target_accuracy=2", ["train.target_accuracy=2.0", "above 0 to 1, or null"]),
+    ("lr.scaling=cubic", ["lr.scaling=cubic", "none, linear, sqrt, adascale"]),
+    ("train.precision=fp16", ["train.precision=fp16", "fp32, bf16"]),
+    ("comm.schedule=ring", ["comm.schedule=ring", "auto, allreduce, all_to_all"]),
+    ("policy.every=0", ["policy.every=0", "a whole number from 1"]),
+    ("data.heldout=1.5", ["data.heldout=1.5", "between 0 and 1"]),
+    ("model.dropout=2", ["model.dropout=2", "between 0 and 1"]),
+    ("model.hidden=[-3]", ["hidden=[-3]", "negative dimension"]),
+    ("optimizer.betas=[0.9,1.5]", ["betas=[0.9, 1.5]", "1.5"]),
+    ("optimizer=sgd optimizer.momentum=0 optimizer.nesterov=true", ["optimizer.momentum=0", "Nesterov"]),
+    # What no key can tell alone.
+    ("batch.micro=64", ["batch.micro=64", "batch.size=32"]),
+    ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "no such path"]),
+    ("batch.min=600", ["batch.min=600", "batch.max=256"]),
+    ("batch.size=1024", ["batch.size=1024", "batch.min=8 to batch.max=256"]),
+    ("workers.count=3", ["workers.count=3", "workers.min=1 to workers.max=2"]),
+    ("workers.min=3 workers.count=3", ["workers.min=3", "workers.max=2"]),
+    ("train.epochs=null", ["train.epochs=null", "train.steps=null"]),
+    ("comm.reproducible=true comm.dtype=bf16", ["comm.dtype=bf16", "fp32"]),
+    ("comm=reproducible comm.schedule=allreduce", ["comm.schedule=allreduce", "all_to_all"]),
+    ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "9 steps"]),
+    ("model=gpt data=text model.heads=3", ["model.width=128", "heads=3"]),
+    ("model=gpt", ["model:", "vocab_size, block_size", "num_classes"]),
+    # Unknown keys, groups and options.
+    ("batch.sise=8", ["batch.sise", "did you mean batch.size?", "micro"]),
+    ("size=8", ["size", "did you mean batch.size?"]),
+    ("+batch.sise=8", ["batch.sise", "did you mean batch.size?"]),
+    ("+lr_base=1", ["lr_base", "did you mean lr.base?"]),
+    ("modle=mlp", ["modle", "did you mean model?"]),
+    ("model.hidn=3", ["model.hidn", "did you mean model.hidden?"]),
+    ("+model.hidn=3", ["model.hidn=3", "hidden"]),
+    ("model=gpr", ["model=gpr", "convnet, gpt, mlp", "did you mean gpt?"]),
+    ("data=digit", ["data=digit", "cifar10, digits, image_folder, text"]),
+    ("launcher=cloud", ["launcher=cloud", "local"]),
+    ("~seed", ["seed", "needed"]),
+    ("~batch", ["batch", "needed"]),
+    ("+batch.size=8", ["batch.size", "already", "remove + prefix"]),
+    ("+model=gpt", ["model=OPTION", "without a plus"]),
+    ("model=null", ["model=null"]),
+    ("hydra.run.dri=x", ["hydra.run.dri", "did you mean hydra.run.dir?"]),
+    ("optimizer=torch +optimizer.momentun=1", ["optimizer.momentun=1", "momentum"]),
+    ("+optimizer.lr=1", ["optimizer.lr=1", "lr.base"]),
+    ("seed='${batch.bucket}'", ["seed", "batch.bucket"]),
+    # Data that is missing or unfit.
+    ("data=text data.path=nope.txt", ["data.path=nope.txt", "does not exist"]),
+    ("data=text data.path=empty.txt", ["data.path=empty.txt", "is empty"]),
+    ("data=text data.path=short.txt", ["data.path=short.txt", "too short"]),
+    ("data=text data.path=binary.txt", ["data.path=binary.txt", "not UTF-8"]),
+    ("data=text data.path=folder", ["data.path=folder", "is a folder"]),
+    ("data=cifar10", ["data.path", "a value is needed"]),
+    ("data=cifar10 data.path=folder", ["data.path=folder", "data_batch_1"]),
+    ("data=image_folder data.path=nope", ["data.path=nope", "not a folder"]),
+    # Classes of the user's own.
+    ("model._target_=nosuch.Net", ["model._target_=nosuch.Net", "no module nosuch"]),
+    ("model._target_=mistaken.Nett", ["model._target_=mistaken.Nett", "did you mean Net?"]),
+    ("model._target_=mistaken.value", ["model._target_=mistaken.value", "a class or function"]),
+    ("model._target_=broken.Net", ["model._target_=broken.Net", "SyntaxError"]),
+    ("model._target_=lacking.Net", ["model._target_=lacking.Net", "nosuchpackage"]),
+    ("model._target_=Net", ["model._target_=Net", "package.module.Class"]),
+    ("model._target_=null", ["model._target_", "dotted path"]),
+    ("model._target_=mistaken.Net +model.witdh=3", ["model.witdh=3", "width"]),
+    ("model._target_=builtins.dict", ["model._target_=builtins.dict", "torch.nn.Module"]),
+    ("model._target_=mistaken.Frozen", ["model._target_=mistaken.Frozen", "no parameters"]),
+    ("data._target_=mistaken.load", ["mistaken.load", "the disk is gone"]),
+    ("data._target_=builtins.dict", ["data._target_=builtins.dict", "DataSplit"]),
+    ("policy._target_=builtins.dict", ["policy._target_=builtins.dict", "BasePolicy"]),
+    ("optimizer._target_=builtins.dict", ["optimizer._target_=builtins.dict", "torch.optim.Optimizer"]),
+    ("+launcher.nodes=3", ["launcher.nodes=3", "no argument"]),
+    # The command line itself.
+    ("batch.size", ["batch.size", "key=value"]),
+    ("'batch.size=['", ["batch.size=[", "key=value"]),
+    ("batch.size=8,16", ["batch.size=8,16", "-m"]),
+    ("--foo", ["--foo"]),
+    ("--cfg everything", ["--cfg", "everything", "job"]),
+    ("--config-dir nosuch", ["--config-dir=nosuch"]),
+    # Sweeps: no run starts where one of them is wrong.
+    ("-m batch.size=8,abc", ["batch.size=abc", "a whole number from 1"]),
+    ("-m batch.size=8,9000", ["batch.size=9000", "batch.max=256"]),
+    ("-m model=mlp,gpr", ["model=gpr", "did you mean gpt?"]),
+    ("-m 'batch.size=8,'", ["batch.size=8,", "key=value"]),
+    ("-m 'seed=choice('", ["seed=choice(", "key=value"]),
+]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to give commands in, with files that are no use."""
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("hi")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 500)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "mistaken.py").write_text(USER_MODULE)
+    (tmp_path / "broken.py").write_text("def (\n")
+    (tmp_path / "lacking.py").write_text("import nosuchpackage\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "said"), WRONG, ids=[command for command, _ in WRONG])
+def test_mistake_is_one_line(
+    command: str,
+    said: list[str],
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sorted(workplace.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["kfuse", *shlex.split(command)])
+    status = main()
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert err.startswith("kfuse: error: ") and err.endswith("\n") and err.count("\n") == 1
+    for words in said:
+        assert words in err
+    assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("batch.size=0", "batch.size=0"),
+        ("data=text data.path=empty.txt", "empty.txt is empty"),
+        ("-m seed=1,x", "seed=x"),
+    ],
+)
+def test_mistake_is_one_line_from_a_shell(command: str, said: str, workplace: Path) -> None:
+    before = sorted(workplace.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-m", "kfuse", *command.split()], cwd=workplace, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("kfuse: error: ") and done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert sorted(workplace.rglob("*")) == before

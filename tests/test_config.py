@@ -1,0 +1,279 @@
+"""The configuration: what is allowed, the groups, `_target_`, and what a right command line leads to."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import hydra
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+import kfuse.run
+from kfuse import targets
+from kfuse.__main__ import main
+from kfuse.config import ConfigError, drop_replaced, validate
+from kfuse.config.schema import SETTINGS, Setting
+
+USER_MODULE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, num_classes: int, width: int):
+        super().__init__()
+        self.head = torch.nn.Linear(width, num_classes)
+        # Fails on the meta device, where most models can be built without memory.
+        self.scale = float(self.head.weight.detach().sum())
+
+class SlowAdam(torch.optim.Adam):
+    def __init__(self, params, lr, slowness=1.0, **rest):
+        super().__init__(params, lr / slowness, **rest)
+"""
+
+
+def compose(*overrides: str) -> DictConfig:
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+        cfg = hydra.compose("config", list(overrides))
+    drop_replaced(cfg, overrides)
+    return cfg
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+    (tmp_path / "users_own.py").write_text(USER_MODULE)
+    return tmp_path
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[DictConfig, Path]]]:
+    """The runs that the command line comes to, instead of training."""
+    seen: list[tuple[DictConfig, Path]] = []
+
+    def run(cfg: DictConfig, run_dir: Path) -> int:
+        seen.append((cfg, run_dir))
+        return 0
+
+    monkeypatch.setattr(kfuse.run, "run", run)
+    yield seen
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["kfuse", *arguments])
+    return main()
+
+
+# -- what is allowed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["optimizer=sgd"],
+        ["optimizer=torch"],
+        ["policy=none"],
+        ["policy=schedule", "policy.phases=[{epoch: 1, batch_size: 64}]"],
+        ["comm=reproducible"],
+        ["model=convnet"],
+        ["model=gpt", "data=text"],
+        ["train.epochs=null", "train.steps=10"],
+        ["lr.decay=cosine", "lr.warmup_steps=10"],
+        ["batch.size=8", "batch.min=8", "batch.max=8"],
+    ],
+    ids=" ".join,
+)
+def test_every_option_of_every_group_is_valid(overrides: list[str]) -> None:
+    validate(compose(*overrides))
+
+
+def test_validate_changes_nothing() -> None:
+    cfg = compose("batch.micro=4")
+    before = OmegaConf.to_yaml(cfg)
+    validate(cfg)
+    assert OmegaConf.to_yaml(cfg) == before
+
+
+@pytest.mark.parametrize("key", sorted(SETTINGS))
+def test_each_setting_refuses_what_it_says_it_does(key: str) -> None:
+    """Through `validate`, so that no setting is left out of it."""
+    setting = SETTINGS[key]
+    wrong: Any
+    if setting.kind is bool or (setting.kind is str and not setting.choices):
+        wrong = None
+    elif setting.choices:
+        wrong = "neither"
+    else:
+        wrong = setting.above if setting.above is not None else setting.least - 1  # type: ignore[operator]
+    cfg = compose()
+    OmegaConf.set_struct(cfg, False)
+    values: Any = OmegaConf.to_container(cfg)
+    section, _, name = key.rpartition(".")
+    (values[section] if section else values)[name] = wrong
+    with pytest.raises(ConfigError, match=rf"^{key}=") as caught:
+        validate(OmegaConf.create(values))
+    assert setting.allowed in str(caught.value)
+
+
+@given(st.integers(), st.none() | st.integers(), st.none() | st.integers())
+def test_bounds_include_least_and_most(value: int, least: int | None, most: int | None) -> None:
+    setting = Setting("x", int, False, 0, "", least=least, above=None, most=most, choices=())
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    assert setting.allows(value) == (low <= value <= high)
+
+
+@given(st.floats())
+def test_above_is_strict_and_numbers_are_finite(value: float) -> None:
+    setting = Setting("x", float, False, 1.0, "", least=None, above=0.5, most=None, choices=())
+    assert setting.allows(value) == (value > 0.5 and value != math.inf)
+
+
+# -- `_target_` --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "fitting"),
+    [
+        (1, int, True),
+        (1.0, int, False),
+        (True, int, False),
+        ("1", int, False),
+        (1, float, True),
+        (True, float, False),
+        (1, bool, False),
+        (None, int | None, True),
+        (None, int, False),
+        ([1, 2], Sequence[int], True),
+        ([1, "x"], Sequence[int], False),
+        ("ab", Sequence[str], False),
+        ([1, 2], tuple[float, float], True),
+        ([1], tuple[float, float], False),
+        ([1, 2, 3], tuple[int, ...], True),
+        ({"a": 1}, Mapping[str, int], True),
+        ([1], dict[str, int], False),
+        ("a", Literal["a", "b"], True),
+        ("c", Literal["a", "b"], False),
+        ("anything", Path, True),
+        (object(), Any, True),
+    ],
+)
+def test_plain_values_against_annotations(value: Any, hint: Any, fitting: bool) -> None:
+    assert targets.fits(value, hint) is fitting
+
+
+def test_locate_finds_what_is_inside_a_class() -> None:
+    assert targets.locate("collections.OrderedDict.fromkeys") == __import__("collections").OrderedDict.fromkeys
+
+
+def test_build_supplies_what_the_signature_has_and_the_node_wins() -> None:
+    node = {"_target_": "fractions.Fraction", "denominator": 4}
+    assert targets.build(node, numerator=3, denominator=5, unheard_of=7) == __import__("fractions").Fraction(3, 4)
+
+
+def test_class_of_ones_own_drops_the_arguments_of_the_one_it_replaces(workplace: Path) -> None:
+    cfg = compose("model._target_=users_own.Net", "+model.width=3", "model.dropout=0.5")
+    assert cfg.model == {"_target_": "users_own.Net", "dropout": 0.5, "width": 3}
+    with pytest.raises(ConfigError, match=r"^model\.dropout=0\.5: Net has no argument dropout"):
+        validate(cfg)
+    validate(compose("model._target_=users_own.Net", "+model.width=3"))
+
+
+def test_optimizer_of_ones_own_is_tried_as_what_it_derives_from(workplace: Path) -> None:
+    own = ["optimizer._target_=users_own.SlowAdam", "+optimizer.slowness=2.0"]
+    validate(compose(*own, "optimizer.eps=0.1"))
+    with pytest.raises(ConfigError, match="epsilon"):
+        validate(compose(*own, "optimizer.eps=-1.0"))
+
+
+# -- the command line ----------------------------------------------------------------------------------------------
+
+
+def test_run_gets_the_configuration_that_is_on_disk(
+    workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(monkeypatch, "batch.micro=4", "batch.min=${batch.micro}", "hydra.run.dir=here") == 0
+    ((cfg, run_dir),) = runs
+    assert run_dir == workplace / "here"
+    assert cfg.batch.min == 4
+    written = (run_dir / ".hydra" / "config.yaml").read_text()
+    assert "${" not in written
+    assert OmegaConf.create(written) == cfg
+    assert [path.name for path in run_dir.iterdir()] == [".hydra"]
+
+
+def test_run_directory_is_used_once(
+    workplace: Path,
+    runs: list[tuple[DictConfig, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(monkeypatch, "hydra.run.dir=here") == 0
+    first = (workplace / "here" / ".hydra" / "config.yaml").read_text()
+    assert command(monkeypatch, "hydra.run.dir=here", "seed=1") == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert (workplace / "here" / ".hydra" / "config.yaml").read_text() == first
+    assert len(runs) == 1
+
+
+def test_sweep_runs_each_job_in_its_own_directory(
+    workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(monkeypatch, "-m", "seed=1,2", "policy=none,gns", "hydra.sweep.dir=sweep") == 0
+    assert [(cfg.seed, cfg.policy._target_.split(".")[-1]) for cfg, _ in runs] == [
+        (1, "NoPolicy"),
+        (1, "GNSPolicy"),
+        (2, "NoPolicy"),
+        (2, "GNSPolicy"),
+    ]
+    assert [run_dir for _, run_dir in runs] == [workplace / "sweep" / str(job) for job in range(4)]
+
+
+def test_crash_keeps_its_traceback_and_the_sweep_goes_on(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = []
+
+    def run(cfg: DictConfig, run_dir: Path) -> int:
+        seeds.append(cfg.seed)
+        if cfg.seed == 1:
+            raise RuntimeError("a mistake of ours")
+        return 0
+
+    monkeypatch.setattr(kfuse.run, "run", run)
+    assert command(monkeypatch, "-m", "seed=1,2") == 1
+    assert seeds == [1, 2]
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and err.endswith("RuntimeError: a mistake of ours\n")
+
+
+def test_users_own_options_come_from_a_directory(
+    workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workplace / "options" / "model").mkdir(parents=True)
+    (workplace / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
+    assert command(monkeypatch, "--config-dir", "options", "model=mine") == 0
+    assert runs[0][0].model == {"_target_": "users_own.Net", "width": 7}
+
+
+def test_help_names_every_setting(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command(monkeypatch, "--help")
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for setting in SETTINGS.values():
+        assert f"  {setting.key}=" in out
+        assert setting.range in out
+    options = Path(kfuse.__file__).parent / "configs"
+    for option in options.glob("*/*.yaml"):
+        assert option.stem in out
+    assert max(map(len, out.splitlines())) <= 120
+    assert list(workplace.iterdir()) == [workplace / "users_own.py"]

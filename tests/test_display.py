@@ -1,0 +1,158 @@
+"""The display: throttled lines where there is no terminal, a live part that fits where there is one."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kfuse.observe.display import LINE_EVERY_S, Display, _duration, _figure, _fill
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(progress: bool = True) -> tuple[Display, io.StringIO, Clock]:
+    out, clock = io.StringIO(), Clock()
+    return Display(progress, Console(file=out, highlight=False, width=80), clock), out, clock
+
+
+def metrics(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": 0,
+        "samples": 32 * (step + 1),
+        "loss": 0.5,
+        "lr": 0.001,
+        "batch_size": 32,
+        "workers": 2,
+        "noise_scale": None,
+        "noise_scale_low": None,
+        "noise_scale_high": None,
+        **more,
+    }
+
+
+def test_plain_lines_come_at_most_every_two_seconds() -> None:
+    display, out, clock = plain()
+    display.start(None, None, "a run")
+    for step in range(10_000):
+        clock.now = step * 0.001
+        display.metrics(metrics(step))
+    printed = out.getvalue().splitlines()[1:]
+    steps = [int(line.split()[1]) for line in printed]
+    assert steps == [int(k * LINE_EVERY_S * 1000) for k in range(5)]
+
+
+def test_plain_line_says_what_is_known_and_nothing_else() -> None:
+    display, out, clock = plain()
+    display.metrics(metrics(0, loss=None))
+    clock.now = 2.0
+    display.metrics(metrics(100, noise_scale=312.4, noise_scale_low=251.0, noise_scale_high=393.0))
+    clock.now = 4.0
+    display.metrics(metrics(200, noise_scale=312.4))
+    first, second, third = out.getvalue().splitlines()
+    assert first == "step 0  epoch 0  batch 32  lr 0.001  workers 2"
+    assert "  noise scale 312 (251 to 393)  " in second
+    assert second.endswith("  1,600 samples/s")  # 100 steps of 32 in 2 s
+    assert "  noise scale 312  " in third
+
+
+def test_events_are_one_line_each_and_never_held_back() -> None:
+    display, out, _ = plain()
+    display.metrics(metrics(0))
+    workers = [{"rank": rank, "pid": 10 + rank, "host": "a"} for rank in range(2)]
+    display.event({"time": 1.0, "step": 7, "kind": "view", "workers": workers, "reason": "x " * 60, "pause_s": 0.02})
+    display.event({"step": 8, "kind": "decision", "batch_size": [32, 64], "lr": [0.001, 0.0014]})
+    display.event({"step": None, "kind": "failure", "why": "worker 1 was killed", "lost": None})
+    assert out.getvalue().splitlines()[1:] == [
+        f"step 7  view: workers 2, reason {'x ' * 60}, pause 0.02 s",
+        "step 8  decision: batch size 32 -> 64, lr 0.001 -> 0.0014",
+        "failure: why worker 1 was killed",
+    ]
+
+
+def test_an_evaluation_joins_the_latest_figures() -> None:
+    display, out, _ = plain()
+    display.event({"kind": "evaluation", "step": 9, "accuracy": 0.953, "loss": 0.25})
+    assert out.getvalue() == ""
+    display.metrics(metrics(10))
+    assert "  held-out accuracy 95.3%" in out.getvalue()
+
+
+def test_without_progress_only_the_summary_is_shown() -> None:
+    display, out, _ = plain(progress=False)
+    display.start(1000, None, "a run")
+    display.metrics(metrics(0))
+    display.event({"step": 0, "kind": "view"})
+    display.event({"kind": "evaluation", "step": 0, "accuracy": 0.5})
+    assert out.getvalue() == ""
+    display.finish({"steps": 10, "wall_s": 1.5, "eval_accuracy": 0.5, "params_sha256": "ab" * 32, "loss": None})
+    assert out.getvalue().splitlines() == [
+        "a run",
+        "steps          10",
+        "wall           1.5 s",
+        "eval accuracy  50.0%",
+        f"params sha256  {'ab' * 32}",
+        "loss           unknown",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_live_part_fits_the_terminal(width: int) -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None, highlight=False)
+    display = Display(True, console, clock)
+    display.start(total_samples=64_000, total_steps=1000, title="a run")
+    try:
+        figures = {"noise_scale": 312.4, "noise_scale_low": 251.0, "noise_scale_high": 393.0}
+        display.metrics(metrics(0, **figures))
+        clock.now = 1.0
+        display.metrics(metrics(249, **figures))
+        with console.capture() as captured:
+            console.print(display._render())
+    finally:
+        display.stop()
+    shown = captured.get().splitlines()
+    assert max(map(len, shown)) <= width
+    text = " ".join(" ".join(shown).split())
+    # 249 of 1000 steps in one second is further than 8000 of 64000 samples, and leaves 751 / 249 s.
+    assert re.search(r"a run \S+ +25% 0:03 left", text)
+    for field in ("step 249", "loss 0.5", "noise scale 312 (251 to 393)", "batch 32", "lr 0.001", "workers 2"):
+        assert any(field in line for line in shown), field
+
+
+def test_terminal_is_given_back_and_events_stay() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None, highlight=False)
+    display = Display(True, console)
+    display.start(None, None, "a run")
+    display.metrics(metrics(0))
+    display.event({"step": 0, "kind": "view", "reason": "grown"})
+    display.finish({"steps": 1})
+    assert "step 0  view: reason grown" in out.getvalue()
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1  # cursor hidden, shown
+
+
+@given(st.lists(st.text("ab ", min_size=1, max_size=20), min_size=1), st.integers(20, 100))
+def test_fields_are_never_broken(fields: list[str], width: int) -> None:
+    lines = _fill(fields, width).split("\n")
+    assert "  ".join(lines) == "  ".join(fields)
+    assert all(len(line) <= width for line in lines)
+
+
+def test_figures() -> None:
+    assert [_figure(x) for x in (0.01234, 99.94, 312.4, 1136.4, 2e7)] == ["0.0123", "99.9", "312", "1,136", "2e+07"]
+
+
+def test_durations() -> None:
+    assert [_duration(s) for s in (0.4, 59.6, 61, 3661)] == ["0:00", "1:00", "1:01", "1:01:01"]

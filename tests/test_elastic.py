@@ -1,0 +1,277 @@
+"""Workers come and go as planned; supervisors are interrupted, terminated and killed; strangers knock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_job import (
+    DEADLINE_S,
+    Job,
+    assert_exact,
+    assert_none_left,
+    assert_same_training,
+    command_line,
+    override,
+    run_job,
+    wait_until,
+    words,
+)
+
+from kfuse.elastic.supervisor import Supervisor
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=4 model=mlp data=digits",
+    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4 train.eval_every=20",
+)
+CHECKPOINTS = ["checkpoint.every_steps=25", "elastic.heartbeat_timeout_s=5"]
+
+
+def chaos(directory: Path, **arguments: Any) -> list[str]:
+    given = [override(f"+policy.{name}", value) for name, value in arguments.items()]
+    return ["policy._target_=chaos.Chaos", override("+policy.directory", str(directory / "events")), *given]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
+    assert job.error is None, job.told()
+    return job
+
+
+def ranks(view: dict[str, Any]) -> list[int]:
+    """The view's processes, by rank."""
+    assert [worker["rank"] for worker in view["workers"]] == list(range(len(view["workers"])))
+    return [worker["pid"] for worker in view["workers"]]
+
+
+# -- planned changes ----------------------------------------------------------------------------------------------
+
+
+def test_growth_and_shrinkage_by_schedule(undisturbed: Job, tmp_path: Path) -> None:
+    phases = [{"step": s, "workers": n} for s, n in ((5, 2), (25, 3), (45, 1), (65, 4))]
+    gates = [{"step": phase["step"] + 15, "workers": phase["workers"]} for phase in phases]
+    job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, phases=phases, gates=gates)])
+    assert_same_training(job, undisturbed)
+    views = job.views
+    assert [(len(view["workers"]), view["reason"]) for view in views] == [
+        (1, "start"),
+        (2, "grow"),
+        (3, "grow"),
+        (1, "shrink"),
+        (4, "grow"),
+    ]
+    assert [view["generation"] for view in views] == [1, 2, 3, 4, 5]
+    for view in views:
+        assert {worker["host"] for worker in view["workers"]} != {""}
+        assert all(math.isfinite(view[name]) and view[name] >= 0 for name in ("pause_s", "regroup_s", "transfer_s"))
+        assert view["pause_s"] == pytest.approx(view["regroup_s"] + view["transfer_s"])
+    assert all(view["regroup_s"] > 0 and view["transfer_s"] > 0 for view in views[1:])
+    for before, after in pairwise(views):
+        staying = min(len(before["workers"]), len(after["workers"]))
+        assert ranks(after)[:staying] == ranks(before)[:staying]  # nobody was restarted
+    assert len(job.statuses) == 6 and set(job.statuses.values()) == {0}
+    assert job.of_kind("failure") == []
+    decisions = [event["workers"] for event in job.of_kind("decision") if "workers" in event]
+    assert decisions == [[1, 2], [2, 3], [3, 1], [1, 4]]
+    in_force = [record["workers"] for record in job.metrics]
+    assert [n for n, before in zip(in_force, [0, *in_force], strict=False) if n != before] == [1, 2, 3, 1, 4]
+    assert job.summary["workers"] == 4
+
+
+def test_more_workers_than_micro_batches(tmp_path: Path) -> None:
+    """Those without one wait, lose the only worker that had one, and take over."""
+    few = [*TRAINING, "batch.micro=16", "batch.max=16", "train.epochs=1"]
+    alone = run_job(tmp_path / "alone", [*few, *chaos(tmp_path, adaptive=False)])
+    events = [
+        {"step": 20, "moment": "mid_reduction", "rank": 0, "how": "kill"},
+        {"step": 30, "moment": "mid_reduction", "rank": 1, "how": "kill"},
+    ]
+    settings = [*few, "workers.count=3", *chaos(tmp_path, adaptive=False, events=events)]
+    job = run_job(tmp_path / "run", settings)
+    assert_same_training(job, alone)
+    assert {record["micro_batches"] for record in job.metrics} == {1}
+    assert len(job.of_kind("failure")) == 2
+
+
+def test_the_topology_changes_and_a_joiner_takes_it_over(tmp_path: Path) -> None:
+    """all_to_all, then allreduce; one of two workers is lost, and the new one has to use allreduce, too."""
+    topologies = [{"step": 10, "topology": "allreduce"}, {"step": 60, "topology": "all_to_all"}]
+    events = [{"step": 30, "moment": "mid_reduction", "rank": 1, "how": "kill"}]
+    gates = [{"step": 50, "workers": 2}]
+    policy = chaos(tmp_path, topologies=topologies, events=events, gates=gates)
+    settings = [*TRAINING, "comm.reproducible=false", "comm.schedule=auto", "workers.count=2"]
+    job = run_job(tmp_path / "run", [*settings, *policy])
+    assert job.error is None, job.told()
+    assert_exact(job)
+    changes = [event["topology"] for event in job.of_kind("decision") if "topology" in event]
+    assert changes == ["allreduce", "all_to_all"]
+    assert [view["reason"] for view in job.views] == ["start", "failure", "grow"]
+    assert job.metrics[-1]["loss"] < job.metrics[0]["loss"]
+
+
+# -- all workers are lost -----------------------------------------------------------------------------------------
+
+ALL_AT_ONCE = [{"step": 60, "moment": "forward", "rank": rank, "how": "kill", "workers": 3} for rank in range(3)]
+
+
+def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tmp_path: Path) -> None:
+    policy = chaos(tmp_path, events=ALL_AT_ONCE)
+    job = run_job(tmp_path / "run", [*TRAINING, *CHECKPOINTS, "workers.count=3", *policy])
+    assert_same_training(job, undisturbed)
+    assert len(job.of_kind("failure")) == 3
+    assert [(view["reason"], len(view["workers"])) for view in (job.views[0], job.views[-1])] == [
+        ("start", 3),
+        ("restart", 3),
+    ]
+    assert [event["step"] for event in job.of_kind("resumed")] == [50]
+    assert len(job.pids) == 6
+
+
+def test_all_killed_without_checkpoints_is_one_clear_line(tmp_path: Path) -> None:
+    job = run_job(tmp_path / "run", [*TRAINING, "workers.count=3", *chaos(tmp_path, events=ALL_AT_ONCE)])
+    assert job.error == "no worker is left: the last one was ended by SIGKILL; with checkpoints, training would go on"
+
+
+def test_the_only_worker_with_the_state_is_lost_as_it_hands_it_over(undisturbed: Job, tmp_path: Path) -> None:
+    """The newcomer has nothing: it takes the last checkpoint."""
+    events = [
+        {"step": 40, "moment": "forward", "rank": 1, "how": "kill"},
+        {"step": 41, "moment": "source", "rank": 0, "how": "kill"},
+    ]
+    settings = [*TRAINING, *CHECKPOINTS, "workers.count=2", *chaos(tmp_path, events=events)]
+    job = run_job(tmp_path / "run", settings)
+    assert_same_training(job, undisturbed)
+    assert [event["step"] for event in job.of_kind("resumed")] == [25]
+
+
+# -- the supervisor is stopped or lost ----------------------------------------------------------------------------
+
+
+def under_way(job: Job, steps: int) -> Callable[[], bool]:
+    return lambda: len(job.metrics) >= steps
+
+
+def resume(job: Job, workers: int, settings: list[str]) -> Job:
+    """The same run directory, on another number of workers, to its end."""
+    arguments = [*settings, "checkpoint.resume=auto", f"workers.count={workers}"]
+    with command_line(job.directory, arguments) as (process, resumed):
+        assert process.wait(DEADLINE_S) == 0
+    assert_none_left(resumed.pids)
+    return resumed
+
+
+def test_a_killed_supervisor_leaves_a_checkpoint_and_no_worker(undisturbed: Job, tmp_path: Path) -> None:
+    settings = [*TRAINING, *CHECKPOINTS]
+    slowly = [*settings, "workers.count=3", *chaos(tmp_path, pace_s=0.1)]
+    with command_line(tmp_path / "run", slowly) as (process, job):
+        wait_until("40 steps", under_way(job, 40))
+        process.kill()
+        process.wait()
+        assert_none_left(job.pids)
+        assert len(job.pids) == 3
+    saved = sorted(int(path.name.removeprefix("step-")) for path in (job.directory / "checkpoints").glob("step-*"))
+    assert saved[-1] >= 40, "the workers' last act was a checkpoint, later than the periodic one of step 25"
+    assert not (job.directory / "summary.json").exists()
+    resumed = resume(job, 2, [*settings, *chaos(tmp_path)])
+    assert_same_training(resumed, undisturbed)
+    assert [event["step"] for event in resumed.of_kind("resumed")] == [saved[-1]]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "reason"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_the_run_in_order(
+    sent: signal.Signals, status: int, reason: str, undisturbed: Job, tmp_path: Path
+) -> None:
+    """After it has grown: what the checkpoint says of views and of the signal is of a run that is over."""
+    settings = [*TRAINING, *CHECKPOINTS]
+    grows = {"phases": [{"step": 5, "workers": 2}], "gates": [{"step": 20, "workers": 2}]}
+    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path, pace_s=0.1, **grows)]) as (process, job):
+        wait_until("30 steps", under_way(job, 30))
+        process.send_signal(sent)
+        assert process.wait(DEADLINE_S) == status
+        assert_none_left(job.pids)
+    assert len(job.pids) == 2
+    assert job.summary["exit_reason"] == reason
+    assert job.summary["params_sha256"] is not None
+    assert 30 <= job.summary["steps"] == len(job.metrics) < len(undisturbed.metrics)
+    assert not any("Traceback" in line for line in job.lines)
+    assert (job.directory / ".hydra" / "config.yaml").exists()
+    saved = [event["step"] for event in job.of_kind("checkpoint")]
+    assert saved[-1] == job.summary["steps"]
+    if sent == signal.SIGTERM:  # a preempted job, on what is left of the machine
+        resumed = resume(job, 1, [*settings, *chaos(tmp_path)])
+        assert_same_training(resumed, undisturbed)
+        assert [event["step"] for event in resumed.of_kind("resumed")] == saved[-1:]
+
+
+# -- strangers ----------------------------------------------------------------------------------------------------
+
+
+async def knock(address: str, *messages: bytes) -> None:
+    """Sends what a stranger might, and is shown the door: nothing but the connection's end comes back."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    with contextlib.suppress(ConnectionError):
+        for message in messages:
+            writer.write(message)
+            await writer.drain()
+        assert await reader.read() == b""
+    writer.close()
+
+
+def hello(**fields: Any) -> bytes:
+    return json.dumps({"type": "hello", "pid": 1, "host": "h", "worker": 0, "token": "", **fields}).encode() + b"\n"
+
+
+def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) -> None:
+    """Garbage, wrong tokens, hundreds of silent connections and an endless line, while training and while growing."""
+    knocked = []
+
+    async def strangers(supervisor: Supervisor, job: Job) -> None:
+        while not job.metrics:
+            await asyncio.sleep(0.02)
+        host, _, port = supervisor._address.rpartition(":")
+        crowd = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
+        rude = [
+            (b"\n",),
+            (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",),
+            (b"\x00\xff\xfe" * 1000 + b"\n",),
+            (b"[" * 100_000 + b"\n",),
+            (b'{"type": "hello"}\n',),
+            (b'{"type": "record", "kind": "summary", "data": {}}\n',),
+            (b'{"worker": 0}\n',),
+            (hello(),),
+            (hello(token=None),),
+            (hello(token="0" * 32),),
+            (hello(token="\ud800"),),
+            (hello(worker=[0]),),
+            (hello(worker={}),),
+            (hello(worker="0"),),
+            (hello(worker=-1),),
+            (b"x" * 2**20,) * 40,  # a line without an end
+        ]
+        for messages in rude:
+            await knock(supervisor._address, *messages)
+            knocked.append(messages)
+        for _, writer in crowd:
+            writer.close()
+        (tmp_path / "gone").touch()
+
+    phases, gates = [{"step": 5, "workers": 2}], [{"step": 60, "workers": 2}]
+    settings = [*TRAINING, *chaos(tmp_path, phases=phases, gates=gates, until=str(tmp_path / "gone"))]
+    job = run_job(tmp_path / "run", settings, during=strangers)
+    assert len(knocked) == 16, job.told()
+    assert_same_training(job, undisturbed)
+    assert [(len(view["workers"]), view["reason"]) for view in job.views] == [(1, "start"), (2, "grow")]
+    assert job.of_kind("failure") == []

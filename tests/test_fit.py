@@ -1,0 +1,312 @@
+"""`kf.fit`: a researcher's model, data and policy, on one worker and on several."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import kfuse as kf
+from kfuse.session import reset
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+def problem(count: int = 64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 4, generator=generator)
+    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Recorder(kf.BasePolicy):
+    """Notes every hook and every signal."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.signals: list[kf.Signals] = []
+
+    def before_train(self) -> None:
+        self.calls.append("before_train")
+
+    def before_epoch(self) -> None:
+        self.calls.append("before_epoch")
+
+    def before_step(self) -> None:
+        self.calls.append("before_step")
+
+    def after_step(self) -> None:
+        self.calls.append("after_step")
+
+    def after_epoch(self) -> None:
+        self.calls.append("after_epoch")
+
+    def after_train(self) -> None:
+        self.calls.append("after_train")
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.signals.append(signals)
+        return None
+
+
+class Pairs:
+    """A map-style data set that is not torch's."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.pairs = list(zip(x, y.tolist(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.pairs[index]
+
+
+@pytest.mark.parametrize("wrap", [lambda x, y: (x, y), TensorDataset, Pairs], ids=["tuple", "TensorDataset", "map"])
+def test_trains_on_what_users_have(wrap: Any) -> None:
+    x, y = problem()
+    net = network()
+    before = F.cross_entropy(net(x), y).item()
+    summary = kf.fit(
+        net, wrap(x, y), kf.FusedAdamW(net.parameters(), lr=0.02), epochs=15, batch_size=16, heldout=(x, y)
+    )
+    assert summary is not None
+    after = F.cross_entropy(net(x), y).item()
+    assert after < before / 2
+    assert summary["eval_loss"] == pytest.approx(after, rel=1e-4)
+    assert summary["eval_accuracy"] == (net(x).argmax(1) == y).float().mean().item() > 0.8
+    expected = {"steps": 60, "epochs": 15, "samples": 960, "workers": 1, "batch_size": 16, "exit_reason": "epochs"}
+    assert {name: summary[name] for name in expected} == expected
+
+
+def test_is_the_loop_one_would_write_by_hand() -> None:
+    """One step over all data is the full-batch step, in whatever order the samples came."""
+    x, y = problem()
+    ours, theirs = network(), network()
+    kf.fit(ours, (x, y), kf.FusedSGD(ours.parameters(), lr=0.5), epochs=4, batch_size=64, micro_batch=10)
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    for _ in range(4):
+        plain.zero_grad()
+        F.cross_entropy(theirs(x), y).backward()
+        plain.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_run_in_order_and_every_step_is_decided_upon_once() -> None:
+    policy = Recorder()
+    net = network()
+    kf.fit(net, problem(20), kf.FusedSGD(net.parameters()), kf.Hook(policy), epochs=2, batch_size=8, micro_batch=3)
+    step = ["before_step", "after_step"]
+    epoch = ["before_epoch", *step, *step, *step, "after_epoch"]
+    assert policy.calls == ["before_train", *epoch, *epoch, "after_train"]
+    assert [s.step for s in policy.signals] == [0, 1, 2, 3, 4, 5]
+    assert [s.epoch for s in policy.signals] == [0, 0, 0, 1, 1, 1]
+    assert [s.samples for s in policy.signals] == [8, 16, 20, 28, 36, 40]
+    assert [s.micro_batches for s in policy.signals] == [3, 3, 2] * 2
+    assert all(s.loss is not None and s.grad_variance is not None and s.grad_norm is not None for s in policy.signals)
+    assert {s.batch_size for s in policy.signals} == {8} and {s.micro_batch for s in policy.signals} == {3}
+
+
+def test_kungfus_script_runs_as_written() -> None:
+    x, y = problem()
+    model, data = network(), (x, y)
+
+    class GNSPolicy(kf.BasePolicy):
+        prev = float("inf")
+
+        def after_step(self):  # type: ignore[no-untyped-def]
+            gns = kf.grad_noise_scale()
+            avg = kf.allreduce(gns, "avg")
+            if avg > self.prev: kf.resize(kf.size() + 1)  # fmt: skip  # noqa: E701
+            self.prev = avg
+
+    opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    hook = kf.Hook(GNSPolicy())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kf.fit(model, data, opt, hook, epochs=20)
+    assert math.isfinite(hook.policy.prev), "the noise scale became known"
+    assert caught and all("number of workers is fixed" in str(w.message) for w in caught)
+
+
+class Orders(kf.BasePolicy):
+    """Calls verbs at given steps; notes what was in force in each."""
+
+    def __init__(self, orders: dict[int, Any], every_rank: bool = False) -> None:
+        self.orders, self.every_rank = orders, every_rank
+        self.step = 0
+        self.seen: list[tuple[int, int, float]] = []
+
+    def after_step(self) -> None:
+        if self.step in self.orders and (kf.rank() == 0 or self.every_rank):
+            verb, value = self.orders[self.step]
+            getattr(kf, verb)(value)
+        self.step += 1
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append((signals.step, signals.batch_size, round(signals.lr, 6)))
+        return None
+
+
+def adapt(samples: int, batch_size: int, micro_batch: int, schedule: str = "auto") -> tuple[Any, Any, str]:
+    kf.init(kf.CommOptions(schedule=schedule))
+    net = network()
+    policy = Orders({1: ("set_batch_size", 2 * batch_size), 4: ("set_lr", 0.02), 7: ("set_topology", "allreduce")})
+    summary = kf.fit(
+        net,
+        problem(samples),
+        kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1),
+        kf.Hook(policy),
+        epochs=1,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+    )
+    assert summary is not None
+    return policy.seen, (summary["batch_size"], summary["lr"], summary["samples"]), summary["params_sha256"]
+
+
+def check_adapted(results: list[Any], batch_size: int, samples: int) -> None:
+    seen, (last_batch, last_lr, total), _ = results[0]
+    assert all(result == results[0] for result in results), "ranks disagree"
+    assert (last_batch, last_lr, total) == (2 * batch_size, pytest.approx(0.02, rel=1e-6), samples)
+    batches, rates = [b for _, b, _ in seen], [lr for _, _, lr in seen]
+    assert batches == sorted(batches) and set(batches) == {batch_size, 2 * batch_size}
+    assert rates == sorted(rates, reverse=True) and set(rates) == {0.1, 0.02}
+    assert batches.index(2 * batch_size) < rates.index(0.02)
+
+
+def test_set_batch_size_and_set_lr_take_effect() -> None:
+    check_adapted([adapt(256, 8, 2)], 8, 256)
+
+
+def test_orders_of_the_leader_take_effect_on_every_worker_at_one_step() -> None:
+    check_adapted(run_workers(2, adapt, 256, 8, 2), 8, 256)
+
+
+def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
+    """The leader must have its say also where there is too little work for all."""
+    check_adapted(run_workers(2, adapt, 128, 4, 4), 4, 128)
+    check_adapted(run_workers(3, adapt, 128, 4, 2), 4, 128)
+
+
+def test_all_parameter_groups_follow_set_lr() -> None:
+    net = network()
+    opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1)
+    kf.fit(net, problem(), opt, kf.Hook(Orders({0: ("set_lr", 0.05)})), batch_size=4)
+    assert [g["lr"] for g in opt.param_groups] == pytest.approx([0.05, 0.15], rel=1e-6)
+
+
+def test_a_first_group_without_learning_rate_does_not_stop_the_others() -> None:
+    net = network()
+    opt = kf.FusedSGD([{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}], lr=0.1)
+    before = net[2].weight.detach().clone()
+    kf.fit(net, problem(), opt, batch_size=16)
+    assert not torch.equal(before, net[2].weight)
+
+
+def test_a_batch_size_out_of_bounds_is_clipped() -> None:
+    for verb_value, expected in ((10**6, 32), (1, 2)):
+        reset()
+        net = network()
+        policy = Orders({0: ("set_batch_size", verb_value)})
+        summary = kf.fit(
+            net,
+            problem(256),
+            kf.FusedSGD(net.parameters()),
+            kf.Hook(policy),
+            batch_size=8,
+            micro_batch=2,
+            max_batch_size=32,
+        )
+        assert summary is not None and summary["batch_size"] == expected
+
+
+def test_verbs_that_change_training_belong_inside_fit() -> None:
+    net = network()
+    opt = kf.FusedSGD(net.parameters())
+    for order in (lambda: kf.set_batch_size(8), lambda: kf.set_lr(0.1), lambda: kf.set_topology("allreduce")):
+        with pytest.raises(RuntimeError, match=r"works inside kf\.fit"):
+            order()
+    kf.fit(net, problem(), opt)
+    with pytest.raises(RuntimeError, match=r"works inside kf\.fit"):
+        kf.set_lr(0.1)
+
+
+def test_fit_again_with_the_same_optimizer_goes_on() -> None:
+    net = network()
+    opt = kf.FusedAdamW(net.parameters())
+    policies = [Recorder(), Recorder()]
+    for policy in policies:
+        kf.fit(net, problem(20), opt, kf.Hook(policy), epochs=2, batch_size=8)
+    assert [len(p.signals) for p in policies] == [6, 6]
+
+
+def test_fit_after_steps_by_hand() -> None:
+    net = network()
+    opt = kf.FusedAdamW(net.parameters())
+    x, y = problem()
+    for _ in range(3):
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    policy = Recorder()
+    kf.fit(net, (x, y), opt, kf.Hook(policy), batch_size=16)
+    assert len(policy.signals) == 4
+
+
+def test_the_users_random_numbers_go_on() -> None:
+    """Same seed, same model, same data: the same run, whatever was drawn before."""
+    results = []
+    for draws in (0, 3):
+        reset()
+        net = nn.Sequential(nn.Dropout(0.5), network())
+        torch.rand(draws)
+        summary = kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), seed=4)
+        assert summary is not None
+        results.append(summary["params_sha256"])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, TypeError, r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not SGD"),
+        ({"data": [1, 2]}, TypeError, "int|pair"),
+        ({"data": torch.zeros(4, 4)}, TypeError, "Tensor is not a data set"),
+        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"batch_size": 8, "micro_batch": 9}, ValueError, "micro_batch=9: allowed is 1 to batch_size=8"),
+        ({"batch_size": 8, "micro_batch": 0}, ValueError, "micro_batch=0"),
+        ({"batch_size": 8, "max_batch_size": 4}, ValueError, "max"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8'.*fp32, bf16"),
+        ({"hook": kf.BasePolicy()}, TypeError, "Hook"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    net = network()
+    plain = torch.optim.SGD(net.parameters())
+    opt: Any = plain if message.endswith("not SGD") else kf.Optimizer(plain)
+    with pytest.raises(error, match=message):
+        kf.fit(net, **{"data": problem(), "opt": opt, **arguments})
+
+
+def test_a_hook_takes_a_policy() -> None:
+    with pytest.raises(TypeError, match=r"kf\.BasePolicy, not type"):
+        kf.Hook(kf.GNSPolicy)  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""`import kfuse` needs torch and numpy only: everything else is imported by the part that uses it, when it does."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OPTIONAL = ("hydra", "omegaconf", "rich", "sklearn", "triton", "tensorboard", "matplotlib", "PIL", "ray")
+
+HIDE = f"""
+import importlib.util, sys
+
+class Hiding:
+    # A finder that finds what the real one does, except the optional packages: as if they were not installed.
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {OPTIONAL} else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+found = [name for name in {OPTIONAL} if importlib.util.find_spec(name)]
+assert not found, found
+"""
+
+TRAIN = """
+import torch
+import kfuse as kf
+
+torch.manual_seed(0)
+net, twin = torch.nn.Linear(5, 2), torch.nn.Linear(5, 2)
+twin.load_state_dict(net.state_dict())
+opt, plain = kf.FusedAdamW(net.parameters(), lr=0.1), torch.optim.AdamW(twin.parameters(), lr=0.1)
+x, y = torch.randn(8, 5), torch.randn(8, 2)
+for j in range(2):
+    with opt.micro_batch(samples=4, last=j == 1):
+        torch.nn.functional.mse_loss(net(x[4 * j : 4 * j + 4]), y[4 * j : 4 * j + 4]).backward()
+torch.nn.functional.mse_loss(twin(x), y).backward()
+opt.step()
+plain.step()
+assert torch.allclose(net.weight, twin.weight, atol=1e-6), (net.weight, twin.weight)
+assert opt.stats.samples == 8 and opt.stats.grad_variance > 0
+"""
+
+IMPORT_ALONE = """
+import sys
+import numpy, torch
+
+before = set(sys.modules)
+import kfuse
+
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(*sorted(new - set(sys.stdlib_module_names) - {"kfuse", "torch", "numpy"}))
+"""
+
+
+def run(script: str) -> str:
+    """What `script` prints, in a fresh interpreter from which this package can be imported as from here."""
+    spec = importlib.util.find_spec("kfuse")
+    assert spec is not None and spec.origin is not None
+    paths = [str(Path(spec.origin).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.fail(done.stderr, pytrace=False)
+    return done.stdout
+
+
+def test_kfuse_trains_where_nothing_optional_is_installed() -> None:
+    run(HIDE + TRAIN)
+
+
+def test_importing_kfuse_imports_torch_and_numpy_alone() -> None:
+    """Installed or not: what a script does not use must not cost it time, nor fail it."""
+    for name in ("hydra", "rich", "sklearn", "tensorboard"):
+        assert importlib.util.find_spec(name) is not None, f"{name} is not installed: this test would see nothing"
+    assert run(IMPORT_ALONE).split() == []

@@ -1,0 +1,39 @@
+"""The Triton code itself, without a GPU: the kernels' own tests again, in a process where Triton interprets.
+
+Triton decides at its import whether it interprets, and then for all of the process: hence another process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
+@pytest.mark.parametrize("family", ["pack", "partials", "reduce", "optimizers"])
+def test_triton_code_in_the_interpreter(family: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / f"test_kernels_{family}.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.fail(f"with TRITON_INTERPRET=1:\n{done.stdout}\n{done.stderr}", pytrace=False)
+
+
+def test_importing_the_kernels_does_not_import_triton() -> None:
+    script = """
+import sys, torch
+before = "triton" in sys.modules
+import kfuse.kernels as kernels
+table = kernels.PackTable.build([4], [0], torch.device("cpu"))
+kernels.pack([torch.ones(4)], torch.zeros(4), table, scale=1.0, accumulate=False, sumsq=torch.zeros(1))
+assert ("triton" in sys.modules) == before
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=TESTS.parent, check=True)

@@ -1,0 +1,249 @@
+"""`pack` against a float64 oracle and its rules on bits, on whichever implementation this process dispatches to.
+
+`test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kfuse.kernels import CHUNK, PackTable, pack
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EXAMPLES = 10 if INTERPRETED else 60
+SENTINEL = -77.0
+# A few hundred additions in a row, each rounded to fp32.
+RTOL = 5e-6
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def build(numels: list[int], device: str, gap: int = 0) -> PackTable:
+    """Segments at multiples of 16 elements, `gap` more elements apart."""
+    offsets, end = [], gap
+    for numel in numels:
+        offsets.append(end)
+        end += math.ceil(numel / 16) * 16 + gap
+    return PackTable.build(numels, offsets, torch.device(device))
+
+
+def gradients(numels: list[int], dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(device, dtype) for numel in numels]
+
+
+def run(
+    grads: list[Tensor | None], flat: Tensor, table: PackTable, scale: float = 1.0, accumulate: bool = False
+) -> Tensor:
+    """Pack copies of the gradients, since they may be consumed; return the sums of squares."""
+    sumsq = torch.full((table.num_chunks,), math.nan, device=flat.device)
+    copies = [None if grad is None else grad.clone() for grad in grads]
+    pack(copies, flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq)
+    return sumsq
+
+
+def assert_rounded(actual: Tensor, exact: Tensor) -> None:
+    """`actual` is the fp64 value `exact` rounded once; the interpreter truncates bf16 instead of rounding."""
+    expected = exact.float().to(actual.dtype)
+    if INTERPRETED and actual.dtype == torch.bfloat16:
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0.0, equal_nan=True)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def chunk_sums(grads: list[Tensor | None], numels: list[int]) -> Tensor:
+    sums = []
+    for grad, numel in zip(grads, numels, strict=True):
+        values = torch.zeros(numel, dtype=torch.float64) if grad is None else grad.double().cpu().reshape(-1)
+        sums += [chunk.square().sum() for chunk in values.split(CHUNK) if chunk.numel()]
+    return torch.stack(sums)
+
+
+@pytest.mark.parametrize("flat_dtype", DTYPES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_matches_oracle(device: str, grad_dtype: torch.dtype, flat_dtype: torch.dtype, scale: float) -> None:
+    numels = [1, 0, CHUNK, 37, 2 * CHUNK + 5, 16]
+    table = build(numels, device, gap=16)
+    grads = gradients(numels, grad_dtype, device)
+    flat = torch.full((table.end + 9,), SENTINEL, dtype=flat_dtype, device=device)
+    sumsq = run(grads, flat, table, scale)
+
+    factor = torch.tensor(scale).double()  # the kernel's fp32 argument
+    touched = torch.zeros(flat.numel(), dtype=torch.bool, device=device)
+    for grad, offset in zip(grads, table.offsets, strict=True):
+        segment = slice(offset, offset + grad.numel())
+        touched[segment] = True
+        assert_rounded(flat[segment], grad.double() * factor.item())
+    assert (flat[~touched] == SENTINEL).all()
+    torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(grads, numels), rtol=RTOL, atol=0.0)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numels=st.lists(st.integers(0, 3 * CHUNK), min_size=1, max_size=4),
+    gaps=st.lists(st.integers(0, 20), min_size=4, max_size=4),
+    absent=st.sets(st.integers(0, 3)),
+    accumulate=st.booleans(),
+)
+def test_any_layout(device: str, numels: list[int], gaps: list[int], absent: set[int], accumulate: bool) -> None:
+    offsets, end = [], 0
+    for numel, gap in zip(numels, gaps, strict=False):
+        offsets.append(end + gap)
+        end += gap + numel
+    table = PackTable.build(numels, offsets, torch.device(device))
+    assert table.num_chunks == sum(math.ceil(numel / CHUNK) for numel in numels)
+    grads: list[Tensor | None] = list(gradients(numels, torch.float32, device))
+    for index in absent & set(range(len(grads))):
+        grads[index] = None
+    before = torch.full((end + 3,), SENTINEL, device=device)
+    flat = before.clone()
+    sumsq = run(grads, flat, table, accumulate=accumulate)
+
+    expected = before.clone()
+    for grad, offset, numel in zip(grads, offsets, numels, strict=True):
+        value = torch.zeros(numel, device=device) if grad is None else grad
+        expected[offset : offset + numel] = before[offset : offset + numel] + value if accumulate else value
+    assert torch.equal(flat, expected)
+    if table.num_chunks:
+        torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(grads, numels), rtol=RTOL, atol=0.0)
+
+
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("flat_dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_accumulating_equals_packing_then_adding(
+    device: str, grad_dtype: torch.dtype, flat_dtype: torch.dtype, scale: float
+) -> None:
+    if INTERPRETED and flat_dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates to bf16 where PyTorch's addition rounds")
+    numels = [5, CHUNK + 3, 64]
+    table = build(numels, device)
+    first, second = (gradients(numels, grad_dtype, device, seed) for seed in (1, 2))
+    accumulated, other = (torch.zeros(table.end, dtype=flat_dtype, device=device) for _ in range(2))
+    run(first, accumulated, table, scale)
+    added = accumulated.clone()
+    sumsq_accumulated = run(second, accumulated, table, scale, accumulate=True)
+    sumsq_fresh = run(second, other, table, 1.0)
+    run(second, other, table, scale)
+    added += other
+    assert torch.equal(accumulated, added)
+    assert torch.equal(sumsq_accumulated, sumsq_fresh)
+
+
+def test_product_is_rounded_before_the_addition(device: str) -> None:
+    # scale * g = 1 + 2**-11 + 2**-24 exactly; fp32 rounds the last term away, a fused multiply-add would keep it.
+    factor = 1.0 + 2.0**-12
+    table = build([64], device)
+    flat = torch.full((64,), -1.0, device=device)
+    run([torch.full((64,), factor, device=device)], flat, table, factor, accumulate=True)
+    assert torch.equal(flat, torch.full((64,), 2.0**-11, device=device))
+
+
+def test_non_finite_stays_in_its_chunk(device: str) -> None:
+    numels = [2 * CHUNK, 10]
+    table = build(numels, device)
+    grads = gradients(numels, torch.float32, device)
+    grads[0][CHUNK + 7] = math.inf
+    grads[1][9] = math.nan
+    flat = torch.empty(table.end, device=device)
+    sumsq = run(grads, flat, table)
+    assert sumsq[0].isfinite() and sumsq[1] == math.inf and sumsq[2].isnan()
+    assert_rounded(flat[: 2 * CHUNK], grads[0].double())
+    assert_rounded(flat[2 * CHUNK : 2 * CHUNK + 10], grads[1].double())
+
+
+def test_squares_that_overflow_are_infinite(device: str) -> None:
+    table = build([40], device)
+    sumsq = run([torch.full((40,), 1e30, device=device)], torch.empty(table.end, device=device), table)
+    assert sumsq.item() == math.inf
+
+
+def test_any_shape_strides_and_mixed_dtypes(device: str) -> None:
+    scalar = torch.randn((), device=device)
+    transposed = torch.randn(40, 30, device=device).t()
+    channels_last = torch.randn(4, 3, 8, 8, device=device).to(memory_format=torch.channels_last)
+    sliced = torch.randn(101, device=device)[1:]
+    half = torch.randn(50, device=device).half()
+    brain = torch.randn(50, device=device).bfloat16()
+    grads = [scalar, transposed, channels_last, sliced, half, brain]
+    numels = [grad.numel() for grad in grads]
+    table = build(numels, device)
+    flat = torch.empty(table.end, device=device)
+    sumsq = torch.empty(table.num_chunks, device=device)
+    expected = [grad.double().reshape(-1) for grad in grads]
+    pack(grads, flat, table, scale=1.0, accumulate=False, sumsq=sumsq)
+    for value, offset in zip(expected, table.offsets, strict=True):
+        assert_rounded(flat[offset : offset + value.numel()], value)
+    torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(list(expected), numels), rtol=RTOL, atol=0.0)
+
+
+def test_bits_do_not_depend_on_alignment_or_repetition(device: str) -> None:
+    numels = [2 * CHUNK - 96]
+    table = build(numels, device)
+    (grad,) = gradients(numels, torch.float32, device)
+    flat = torch.empty(table.end, device=device)
+    expected = run([grad], flat, table)
+    storage = torch.empty(numels[0] + 32, device=device)
+    for shift in range(32):
+        shifted = storage[shift : shift + numels[0]].copy_(grad)
+        sumsq = torch.empty_like(expected)
+        pack([shifted], flat, table, scale=1.0, accumulate=False, sumsq=sumsq)
+        assert torch.equal(sumsq, expected)
+
+
+def test_new_gradients_are_read_on_reuse_of_a_table(device: str) -> None:
+    table = build([100], device)
+    flat = torch.empty(table.end, device=device)
+    keep = []
+    for seed in range(3):
+        (grad,) = gradients([100], torch.float32, device, seed)
+        keep.append(grad)  # held, so that each gradient has another address
+        run([grad], flat, table)
+        assert torch.equal(flat[:100], grad)
+
+
+def test_nothing_to_pack(device: str) -> None:
+    table = PackTable.build([], [], torch.device(device))
+    assert table.num_chunks == 0
+    flat = torch.full((4,), SENTINEL, device=device)
+    pack([], flat, table, scale=1.0, accumulate=False, sumsq=torch.empty(0, device=device))
+    assert (flat == SENTINEL).all()
+
+
+def test_errors_name_what_is_wrong(device: str) -> None:
+    where = torch.device(device)
+    with pytest.raises(ValueError, match="same length, got 1 and 2"):
+        PackTable.build([1], [0, 1], where)
+    with pytest.raises(ValueError, match="segment 1"):
+        PackTable.build([4, 4], [0, 3], where)
+    table = PackTable.build([4], [0], where)
+    good = torch.zeros(4, device=device)
+    sumsq = torch.zeros(1, device=device)
+
+    def call(grads: list[Tensor | None], flat: Tensor, out: Tensor) -> None:
+        pack(grads, flat, table, scale=1.0, accumulate=False, sumsq=out)
+
+    with pytest.raises(ValueError, match="1 tensors, got 2"):
+        call([good, good], good, sumsq)
+    with pytest.raises(ValueError, match="gradient 0 has 3 elements"):
+        call([good[:3]], good, sumsq)
+    with pytest.raises(TypeError, match=r"gradient 0 is torch\.int64"):
+        call([good.long()], good, sumsq)
+    with pytest.raises(ValueError, match="gradient 0 is on meta"):
+        call([good.to("meta")], good, sumsq)
+    with pytest.raises(ValueError, match="flat has 3 elements, the table needs 4"):
+        call([good], good[:3], sumsq)
+    with pytest.raises(TypeError, match=r"flat is torch\.float64"):
+        call([good], good.double(), sumsq)
+    with pytest.raises(ValueError, match="sumsq must be float32"):
+        call([good], good, torch.zeros(2, device=device))

@@ -1,0 +1,128 @@
+"""`reduce` against a plain fold in NumPy, bit for bit.
+
+`test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kfuse.kernels import reduce
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EXAMPLES = 15 if INTERPRETED else 80
+Merges = tuple[tuple[int, int], ...]
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def fold(rows: Tensor, merges: Merges, scale: float) -> Tensor:
+    """The merge program in fp32, a row at a time."""
+    values = [row.float().cpu().numpy() for row in rows]
+    for dst, src in merges:
+        values[dst] = values[dst] + values[src]
+    return torch.from_numpy(values[0] * np.float32(scale))
+
+
+def tree(count: int) -> Merges:
+    """The canonical binary tree over `count` rows."""
+    merges, step = [], 1
+    while step < count:
+        merges += [(dst, dst + step) for dst in range(0, count - step, 2 * step)]
+        step *= 2
+    return tuple(merges)
+
+
+def contributions(count: int, numel: int, dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(count * numel)
+    # Magnitudes far apart: another order would give other bits.
+    exponents = torch.randint(-4, 5, (count, numel), generator=generator)
+    return (torch.randn(count, numel, generator=generator) * 2.0**exponents).to(device, dtype)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 17, 64])
+@pytest.mark.parametrize("order", ["tree", "left to right"])
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_equals_plain_fold(device: str, count: int, order: str, scale: float) -> None:
+    merges = tree(count) if order == "tree" else tuple((0, src) for src in range(1, count))
+    rows = contributions(count, 333, torch.float32, device)
+    expected = fold(rows, merges, scale)
+    out = torch.empty(333, device=device)
+    reduce(rows.clone(), merges, out, scale=scale)
+    assert torch.equal(out.cpu(), expected)
+
+
+def test_order_matters_to_the_test_data(device: str) -> None:
+    rows = contributions(8, 333, torch.float32, device)
+    assert not torch.equal(fold(rows, tree(8), 1.0), fold(rows, tuple((0, src) for src in range(1, 8)), 1.0))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(count=st.integers(2, 9), numel=st.integers(1, 5000), data=st.data())
+def test_any_program_over_any_length(device: str, count: int, numel: int, data: st.DataObject) -> None:
+    row = st.integers(0, count - 1)
+    pair = st.tuples(row, row).filter(lambda merge: merge[0] != merge[1])
+    merges = tuple(data.draw(st.lists(pair, max_size=10)))
+    rows = contributions(count, numel, torch.float32, device)
+    expected = fold(rows, merges, 1.0)
+    out = torch.empty(numel, device=device)
+    reduce(rows.clone(), merges, out)
+    assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("rows_dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_16_bit_rows_are_added_in_fp32(
+    device: str, rows_dtype: torch.dtype, out_dtype: torch.dtype, count: int
+) -> None:
+    rows = contributions(count, 100, rows_dtype, device)
+    expected = fold(rows, tree(count), 0.5).to(out_dtype)
+    out = torch.empty(100, dtype=out_dtype, device=device)
+    reduce(rows.clone(), tree(count), out, scale=0.5)
+    if INTERPRETED and out_dtype == torch.bfloat16:
+        torch.testing.assert_close(out.cpu(), expected, rtol=2**-7, atol=0.0)  # it truncates instead of rounding
+    else:
+        assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_rows_of_a_larger_buffer_and_out_in_place(device: str, scale: float) -> None:
+    buffer = contributions(3, 500, torch.float32, device)
+    before = buffer.clone()
+    rows = buffer[:, 100:300]
+    expected = fold(rows, tree(3), scale)
+    reduce(rows, tree(3), rows[0], scale=scale)
+    assert torch.equal(buffer[0, 100:300].cpu(), expected)
+    assert torch.equal(buffer[:, :100], before[:, :100]) and torch.equal(buffer[:, 300:], before[:, 300:])
+
+
+def test_non_finite_passes_through(device: str) -> None:
+    rows = torch.tensor([[1.0, torch.inf, torch.inf, torch.nan], [1.0, 1.0, -torch.inf, 1.0]], device=device)
+    out = torch.empty(4, device=device)
+    reduce(rows, ((0, 1),), out)
+    torch.testing.assert_close(out.cpu(), torch.tensor([2.0, torch.inf, torch.nan, torch.nan]), equal_nan=True)
+
+
+def test_nothing_to_reduce(device: str) -> None:
+    reduce(torch.empty(2, 0, device=device), ((0, 1),), torch.empty(0, device=device))
+
+
+def test_errors_name_what_is_wrong(device: str) -> None:
+    rows, out = torch.zeros(2, 4, device=device), torch.zeros(4, device=device)
+    with pytest.raises(ValueError, match=r"got \[2, 4\] and \[3\]"):
+        reduce(rows, (), out[:3])
+    with pytest.raises(ValueError, match="K >= 1"):
+        reduce(rows[:0], (), out)
+    for merge in ((0, 2), (-1, 0), (1, 1)):
+        with pytest.raises(ValueError, match="two different rows of 2"):
+            reduce(rows, (merge,), out)

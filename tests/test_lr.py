@@ -1,0 +1,127 @@
+"""Learning-rate scaling, warmup, decay and progress."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfuse.lr import LRSchedule, Scaling, gain
+
+batch = st.integers(1, 1 << 20)
+moment = st.one_of(st.none(), st.floats(-1e12, 1e12))
+
+
+def test_gain_by_rule() -> None:
+    assert gain("none", 512, 128) == 1.0
+    assert gain("linear", 512, 128) == 4.0
+    assert gain("sqrt", 512, 128) == 2.0
+
+
+def test_adascale_known_answer() -> None:
+    # sigma2 = 256 / 128 = 2, mu2 = 1, s = 4: (2 + 1) / (2 / 4 + 1)
+    assert gain("adascale", 512, 128, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(2.0)
+
+
+@given(batch, batch, moment, moment)
+def test_adascale_lies_between_one_and_the_ratio(
+    batch_size: int, base: int, grad_sq: float | None, variance: float | None
+) -> None:
+    ratio = batch_size / base
+    r = gain("adascale", batch_size, base, grad_sq, variance)
+    assert min(1.0, ratio) <= r <= max(1.0, ratio)
+
+
+@given(batch, st.integers(1, 64), st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
+def test_adascale_grows_with_batch_and_noise(base: int, s: int, grad_sq: float, variance: float) -> None:
+    r = gain("adascale", base * s, base, grad_sq, variance)
+    assert gain("adascale", base * s * 2, base, grad_sq, variance) >= r
+    assert gain("adascale", base * s, base, grad_sq, variance * 2) >= r * (1 - 1e-12)
+
+
+def test_adascale_limits() -> None:
+    assert gain("adascale", 512, 128, mean_grad_sq=1.0, mean_grad_variance=0.0) == 1.0
+    assert gain("adascale", 512, 128, mean_grad_sq=1.0, mean_grad_variance=-5.0) == 1.0
+    assert gain("adascale", 512, 128, mean_grad_sq=-0.5, mean_grad_variance=3.0) == 4.0
+    assert gain("adascale", 128, 128, mean_grad_sq=1.0, mean_grad_variance=3.0) == 1.0
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(512, 1.0), (128, 1.0), (32, 0.25)])
+def test_adascale_without_statistics_is_cautious(batch_size: int, expected: float) -> None:
+    assert gain("adascale", batch_size, 128) == expected
+    assert gain("adascale", batch_size, 128, mean_grad_sq=1.0) == expected
+    assert gain("adascale", batch_size, 128, mean_grad_sq=-1.0, mean_grad_variance=0.0) == expected
+
+
+def test_warmup_then_constant() -> None:
+    schedule = LRSchedule(base=0.5, warmup_steps=4)
+    rates = [schedule.lr(progress, 1) for progress in range(6)]
+    assert rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
+
+
+def test_cosine_from_the_end_of_warmup_to_zero() -> None:
+    schedule = LRSchedule(base=2.0, warmup_steps=10, decay="cosine", total=110)
+    assert schedule.lr(10, 1) == pytest.approx(2.0)
+    assert schedule.lr(60, 1) == pytest.approx(1.0)
+    assert schedule.lr(110, 1) == pytest.approx(0.0, abs=1e-15)
+    assert schedule.lr(1e6, 1) == pytest.approx(0.0, abs=1e-15)
+
+
+@given(
+    progress=st.floats(0, 2e4),
+    more=st.floats(0, 100),
+    warmup=st.floats(0, 1e3),
+    length=st.floats(1, 1e4),
+)
+def test_schedule_rises_then_falls(progress: float, more: float, warmup: float, length: float) -> None:
+    schedule = LRSchedule(base=1.0, warmup_steps=warmup, decay="cosine", total=warmup + length)
+    now, later = schedule.lr(progress, 1), schedule.lr(progress + more, 1)
+    assert 0 <= now <= 1
+    if progress >= warmup:
+        assert later <= now
+    elif progress + more + 1 < warmup:
+        assert later >= now > 0
+
+
+def test_factors_multiply() -> None:
+    schedule = LRSchedule(base=0.1, scaling="linear", warmup_steps=4, base_batch_size=32)
+    assert schedule.lr(1, 64, lr_scale=0.5) == pytest.approx(0.1 * (2 / 4) * 2 * 0.5)
+
+
+@pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
+def test_progress_follows_samples(scaling: Scaling) -> None:
+    schedule = LRSchedule(base=0.1, scaling=scaling, base_batch_size=32)
+    progress = 0.0
+    for batch_size in (32, 64, 16, 128):
+        progress = schedule.advance(progress, batch_size)
+    assert progress == (32 + 64 + 16 + 128) / 32
+
+
+def test_adascale_progress_follows_the_gain() -> None:
+    schedule = LRSchedule(base=0.1, scaling="adascale", base_batch_size=128)
+    assert schedule.advance(10.0, 512, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(12.0)
+    assert schedule.advance(10.0, 512) == 11.0
+    assert schedule.lr(10.0, 512, 1.0, 1.0, 256.0) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("lr.base=-1", {"base": -1}),
+        ("lr.base=nan", {"base": math.nan}),
+        ("lr.scaling=cubic", {"base": 1, "scaling": "cubic"}),
+        ("lr.decay=step", {"base": 1, "decay": "step"}),
+        ("lr.warmup_steps=-3", {"base": 1, "warmup_steps": -3}),
+        ("base batch size 0", {"base": 1, "base_batch_size": 0}),
+        ("lr.decay=cosine over None", {"base": 1, "decay": "cosine"}),
+        ("lr.decay=cosine over 5", {"base": 1, "decay": "cosine", "warmup_steps": 5, "total": 5}),
+    ],
+)
+def test_wrong_values_are_named(key: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{key}.*: allowed") as error:
+        LRSchedule(**options)
+    if "scaling" in key:
+        assert all(name in str(error.value) for name in get_args(Scaling))

@@ -1,0 +1,164 @@
+"""Models: shapes, causality, initialisation, and that each can learn what it is for."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kfuse.data import load_digits
+from kfuse.models import GPT, MLP, ConvNet
+
+MODELS = {
+    "mlp": lambda: MLP(input_shape=(1, 8, 8), num_classes=10),
+    "convnet": lambda: ConvNet(input_shape=(1, 8, 8), num_classes=10, width=8),
+    "gpt": lambda: GPT(vocab_size=256, block_size=16, layers=2, width=32),
+}
+
+
+def example_input(name):
+    generator = torch.Generator().manual_seed(0)
+    if name == "gpt":
+        return torch.randint(0, 256, (3, 16), generator=generator)
+    return torch.randn(3, 1, 8, 8, generator=generator)
+
+
+def parameter_count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_construction_and_training_step_are_deterministic_and_without_warnings(name):
+    results = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            torch.manual_seed(3)
+            model = MODELS[name]()
+            model(example_input(name)).square().mean().backward()
+            results.append([*model.state_dict().values(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.isfinite(t).all() for t in results[0])
+
+
+@pytest.mark.parametrize("hidden, count", [((), 650), ((128,), 9610), ((32, 16), 2778)])
+def test_mlp_sizes(hidden, count):
+    model = MLP((1, 8, 8), 10, hidden=hidden)
+    assert parameter_count(model) == count
+    assert model(torch.randn(5, 1, 8, 8)).shape == (5, 10)
+    assert model(torch.randn(5, 64)).shape == (5, 10)
+
+
+def test_dropout_acts_in_training_only():
+    model = MLP((16,), 4, hidden=(64,), dropout=0.5)
+    x = torch.randn(2, 16)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (3, 64, 64), (2, 5, 9)])
+def test_convnet_takes_any_image_size_even_a_single_sample(shape):
+    model = ConvNet(shape, num_classes=7, width=4)
+    assert model(torch.randn(1, *shape)).shape == (1, 7)
+
+
+def test_convnet_depth_is_an_argument():
+    one, two = (ConvNet((1, 8, 8), 10, width=4, blocks_per_stage=n) for n in (1, 2))
+    # Three more blocks: two 3x3 convolutions and two normalisations each, at widths 4, 8 and 16.
+    assert parameter_count(two) - parameter_count(one) == sum(18 * w * w + 4 * w for w in (4, 8, 16))
+    assert two(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (64,), (1, 4, 8)])
+def test_convnet_names_the_shapes_it_takes(shape):
+    with pytest.raises(ValueError, match="at least 5x5"):
+        ConvNet(shape, 10)
+
+
+def test_gpt_output_and_sizes():
+    model = GPT(vocab_size=100, block_size=12, layers=1, heads=2, width=16)
+    assert model(torch.zeros(2, 12, dtype=torch.int64)).shape == (2, 12, 100)
+    assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 100)
+    # Embeddings (the output layer is tied), a block (12 w^2 weights, 9 w biases, 4 w norms), the last norm.
+    assert parameter_count(model) == (100 + 12) * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16
+    # The size the benchmarks use.
+    assert parameter_count(GPT(256, 64, layers=6, heads=8, width=256)) == 4_820_992
+
+
+def test_gpt_attends_to_the_past_only():
+    model = MODELS["gpt"]().eval()
+    tokens = example_input("gpt")
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], atol=1e-6, rtol=0)
+    assert ((before - after)[:, 9:].abs().amax(-1) > 1e-4).all()
+
+
+def test_gpt_attention_is_softmax_of_scaled_scores():
+    attention = GPT(10, 6, layers=1, heads=2, width=8).blocks[0].attention.eval()
+    x = torch.randn(3, 6, 8)
+    heads = []
+    for q, k, v in zip(*(t.split(4, -1) for t in attention.qkv(x).split(8, -1)), strict=True):
+        scores = q @ k.transpose(1, 2) / math.sqrt(4)
+        scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v)
+    torch.testing.assert_close(attention(x), attention.project(torch.cat(heads, -1)))
+
+
+def test_gpt_initialisation_is_gpt_2s():
+    torch.manual_seed(0)
+    model = GPT(256, 64, layers=4, heads=4, width=128)
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            residual = name.endswith(("project.weight", "contract.weight"))
+            assert p.std().item() == pytest.approx(0.02 / math.sqrt(8) if residual else 0.02, rel=0.05), name
+        else:
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
+    tokens = torch.randint(0, 256, (4, 64))
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(1))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_gpt_refuses_what_it_cannot_take():
+    model = GPT(10, 4, layers=1, heads=1, width=8)
+    with pytest.raises(ValueError, match="5 tokens is longer than block_size=4"):
+        model(torch.zeros(1, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="width=10 is not a multiple of heads=4"):
+        GPT(10, 4, heads=4, width=10)
+
+
+@pytest.mark.parametrize("name, steps", [("mlp", 150), ("convnet", 60)])
+def test_classifiers_learn_digits(name, steps):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    split = load_digits()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        x, y = split.train.fetch(rng.integers(0, len(split.train), 128))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model.eval()
+    x, y = split.heldout.fetch(np.arange(len(split.heldout)))
+    assert (model(x).argmax(-1) == y).float().mean().item() > 0.93
+
+
+def test_gpt_learns_to_look_back():
+    """Each sequence repeats a random half: its second half is predictable only by attending to the first."""
+    torch.manual_seed(0)
+    model = GPT(vocab_size=8, block_size=15, layers=2, heads=2, width=32, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(300):
+        half = torch.randint(0, 8, (64, 8))
+        tokens = torch.cat([half, half], 1)
+        logits = model(tokens[:, :-1])[:, 7:]
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 8:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.2  # log 8 = 2.08 without attention

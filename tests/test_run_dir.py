@@ -1,0 +1,117 @@
+"""The run directory: what is in each file, and when."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfuse.observe.run_dir import METRICS, RunDirectory, _finite
+
+STEP = {"step": 3, "epoch": 1, "samples": 96, "loss": 0.5, "lr": 0.01, "batch_size": 32, "workers": 2}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_metrics_have_all_keys_in_order_and_null_for_the_unknown(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run", tensorboard=False)
+    directory.metrics({**STEP, "noise_scale": math.nan, "grad_sq": -math.inf, "lr_scale": 1.0})
+    # Read before anything is closed: a line is on disk once it is written.
+    (line,) = lines(tmp_path / "run" / "metrics.jsonl")
+    assert tuple(line) == METRICS
+    assert {key: value for key, value in line.items() if value is not None} == STEP
+
+
+def test_events_begin_with_time_step_and_kind(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, tensorboard=False)
+    workers = [{"rank": 0, "pid": 7, "host": "a"}]
+    directory.event({"workers": workers, "pause_s": math.nan, "kind": "view", "step": 4, "time": 5.0})
+    directory.event({"kind": "failure", "step": None})
+    first, second = lines(tmp_path / "events.jsonl")
+    assert first == {"time": 5.0, "step": 4, "kind": "view", "workers": workers, "pause_s": None}
+    assert list(first)[:3] == ["time", "step", "kind"]
+    assert second["step"] is None and second["time"] > 5.0
+
+
+@pytest.mark.parametrize("record", [{}, {"kind": "view"}, {"step": 1}])
+def test_event_without_kind_or_step_is_refused(tmp_path: Path, record: dict[str, Any]) -> None:
+    directory = RunDirectory(tmp_path, tensorboard=False)
+    with pytest.raises(ValueError, match="kind and step"):
+        directory.event(record)
+    assert (tmp_path / "events.jsonl").read_text() == ""
+
+
+def test_ledger_is_written_only_when_asked_for(tmp_path: Path) -> None:
+    record = {"step": 0, "micro_batch": 1, "samples": [5, 2]}
+    for name, asked in (("with", True), ("without", False)):
+        directory = RunDirectory(tmp_path / name, tensorboard=False, ledger=asked)
+        directory.ledger(record)
+        directory.close()
+    assert lines(tmp_path / "with" / "ledger.jsonl") == [record]
+    assert not (tmp_path / "without" / "ledger.jsonl").exists()
+
+
+def test_summary_is_whole_or_not_there(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, tensorboard=False)
+    directory.summary({"steps": 10, "eval": {"loss": math.nan}})
+    before = (tmp_path / "summary.json").read_text()
+    assert json.loads(before) == {"steps": 10, "eval": {"loss": None}}
+    with pytest.raises(TypeError):
+        directory.summary({"steps": 11, "worse": object()})
+    assert (tmp_path / "summary.json").read_text() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl", "summary.json"]
+
+
+def test_reopening_adds_to_what_is_there(tmp_path: Path) -> None:
+    for step in range(2):
+        directory = RunDirectory(tmp_path, tensorboard=False)
+        directory.metrics({"step": step})
+        directory.close()
+        directory.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_tensorboard_has_the_numbers_and_the_events(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = RunDirectory(tmp_path)
+    for step in range(3):
+        directory.metrics({**STEP, "step": step, "loss": 1.0 / (step + 1), "noise_scale": math.nan})
+    directory.event({"kind": "evaluation", "step": 2, "accuracy": 0.75, "loss": 0.5})
+    directory.event({"kind": "view", "step": 2, "reason": "grown"})
+    directory.close()
+
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    scalars = board.Tags()["scalars"]
+    known = {f"train/{key}" for key in STEP if key != "step"}
+    assert set(scalars) == known | {"evaluation/accuracy", "evaluation/loss"}
+    losses = board.Scalars("train/loss")
+    assert [event.step for event in losses] == [0, 1, 2]
+    assert [event.value for event in losses] == pytest.approx([1.0, 0.5, 1 / 3])
+    assert [e.value for e in board.Scalars("evaluation/accuracy")] == [0.75]
+    (text,) = board.Tensors("events/view/text_summary")
+    assert json.loads(text.tensor_proto.string_val[0]) == {"reason": "grown"}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(json_values)
+def test_only_numbers_that_are_not_finite_become_null(value: Any) -> None:
+    expected = json.loads(json.dumps(value), parse_constant=lambda constant: None)
+    assert json.loads(json.dumps(_finite(value), allow_nan=False)) == expected

@@ -1,0 +1,309 @@
+"""Reductions between real workers: right sums, the same bits everywhere, and an end to waiting."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_workers
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.session import current
+
+TENSORS = [[(1,)], [(5,), (3, 50), (64,)], [(0,), (4097,), (2, 2, 2), (300, 41)]]
+
+
+class Bag(nn.Module):
+    """Parameters of given shapes; the gradient of each is whatever one asks for."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+
+    def backward(self, gradients: list[Tensor]) -> None:
+        products = [(p * g).sum() for p, g in zip(self.tensors, gradients, strict=True)]
+        torch.stack(products).sum().backward()
+
+
+def wanted(shapes: list[tuple[int, ...]], rank: int, j: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + j)
+    return [torch.randn(shape, generator=generator) * 10.0 ** (j % 3) for shape in shapes]
+
+
+def reduce_everything(schedule: str, dtype: str) -> list[tuple[float, str]]:
+    """For each set of shapes and bucket size: the largest relative error, and a digest of all gradients' bits."""
+    session = kf.init(kf.CommOptions(schedule=schedule, dtype=dtype))
+    size = session.group.size
+    out = []
+    for shapes in TENSORS:
+        for bucket_mb in (1e-4, 0.01, 4.0):
+            session.comm = kf.CommOptions(schedule=schedule, dtype=dtype, bucket_mb=bucket_mb)
+            bag = Bag(shapes)
+            opt = kf.FusedSGD(bag.parameters(), lr=0.0)
+            for _ in range(2):
+                for j in range(3):
+                    with opt.micro_batch(samples=j + 1, last=j == 2):
+                        bag.backward(wanted(shapes, session.group.rank, j))
+                worst, digest = 0.0, hashlib.sha256()
+                for k, p in enumerate(bag.tensors):
+                    terms = [wanted(shapes, r, j)[k].double() * (j + 1) for r in range(size) for j in range(3)]
+                    mean, scale = sum(terms) / (6 * size), torch.stack(terms).norm() / (6 * size)
+                    assert p.grad is not None
+                    worst = max(worst, float((p.grad - mean).norm() / scale) if p.numel() else 0.0)
+                    digest.update(p.grad.contiguous().numpy().tobytes())
+                out.append((worst, digest.hexdigest()))
+                opt.step()
+                opt.zero_grad()
+            opt.engine.close()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("workers", "schedule", "dtype"),
+    [(2, "allreduce", "fp32"), (3, "all_to_all", "fp32"), (4, "all_to_all", "bf16"), (3, "allreduce", "bf16")],
+)
+def test_sums_are_right_and_bits_the_same_on_all_ranks(workers: int, schedule: str, dtype: str) -> None:
+    results = run_workers(workers, reduce_everything, schedule, dtype)
+    assert all(result == results[0] for result in results), "ranks disagree"
+    assert max(error for error, _ in results[0]) <= (1e-6 if dtype == "fp32" else 1e-2)
+
+
+# -- the same bits for any number of workers -----------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Everything that could depend on who computes what: dropout, running statistics, a layer not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.first = nn.Linear(6, 33)
+        self.norm = nn.BatchNorm1d(3)
+        self.dropout = nn.Dropout(0.3)
+        self.last = nn.Linear(33, 3)
+        self.rare = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x).view(-1, 3, 11)).flatten(1)  # eleven values a channel, also for one sample
+        out: Tensor = self.last(self.dropout(torch.relu(hidden)))
+        return out + self.rare(x) if float(x[0, 0].detach()) > 0.8 else out
+
+
+class Grow(kf.BasePolicy):
+    """Decides by the statistics' very bits."""
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        if signals.step % 3:
+            return None
+        odd = np.float64(signals.grad_variance or signals.grad_norm).view(np.int64) >> 24 & 1
+        return kf.Decision(batch_size=signals.batch_size + 5 * int(1 + odd), lr_scale=0.9 + 0.1 * float(odd))
+
+
+def train(batch_size: int, micro_batch: int, count: int, kind: str) -> dict[str, Any]:
+    kf.init(kf.CommOptions(reproducible=True, bucket_mb=0.0008))
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(count, 6, generator=generator)
+    y = (x[:, :3] + x[:, 3:]).argmax(1)
+    model = Model()
+    opt: Any
+    if kind == "adamw":
+        opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
+    elif kind == "sgd":
+        opt = kf.FusedSGD(model.parameters(), lr=0.1, momentum=0.9, clip_norm=0.5)
+    else:
+        opt = kf.Optimizer(torch.optim.Adam(model.parameters(), lr=0.01), clip_norm=0.5)
+    summary = kf.fit(
+        model, (x, y), opt, kf.Hook(Grow()), epochs=2, batch_size=batch_size, micro_batch=micro_batch, heldout=(x, y)
+    )
+    assert summary is not None
+    summary.pop("wall_s"), summary.pop("workers")
+    summary["buffers"] = [b.numpy().tobytes() for b in model.buffers()]
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch", "count", "kind"),
+    [(32, 4, 130, "adamw"), (17, 3, 131, "sgd"), (4, 4, 38, "wrapped")],
+    ids=["even", "ragged", "fewer micro-batches than workers"],
+)
+def test_reproducible_bits_for_any_number_of_workers(batch_size: int, micro_batch: int, count: int, kind: str) -> None:
+    reference = run_workers(1, train, batch_size, micro_batch, count, kind)[0]
+    assert reference["steps"] > 3
+    for workers in (2, 3, 4):
+        for result in run_workers(workers, train, batch_size, micro_batch, count, kind):
+            assert result == reference, f"{workers} workers"
+
+
+def test_another_seed_has_other_bits() -> None:
+    """Guards the test above: the fingerprint sees small differences."""
+    assert train(32, 4, 130, "sgd")["params_sha256"] != train(32, 4, 131, "sgd")["params_sha256"]
+
+
+# -- an end to waiting -----------------------------------------------------------------------------------------------
+
+
+def silent(schedule: str, absent: int, done: str) -> str | None:
+    """One rank never comes to the second step. The others' error, in words."""
+    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=0.0004), timeout_s=2)
+    model = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 4))
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    mark = Path(done)
+    if session.group.rank == absent:
+        while len(list(mark.iterdir())) < session.group.size - 1:
+            time.sleep(0.02)
+        return None
+    started = time.monotonic()
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+        return "no error"
+    except kf.CommError as error:
+        waited = time.monotonic() - started
+        return f"{error} [{'in time' if waited < 10 else 'late'}]"
+    finally:
+        (mark / str(session.group.rank)).touch()
+
+
+@pytest.mark.parametrize(
+    ("workers", "absent", "schedule"), [(2, 0, "all_to_all"), (2, 1, "allreduce"), (3, 1, "all_to_all")]
+)
+def test_a_rank_that_never_comes_is_named(schedule: str, workers: int, absent: int, tmp_path: Path) -> None:
+    for rank, message in enumerate(run_workers(workers, silent, schedule, absent, str(tmp_path), timeout_s=30)):
+        if rank == absent:
+            continue
+        assert message is not None and message.endswith("[in time]")
+        assert f"step 1, bucket 1 of 4 ({schedule}" in message
+        assert f"rank {absent}" in message
+        assert not any(f"rank {other}" in message for other in range(workers) if other != absent), message
+
+
+def dies(schedule: str) -> str:
+    kf.init(kf.CommOptions(schedule=schedule), timeout_s=4)
+    model = nn.Linear(4, 4)
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if kf.rank() == 1 and step == 1:
+            return "gone"
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except kf.CommError as error:
+            return str(error)
+        opt.step()
+        opt.zero_grad()
+    return "no error"
+
+
+@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all"])
+def test_a_rank_that_has_gone_is_an_error(schedule: str) -> None:
+    message = run_workers(2, dies, schedule)[0]
+    assert f"step 1, bucket 1 of 1 ({schedule}" in message and "lost contact with" in message
+
+
+def alone() -> str:
+    """Rank 0 of two; the other one is never started."""
+    started = time.monotonic()
+    try:
+        kf.init(timeout_s=2)
+        return "no error"
+    except kf.CommError as error:
+        return f"{error} [{'in time' if time.monotonic() - started < 10 else 'late'}]"
+
+
+def test_a_worker_that_is_never_started_is_an_error_in_time() -> None:
+    [message] = run_workers(1, alone, env={"WORLD_SIZE": "2"})
+    assert "[in time]" in message
+
+
+# -- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def verbs() -> dict[str, Any]:
+    kf.init()
+    r = kf.rank()
+    matrix = torch.arange(6.0).reshape(2, 3) + 10 * r
+    bent = matrix.t() if r % 2 else matrix.t().contiguous()
+    kf.barrier()
+    before = matrix.clone()
+    out = {
+        "place": (r, kf.size(), kf.local_rank()),
+        "numbers": [kf.allreduce(r + 1, op) for op in ("sum", "avg", "min", "max")],
+        "exact": kf.allreduce(2.0**40 + r, "max"),
+        "nan": kf.allreduce(float("nan") if r == 1 else 1.0, "avg"),
+        "tensors": [kf.allreduce(matrix, op).tolist() for op in ("sum", "avg", "min", "max")],
+        "bent": kf.allreduce(bent, "sum").tolist(),
+        "scalar": kf.allreduce(torch.tensor(2.5), "sum").item(),
+        "integers": kf.allreduce(torch.tensor([2**40 + r]), "max").tolist(),
+        "half": kf.allreduce(torch.tensor([1.5], dtype=torch.bfloat16), "sum").tolist(),
+        "gradient": kf.allreduce(torch.ones(2, requires_grad=True), "sum").requires_grad,
+        "broadcast": [kf.broadcast(r + 0.5, source) for source in range(kf.size())],
+        "broadcast tensor": kf.broadcast(bent, 1).tolist(),
+        "gathered": kf.allgather(10 * r + 0.25),
+        "gathered tensors": [t.tolist() for t in kf.allgather(matrix)],
+        "gathered bent": [t.tolist() for t in kf.allgather(bent)],
+    }
+    assert torch.equal(matrix, before), "an argument was changed"
+    return out
+
+
+def test_verbs() -> None:
+    results = run_workers(3, verbs)
+    matrices = [torch.arange(6.0).reshape(2, 3) + 10 * r for r in range(3)]
+    stacked = torch.stack(matrices)
+    expected = {
+        "numbers": [6.0, 2.0, 1.0, 3.0],
+        "exact": 2.0**40 + 2,
+        "tensors": [t.tolist() for t in (stacked.sum(0), stacked.mean(0), stacked.amin(0), stacked.amax(0))],
+        "bent": stacked.sum(0).t().tolist(),
+        "scalar": 7.5,
+        "integers": [2**40 + 2],
+        "half": [4.5],
+        "gradient": False,
+        "broadcast": [0.5, 1.5, 2.5],
+        "broadcast tensor": matrices[1].t().tolist(),
+        "gathered": [0.25, 10.25, 20.25],
+        "gathered tensors": [m.tolist() for m in matrices],
+        "gathered bent": [m.t().tolist() for m in matrices],
+    }
+    for rank, result in enumerate(results):
+        assert result["place"] == (rank, 3, rank)
+        assert np.isnan(result["nan"])
+        for name, value in expected.items():
+            assert result[name] == value, (rank, name)
+
+
+def test_verbs_on_one_worker_are_the_identity_and_check_their_arguments() -> None:
+    current()
+    x = torch.ones(3)
+    assert (kf.rank(), kf.size(), kf.local_rank()) == (0, 1, 0)
+    assert kf.allreduce(3, "avg") == 3.0 and kf.broadcast(2) == 2.0 and kf.allgather(1) == [1.0]
+    total = kf.allreduce(x)
+    assert isinstance(total, Tensor) and total is not x and torch.equal(total, x)
+    with pytest.raises(ValueError, match="allowed are sum, avg, min, max"):
+        kf.allreduce(1, "mean")
+    with pytest.raises(ValueError, match=r"source 1: allowed are ranks 0 to 0"):
+        kf.broadcast(1, 1)
+    with pytest.warns(UserWarning, match="number of workers is fixed"):
+        kf.resize(2)
+
+
+def own_store() -> float:
+    session = kf.init()
+    return kf.allreduce(session.group.rank + 1.0)  # type: ignore[return-value]
+
+
+def test_rank_zero_hosts_the_store_where_no_agent_does() -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    assert run_workers(2, own_store, env=env) == [3.0, 3.0]
