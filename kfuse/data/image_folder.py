@@ -55,7 +55,8 @@ class ImageFiles:
             # Drawn here, for the whole batch: the threads' order must not matter.
             draws = torch.rand(len(files), 5, generator=generator, dtype=torch.float64).tolist()
         pixels = np.stack(list(self._threads.map(self._decode, files, draws)))
-        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255.0
+        # Contiguous: the CPU's convolutions have corrupted memory for small channels-last images.
+        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float() / 255.0
         return (images - MEAN) / STD, self.labels[torch.as_tensor(indices, dtype=torch.int64)]
 
     def _decode(self, file: Path, draw: list[float] | None) -> np.ndarray:

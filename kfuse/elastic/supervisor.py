@@ -173,8 +173,11 @@ class Supervisor:
         """Kills workers that show no life, or do not come up: what follows is the same as for any death."""
         limits = {State.BOOTING: self._elasticity.boot_timeout_s}
         while True:
+            asleep = time.monotonic()
             await asyncio.sleep(protocol.HEARTBEAT_S)
+            late = time.monotonic() - asleep - protocol.HEARTBEAT_S
             for worker in self._alive():
+                worker.alive_at += late  # while this process stood still it could not hear, nor perhaps they speak
                 limit = limits.get(worker.state, self._elasticity.heartbeat_timeout_s)
                 silent = time.monotonic() - worker.alive_at
                 if silent > limit and not worker.why:
@@ -196,7 +199,7 @@ class Supervisor:
         how = worker.why or how
         self._failures += 1
         rank = None if self._view is None else self._view.rank_of(worker.number)
-        self._event("failure", worker=worker.number, rank=rank, how=how)
+        self._event("failure", worker=worker.number, pid=worker.pid, rank=rank, how=how)
         said = "".join(f"\n  {line}" for line in worker.lines)
         said = said and f":{said}"
         if self._view is None or (was is State.BOOTING and not self._members()):
