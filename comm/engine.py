@@ -41,7 +41,8 @@ class Engine:
         """The last step's result, until the optimizer takes it."""
         self.control: Callable[[], t.Control] = t.Control  # asked once a step, on the leader
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
-        self._buffers: list[Tensor] = []
+        self.averaged: list[Tensor] = []
+        """Buffers averaged with the gradients."""
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._build()
         self.set_group(group)
@@ -53,7 +54,7 @@ class Engine:
 
         Each micro-batch starts from the step's first values, so the result does not depend on who ran which.
         """
-        self._buffers = list(buffers)
+        self.averaged = list(buffers)
         self._build()
         self.set_group(self.group)
 
@@ -61,17 +62,17 @@ class Engine:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
         self.close()
         tail = len(self.params) + t.TAIL_SLOTS
-        separate = bool(self._buffers) or self.options.dtype != "fp32" or not self._layouts
+        separate = bool(self.averaged) or self.options.dtype != "fp32" or not self._layouts
         count = len(self._layouts) + separate
         self.buckets = [
             Bucket(i, layout, self.params, 0 if i < count - 1 else tail, f"bucket {i + 1} of {count}")
             for i, layout in enumerate(self._layouts)
         ]
         if separate:
-            [layout] = plan_buckets([b.numel() for b in self._buffers], [0] * len(self._buffers), 2**62) or [
+            [layout] = plan_buckets([b.numel() for b in self.averaged], [0] * len(self.averaged), 2**62) or [
                 BucketLayout((), (), 0)
             ]
-            self.buckets.append(Bucket(count - 1, layout, self._buffers, tail, f"bucket {count} of {count}"))
+            self.buckets.append(Bucket(count - 1, layout, self.averaged, tail, f"bucket {count} of {count}"))
         self.of_params = self.buckets[: len(self._layouts)]
         self._device = self.params[0].device if self.params else torch.device("cpu")
         chunks = [b.table.num_chunks for b in self.of_params]
@@ -81,7 +82,7 @@ class Engine:
         self._sumsq_of = dict(enumerate(torch.split(self._sumsq, chunks))) if chunks else {}
         self._norms_of = dict(enumerate(torch.split(self._norms, blocks))) if blocks else {}
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._saved = [b.clone() for b in self._buffers]
+        self._saved = [b.clone() for b in self.averaged]
         self._wire: dict[int, list[Tensor]] = {}
         for bucket in self.of_params:
             for position, index in enumerate(bucket.layout.params):
@@ -89,15 +90,18 @@ class Engine:
                 register = self.params[index].register_post_accumulate_grad_hook
                 self._handles.append(register(self._hook(bucket, position, index)))  # type: ignore[no-untyped-call]
 
-    def set_group(self, group: Group, transport: str | None = None) -> None:
-        """Between steps: goes on with other workers, or another transport. Raises ValueError if devices differ."""
+    def set_group(self, group: Group, transport: str | None = None, tree: str | None = None) -> None:
+        """Between steps: goes on with other workers, or another transport or tree (None: as configured).
+
+        Raises ValueError if devices differ.
+        """
         if group.size > 1 and group.device.type != self._device.type:
             raise ValueError(
                 f"parameters lie on {self._device}, this worker's device is {group.device}: move the model"
             )
         name = transport or transports.choose(self.options.schedule, self.options.reproducible)
         self.group, self.transport_name = group, name
-        self._transport = transports.make(name, group)
+        self._transport = transports.make(name, group, tree or self.options.tree)
         self._broken = ""
         self._reset()
 
@@ -146,12 +150,12 @@ class Engine:
         now.current = micro_batch
         now.leaf = now.leaves[now.done] if now.leaves is not None else LeafStep(0, now.done > 0, ())
         if now.plan is not None:
-            now.scale = micro_batch.samples / now.plan.samples
+            now.scale = micro_batch.samples / (now.plan.local or now.plan.samples)
         else:
             now.scale = 1.0 / self.group.size if now.implicit else float(micro_batch.samples)
-        if self._buffers:
+        if self.averaged:
             first = now.done == 0
-            torch._foreach_copy_(*((self._saved, self._buffers) if first else (self._buffers, self._saved)))
+            torch._foreach_copy_(*((self._saved, self.averaged) if first else (self.averaged, self._saved)))
         for bucket in self.buckets:
             bucket.begin_micro_batch()
 
@@ -218,7 +222,7 @@ class Engine:
     def _pack_buffers(self, bucket: Bucket) -> None:
         leaf = self._now.leaf
         scratch = torch.empty(bucket.table.num_chunks, device=bucket.device)
-        values = [self._buffers[i].to(torch.float32) for i in bucket.layout.params]
+        values = [self.averaged[i].to(torch.float32) for i in bucket.layout.params]
         flat = bucket.slot(leaf.slot)
         pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
 
@@ -261,12 +265,18 @@ class Engine:
         now = self._now
         while now.launched < len(self.buckets) and now.complete[now.launched]:
             bucket = self.buckets[now.launched]
-            if self.group.size > 1:
+            if self._travels(bucket):
                 self._transport.launch(bucket.index, self._outgoing(bucket), f"step {self.step}, {bucket.name}")
             now.launched += 1
         self._transport.poll()
 
+    def _travels(self, bucket: Bucket) -> bool:
+        """Whether the bucket is reduced over the workers: of a local step, only the tail is."""
+        return self.group.size > 1 and (bucket is self.buckets[-1] or not self._now.is_local)
+
     def _outgoing(self, bucket: Bucket) -> list[Tensor]:
+        if self._now.is_local:
+            return [slot[bucket.body :] for slot in bucket.slots]
         if self.options.dtype == "fp32" or bucket is self.buckets[-1]:
             return bucket.slots
         wire = self._wire.setdefault(bucket.index, [torch.empty_like(bucket.slots[0], dtype=torch.bfloat16)])
@@ -286,9 +296,9 @@ class Engine:
                 raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
             return
         for bucket in self.buckets:
-            if self.group.size > 1:
+            if self._travels(bucket):
                 self._transport.wait(bucket.index)
-                if bucket.index in self._wire:
+                if bucket.index in self._wire and not self._now.is_local:
                     bucket.slots[0].copy_(self._wire[bucket.index][0])
             self._transport.poll()
         last = self.buckets[-1]
@@ -300,10 +310,14 @@ class Engine:
                 body.mul_((1.0 / slots[t.SAMPLES]).float())  # the weights' total was not known while packing
             block_sumsq(body, self._norms_of[bucket.index])
         sum_partials(self._norms, self._total)
-        if self._buffers:
+        if self.averaged:
             self._store_buffers(last, None if self._now.weighted else slots[t.SAMPLES])
         self.reduced = Reduced(
-            torch.cat([slots, self._total[None]]), tail[: len(self.params)], self._now.all_fired, self._now.implicit
+            torch.cat([slots, self._total[None]]),
+            tail[: len(self.params)],
+            self._now.all_fired,
+            self._now.implicit,
+            self._now.is_local,
         )
         self.step += 1
         self._reset()
@@ -322,7 +336,7 @@ class Engine:
             value = bucket.views[position]
             if total is not None:
                 value = value / total
-            buffer = self._buffers[index]
+            buffer = self.averaged[index]
             buffer.copy_(value if buffer.is_floating_point() else value.round())
 
     @property
@@ -337,8 +351,8 @@ class Engine:
 
     def abort(self) -> None:
         """Forgets the step under way (or, after one, makes ready for the next)."""
-        if self._buffers and self._now.begun:
-            torch._foreach_copy_(self._buffers, self._saved)
+        if self.averaged and self._now.begun:
+            torch._foreach_copy_(self.averaged, self._saved)
         if self._now.launched and self.group.size > 1:
             # Messages are under way, and may arrive at any time: they keep their buffers, and we take others.
             self._wire = {}

@@ -90,9 +90,14 @@ class Group:
         timeout_s: float = 60.0,
         hostname: str | None = None,
         check: Callable[[], None] | None = None,
+        hosts: Sequence[str] | None = None,
     ) -> None:
-        """`hostname`: the address gloo listens on. `check`: called while waiting; raises to end the wait."""
+        """`hostname`: the address gloo listens on. `check`: called while waiting; raises to end the wait.
+
+        `hosts`: the name of each rank's machine; without it, they all are on one.
+        """
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.hosts = [""] * size if hosts is None else list(hosts)
         self.under_way: set[Pending] = set()
         self.device = device or torch.device("cpu")
         self.check = check or (lambda: None)

@@ -24,10 +24,11 @@ REMEDY = (
 class CommOptions:
     """How gradients are reduced (the `comm.*` settings)."""
 
-    schedule: str = "auto"  # or a name in kfuse.comm.transports.NAMES
+    schedule: str = "auto"  # or a name in kfuse.comm.transports.NAMES, or the dotted path of a class
     dtype: str = "fp32"  # on the wire: fp32 | bf16; sums on a worker are fp32 always
     bucket_mb: float = 25.0
     reproducible: bool = False
+    tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
@@ -44,6 +45,8 @@ class StepPlan:
 
     samples: int
     ranges: tuple[range, ...]
+    local: int | None = None
+    """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
 
     @property
     def micro_batches(self) -> int:
@@ -58,6 +61,7 @@ class Reduced:
     used: Tensor  # fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient
     all_used_here: bool  # every parameter got one on this worker, so `used` need not be read
     implicit: bool  # from bare backwards: no sample counts were given
+    local: bool  # gradients, and so |gbar|^2, are this worker's own
 
 
 class MicroBatch:
@@ -112,6 +116,11 @@ class StepState:
     @property
     def begun(self) -> bool:
         return self.done > 0 or self.current is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Gradients stay with their worker; only the tail is reduced."""
+        return self.plan is not None and self.plan.local is not None
 
     @property
     def weighted(self) -> bool:

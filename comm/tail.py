@@ -8,7 +8,7 @@ the leader's decision; integers up to 2^24 and every fp32 value survive the sum 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
 SAMPLES = 1  # sum of b_j
@@ -27,11 +27,13 @@ class Control:
     generation: int = 0  # switch to this view at the step boundary
     stop: int = 0  # reason code: see kfuse.session
     transport: int = 0  # 1 + index in kfuse.comm.transports.NAMES
+    tree: int = 0  # 1 + index in kfuse.comm.transports.TREES
+    sync_every: int = 0  # steps
 
     def slots(self) -> tuple[float, ...]:
         return tuple(float(value) for value in astuple(self))
 
     @staticmethod
     def from_slots(values: Sequence[float]) -> Control:
-        batch_size, lr_scale, generation, stop, transport = values[CONTROL : CONTROL + 5]
-        return Control(int(batch_size), float(lr_scale), int(generation), int(stop), int(transport))
+        batch_size, lr_scale, *whole = values[CONTROL : CONTROL + len(fields(Control))]
+        return Control(int(batch_size), float(lr_scale), *map(int, whole))

@@ -29,7 +29,9 @@ from kfuse.verbs import (
     resize,
     set_batch_size,
     set_lr,
+    set_sync,
     set_topology,
+    set_tree,
     size,
 )
 from kfuse.version import __version__
@@ -66,6 +68,8 @@ __all__ = [
     "resize",
     "set_batch_size",
     "set_lr",
+    "set_sync",
     "set_topology",
+    "set_tree",
     "size",
 ]

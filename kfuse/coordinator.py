@@ -54,7 +54,7 @@ class Coordinator:
         self.model, self.opt, self.session, self.policy = model, opt, session, policy
         self.schedule, self.settings = schedule, settings
         self.reports = Reporter(session, settings)
-        self.position = Position(settings.batch_size)
+        self.position = Position(settings.batch_size, settings.sync_every)
         self._train = train
         self._sampler = EpochSampler(len(train), settings.seed)
         self._ratios = [group["lr"] / schedule.base if schedule.base else 1.0 for group in opt.param_groups]
@@ -209,7 +209,7 @@ class Coordinator:
             "position": asdict(self.position) | {"phase": int(self.position.phase)},
             "contexts": self._contexts,
             "policy": self.policy.state_dict(),
-            "topology": self.session.topology,
+            "topology": (self.session.topology, self.session.tree),
             "workers_asked": self.session.workers_asked,
             "recent": list(self.reports.recent),
         }
@@ -222,7 +222,7 @@ class Coordinator:
         self.opt.engine.step = self.position.step
         self._contexts = state["contexts"]
         self.policy.load_state_dict(state["policy"])
-        self.session.use_transport(state["topology"])
+        self.session.use_transport(*state["topology"])
         self.session.workers_asked = state["workers_asked"]
         self.reports.recent.clear()
         self.reports.recent.extend(state["recent"])
@@ -237,7 +237,9 @@ class Coordinator:
         for group, ratio in zip(self.opt.param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
         self.session.lr = (lr, at.lr_scale)
-        self.opt.begin(samples.plan())
+        workers = self.session.group
+        alone = workers.size > 1 and (at.sync_every > 1 or at.drifted > 0)
+        self.opt.begin(samples.plan(workers.rank if alone else None))
         return samples
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
@@ -263,10 +265,27 @@ class Coordinator:
         at.schedule = self.schedule.advance(at.schedule, count, *statistics)
         at.samples += count
         at.cursor += count
+        if at.sync_every > 1 or at.drifted > 0:
+            at.drifted += 1
 
     @property
     def epoch_over(self) -> bool:
         return self.position.cursor >= len(self._train)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the held-out data's turn comes after the step under way."""
+        every = self.settings.eval_every
+        return (self.position.step + 1) % every == 0 if every else self.epoch_over
+
+    def synchronize_models(self) -> None:
+        """Where workers drift apart: makes their models one again when it is time, or something needs one model."""
+        at, view = self.position, self.session.view
+        over = at.stop > 0 or at.step + 1 == self.settings.steps
+        switches = view is not None and at.generation > view.generation
+        if at.drifted >= at.sync_every or (at.drifted and (self.epoch_over or self.evaluation_due or over or switches)):
+            self.opt.average_models()
+            at.drifted = 0
 
     def begin(self) -> None:
         """The policy's hooks before a step."""
@@ -364,7 +383,13 @@ class Coordinator:
             if not self.session.elastic:
                 self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
             self.session.ask(workers=decision.workers)
-        self.session.ask(batch_size=decision.batch_size, lr_scale=decision.lr_scale, topology=decision.topology)
+        sync = decision.sync
+        if sync is not None and sync > 1 and self.session.comm.reproducible:
+            self._event("clipped", note=f"sync {sync} clipped to 1: comm.reproducible=true")
+            sync = None
+        self.session.ask(
+            batch_size=decision.batch_size, lr_scale=decision.lr_scale, topology=decision.topology, sync=sync
+        )
 
     def _apply(self, control: Control, step: int) -> None:
         """The leader's word: in force from the next step on, on every worker."""
@@ -383,10 +408,18 @@ class Coordinator:
             changes: dict[str, list[float]] = {"batch_size": [before[0], at.batch_size], "lr": [lr_before, lr]}
             changed = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
             self._event("decision", **changed)
+        topology, tree = self.session.topology, self.session.tree
         if control.transport:
-            name = transports.NAMES[control.transport - 1]
-            self.session.use_transport(name)
-            self._event("decision", topology=name)
+            topology = transports.NAMES[control.transport - 1]
+            self._event("decision", topology=topology)
+        if control.tree:
+            tree = transports.TREES[control.tree - 1]
+            self._event("decision", tree=tree)
+        if control.transport or control.tree:
+            self.session.use_transport(topology, tree)
+        if control.sync_every and control.sync_every != at.sync_every:
+            self._event("decision", sync=[at.sync_every, control.sync_every])
+            at.sync_every = control.sync_every
         if step >= at.resumed_at:
             at.generation = control.generation or at.generation
             at.stop = control.stop or at.stop

@@ -68,6 +68,7 @@ class DataLoader:
             Phase.BEGIN: run.begin,
             Phase.AFTER_STEP: self._policy.after_step,
             Phase.READ: run.read_statistics,
+            Phase.SYNC: run.synchronize_models,
             Phase.EVALUATE: lambda: None,
             Phase.END: run.end,
         }

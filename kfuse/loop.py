@@ -42,6 +42,7 @@ class Loop:
             Phase.STEP: self._step,
             Phase.AFTER_STEP: run.policy.after_step,
             Phase.READ: run.read_statistics,
+            Phase.SYNC: run.synchronize_models,
             Phase.EVALUATE: self._evaluate_when_due,
             Phase.END: run.end,
         }
@@ -98,9 +99,8 @@ class Loop:
         return waited
 
     def _evaluate_when_due(self) -> None:
-        steps, every = self._run.position.step + 1, self._run.settings.eval_every
-        if steps % every == 0 if every else self._run.epoch_over:
-            self._evaluate(steps)
+        if self._run.evaluation_due:
+            self._evaluate(self._run.position.step + 1)
 
     def _evaluate(self, steps: int) -> None:
         """Evaluates on the held-out data after `steps` steps, unless that is done."""

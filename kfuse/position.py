@@ -40,6 +40,7 @@ class Settings:
     """In steps; None: after each epoch."""
     precision: str = "fp32"
     seed: int = 0
+    sync_every: int = 1
     ledger: bool = False
     checkpoints: CheckpointSettings | None = None
 
@@ -52,8 +53,9 @@ class Phase(IntEnum):
     STEP = 2
     AFTER_STEP = 3
     READ = 4
-    EVALUATE = 5
-    END = 6
+    SYNC = 5
+    EVALUATE = 6
+    END = 7
 
 
 @dataclass
@@ -61,6 +63,10 @@ class Position:
     """Where training is. The same on every worker; a joiner gets it with the rest of the state."""
 
     batch_size: int
+    sync_every: int = 1
+    """Steps between synchronisations of the workers; above 1, each updates with its own gradients (local SGD)."""
+    drifted: int = 0
+    """Steps that the workers have made each for itself since they last had the same parameters."""
     phase: Phase = Phase.SWITCH
     step: int = 0
     epoch: int = 0
@@ -109,5 +115,8 @@ class StepSamples:
         """The samples of micro-batch j."""
         return self.indices[j * self.micro_batch : j * self.micro_batch + self.sizes[j]]
 
-    def plan(self) -> StepPlan:
-        return StepPlan(len(self.indices), tuple(self.range_of(rank) for rank in range(self.workers)))
+    def plan(self, local_rank: int | None = None) -> StepPlan:
+        """What the engine is told; for a step that each worker makes for itself, with this worker's rank."""
+        ranges = tuple(self.range_of(rank) for rank in range(self.workers))
+        local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
+        return StepPlan(len(self.indices), ranges, local)

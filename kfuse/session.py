@@ -43,6 +43,8 @@ class Session:
         self.view: View | None = None
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
+        self.tree: str | None = None
+        """The same of the tree transport's shape."""
         self.latest_optimizer: Callable[[], DistributedOptimizer | None] = lambda: None
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
         self._pending = Control()
@@ -81,11 +83,13 @@ class Session:
         batch_size: int | None = None,
         lr_scale: float | None = None,
         topology: str | None = None,
+        tree: str | None = None,
+        sync: int | None = None,
         workers: int | None = None,
     ) -> None:
         """What the leader announces with the next step. Other workers' wishes go nowhere: one voice decides.
 
-        Raises ValueError for a topology that does not exist.
+        Raises ValueError for a topology or tree that does not exist, and for what reproducible sums rule out.
         """
         if batch_size is not None:
             self._pending = replace(self._pending, batch_size=batch_size)
@@ -93,7 +97,17 @@ class Session:
             self._pending = replace(self._pending, lr_scale=lr_scale)
         if topology is not None:
             name = transports.choose(topology, self.comm.reproducible)
+            if name not in transports.NAMES:
+                raise ValueError(f"topology {name!r}: allowed are {', '.join(transports.NAMES)}")
             self._pending = replace(self._pending, transport=1 + transports.NAMES.index(name))
+        if tree is not None:
+            if tree not in transports.TREES:
+                raise ValueError(f"tree {tree!r}: allowed are {', '.join(transports.TREES)}")
+            self._pending = replace(self._pending, tree=1 + transports.TREES.index(tree))
+        if sync is not None:
+            if sync > 1 and self.comm.reproducible:
+                raise ValueError(f"sync {sync}: comm.reproducible=true synchronises at every step")
+            self._pending = replace(self._pending, sync_every=sync)
         if workers is not None:
             self.workers_asked = workers
         if workers is not None and self.control_client is not None and self.group.rank == 0:
@@ -186,14 +200,14 @@ class Session:
         assert self.control_client is not None, "this job has no supervisor"
         return self.control_client
 
-    def use_transport(self, name: str | None) -> None:
-        """Switches every optimizer to this transport (None: the configured one), between steps."""
-        self.topology = name
+    def use_transport(self, name: str | None, tree: str | None) -> None:
+        """Switches every optimizer to this transport and tree (None: the configured ones), between steps."""
+        self.topology, self.tree = name, tree
         self._regroup()
 
     def _regroup(self) -> None:
         for optimizer in self._optimizers:
-            optimizer.engine.set_group(self.group, self.topology)
+            optimizer.engine.set_group(self.group, self.topology, self.tree)
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Sends a record to the supervisor, which keeps the run directory. Without one, nothing is kept.
@@ -230,7 +244,9 @@ def init(comm: CommOptions | None = None, timeout_s: float = 60.0) -> Session:
         master = rank == 0 and not started_by_agent
         store = TCPStore(host, port, None, master, timedelta(seconds=timeout_s), wait_for_workers=False)
         prefix = f"kfuse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        group = Group(rank, size, PrefixStore(prefix, store), device, timeout_s)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        hosts = [str(other // here) for other in range(size)]
+        group = Group(rank, size, PrefixStore(prefix, store), device, timeout_s, hosts=hosts)
         _current = Session(group, comm_options)
     else:
         _current = Session(Group(device=device, timeout_s=timeout_s), comm_options)
@@ -267,7 +283,8 @@ def _form_group(view: View, rank: int, old: Group, check: Callable[[], None]) ->
     except RuntimeError as error:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
     hostname = host if host == "127.0.0.1" else None
-    return Group(rank, view.size, store, old.device, old.timeout_s, hostname, check)
+    hosts = [member.host for member in view.members]
+    return Group(rank, view.size, store, old.device, old.timeout_s, hostname, check, hosts)
 
 
 def _device() -> torch.device:

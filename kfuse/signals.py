@@ -6,6 +6,8 @@ import math
 import operator
 from dataclasses import dataclass, fields, replace
 
+SYNC_MAX = 2**20  # steps: every whole number up to here is exact in the control word, and nobody drifts for longer
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -72,21 +74,22 @@ class Decision:
     """What a policy asks for. A field left at None asks for no change.
 
     batch_size: samples per optimizer step. lr_scale: the factor on the learning rate (absolute: it
-    replaces the factor in force). workers: worker count. sync, topology: names of a
-    synchronisation rule and of a reduction topology.
+    replaces the factor in force). workers: worker count. sync: steps between synchronisations of the
+    workers; 1 reduces every step's gradients, more is local SGD (Stich 2019): each worker updates with
+    its own, and the models are averaged every so many steps. topology: name of a reduction topology.
 
-    Raises TypeError where batch_size or workers is not a whole number. Values out of range are no
+    Raises TypeError where batch_size, workers or sync is not a whole number. Values out of range are no
     error: `clipped` deals with them, since the bounds belong to the run and not to the policy.
     """
 
     batch_size: int | None = None
     lr_scale: float | None = None
     workers: int | None = None
-    sync: str | None = None
+    sync: int | None = None
     topology: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "workers"):
+        for name in ("batch_size", "workers", "sync"):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -115,11 +118,12 @@ class Decision:
         notes: list[str] = []
         batch_size = _clip("batch_size", self.batch_size, bounds.batch_min, bounds.batch_max, notes)
         workers = _clip("workers", self.workers, bounds.workers_min, bounds.workers_max, notes)
+        sync = _clip("sync", self.sync, 1, SYNC_MAX, notes)
         lr_scale = self.lr_scale
         if lr_scale is not None and not (math.isfinite(lr_scale) and lr_scale > 0):
             notes.append(f"lr_scale {lr_scale} dropped: it must be finite and positive")
             lr_scale = None
-        return replace(self, batch_size=batch_size, workers=workers, lr_scale=lr_scale), notes
+        return replace(self, batch_size=batch_size, workers=workers, sync=sync, lr_scale=lr_scale), notes
 
 
 def _clip(name: str, value: int | None, low: int, high: int, notes: list[str]) -> int | None:

@@ -24,7 +24,8 @@ from kfuse.signals import Bounds
 
 def comm_options(config: dict[str, Any]) -> CommOptions:
     comm = config["comm"]
-    return CommOptions(comm["schedule"], comm["dtype"], comm["bucket_mb"], comm["reproducible"])
+    schedule = comm["_target_"] or comm["schedule"]
+    return CommOptions(schedule, comm["dtype"], comm["bucket_mb"], comm["reproducible"], comm["tree"])
 
 
 def set_threads(config: dict[str, Any]) -> None:
@@ -69,6 +70,7 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
             eval_every=train["eval_every"],
             precision=train["precision"],
             seed=config["seed"],
+            sync_every=config["comm"]["sync_every"],
             ledger=config["observe"]["ledger"],
             checkpoints=CheckpointSettings(Path(config["run_dir"], "checkpoints"), **config["checkpoint"]),
         ),

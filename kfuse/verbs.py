@@ -1,8 +1,8 @@
 """kfuse's verbs: KungFu's names for what a policy or a training script may ask and order.
 
-What changes training (`resize`, `set_batch_size`, `set_lr`, `set_topology`) is announced by the leader with the next
-step and takes effect on every worker at the same step; on other workers these calls do nothing. What exchanges values
-(`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
+What changes training (`resize`, `set_batch_size`, `set_lr`, `set_sync`, `set_topology`, `set_tree`) is announced by the
+leader with the next step and takes effect on every worker at the same step; on other workers these calls do nothing.
+What exchanges values (`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kfuse.session import Session, current
+from kfuse.signals import SYNC_MAX
 
 Number = int | float
 
@@ -136,9 +137,27 @@ def set_lr(lr: float) -> None:
 
 
 def set_topology(name: str) -> None:
-    """Sets how gradients are reduced: "allreduce" or "all_to_all". Inside kf.fit only."""
+    """Sets how gradients are reduced: "allreduce", "all_to_all" or "tree". Inside kf.fit only."""
     _require_loop("kf.set_topology")
     current().ask(topology=name)
+
+
+def set_tree(shape: str) -> None:
+    """Sets the shape of the topology "tree": "binary", "star" or "host" (one message a host). Inside kf.fit only."""
+    _require_loop("kf.set_tree")
+    current().ask(tree=shape)
+
+
+def set_sync(steps: int) -> None:
+    """Sets how many steps lie between synchronisations of the workers. Inside kf.fit only.
+
+    1: every step's gradients are reduced. More: local SGD (Stich 2019): each worker updates with its own gradients, and
+    parameters and optimizer state are averaged every so many steps; statistics of the mean gradient are unknown.
+    """
+    _require_loop("kf.set_sync")
+    if not 1 <= steps <= SYNC_MAX:
+        raise ValueError(f"kf.set_sync({steps}): allowed is 1 to {SYNC_MAX}")
+    current().ask(sync=steps)
 
 
 def _require_loop(verb: str) -> tuple[float, float]:

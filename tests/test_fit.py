@@ -169,7 +169,14 @@ class Orders(kf.BasePolicy):
 def adapt(samples: int, batch_size: int, micro_batch: int, schedule: str = "auto") -> tuple[Any, Any, str]:
     kf.init(kf.CommOptions(schedule=schedule))
     net = network()
-    policy = Orders({1: ("set_batch_size", 2 * batch_size), 4: ("set_lr", 0.02), 7: ("set_topology", "allreduce")})
+    policy = Orders(
+        {
+            1: ("set_batch_size", 2 * batch_size),
+            4: ("set_lr", 0.02),
+            7: ("set_topology", "tree"),
+            9: ("set_tree", "star"),
+        }
+    )
     summary = kf.fit(
         net,
         problem(samples),
@@ -207,6 +214,23 @@ def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
     check_adapted(run_workers(3, adapt, 128, 4, 2), 4, 128)
 
 
+@pytest.mark.parametrize(
+    ("verb", "value", "message"),
+    [
+        ("set_topology", "ring", "allowed are auto, allreduce, all_to_all, tree"),
+        ("set_topology", "my.Transport", "allowed are allreduce, all_to_all, tree"),
+        ("set_tree", "oak", "allowed are binary, star, host"),
+        ("set_sync", 0, "allowed is 1 to"),
+        ("set_batch_size", 0, "must be at least 1"),
+        ("set_lr", -1.0, "must be a finite number above 0"),
+    ],
+)
+def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -> None:
+    net = network()
+    with pytest.raises(ValueError, match=message):
+        kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: (verb, value)})), batch_size=8)
+
+
 def test_all_parameter_groups_follow_set_lr() -> None:
     net = network()
     opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1)
@@ -242,9 +266,16 @@ def test_a_batch_size_out_of_bounds_is_clipped() -> None:
 def test_verbs_that_change_training_belong_inside_fit() -> None:
     net = network()
     opt = kf.FusedSGD(net.parameters())
-    for order in (lambda: kf.set_batch_size(8), lambda: kf.set_lr(0.1), lambda: kf.set_topology("allreduce")):
+    orders = [
+        (kf.set_batch_size, 8),
+        (kf.set_lr, 0.1),
+        (kf.set_sync, 2),
+        (kf.set_topology, "tree"),
+        (kf.set_tree, "star"),
+    ]
+    for verb, value in orders:
         with pytest.raises(RuntimeError, match=r"works inside kf\.fit"):
-            order()
+            verb(value)
     kf.fit(net, problem(), opt)
     with pytest.raises(RuntimeError, match=r"works inside kf\.fit"):
         kf.set_lr(0.1)

@@ -73,13 +73,20 @@ any_gns = st.builds(
 
 
 def test_decision_clipped_says_so() -> None:
-    decision, notes = Decision(batch_size=5000, workers=0, lr_scale=math.nan, sync="x").clipped(BOUNDS)
-    assert decision == Decision(batch_size=1024, workers=1, sync="x")
+    decision, notes = Decision(batch_size=5000, workers=0, lr_scale=math.nan, sync=3).clipped(BOUNDS)
+    assert decision == Decision(batch_size=1024, workers=1, sync=3)
     assert notes == [
         "batch_size 5000 clipped to 1024: allowed is 8 to 1024",
         "workers 0 clipped to 1: allowed is 1 to 8",
         "lr_scale nan dropped: it must be finite and positive",
     ]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, 1), (-3, 1), (2**30, 2**20)])
+def test_decision_clips_sync(asked: int, given: int) -> None:
+    decision, notes = Decision(sync=asked).clipped(BOUNDS)
+    assert decision == Decision(sync=given)
+    assert notes == [f"sync {asked} clipped to {given}: allowed is 1 to {2**20}"]
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
@@ -96,8 +103,8 @@ def test_decision_in_bounds_is_unchanged() -> None:
 
 
 def test_decision_merged() -> None:
-    first, second = Decision(batch_size=8, workers=2), Decision(workers=3, sync="x")
-    assert first.merged(second) == Decision(batch_size=8, workers=3, sync="x")
+    first, second = Decision(batch_size=8, workers=2), Decision(workers=3, sync=4)
+    assert first.merged(second) == Decision(batch_size=8, workers=3, sync=4)
     assert first.merged(Decision()) == first
     assert Decision().is_empty
     assert not Decision(workers=1).is_empty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_workers
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm import transports
+from kfuse.comm.group import Group
+from kfuse.comm.transports.tree import TREES, fathers, levels
+from kfuse.comm.tree import Merge
 from kfuse.session import current
 
 TENSORS = [[(1,)], [(5,), (3, 50), (64,)], [(0,), (4097,), (2, 2, 2), (300, 41)]]
@@ -66,12 +73,80 @@ def reduce_everything(schedule: str, dtype: str) -> list[tuple[float, str]]:
 
 @pytest.mark.parametrize(
     ("workers", "schedule", "dtype"),
-    [(2, "allreduce", "fp32"), (3, "all_to_all", "fp32"), (4, "all_to_all", "bf16"), (3, "allreduce", "bf16")],
+    [
+        (2, "allreduce", "fp32"),
+        (3, "all_to_all", "fp32"),
+        (4, "all_to_all", "bf16"),
+        (3, "allreduce", "bf16"),
+        (4, "tree", "fp32"),
+        (3, "test_transports.OneByOne", "fp32"),
+    ],
 )
 def test_sums_are_right_and_bits_the_same_on_all_ranks(workers: int, schedule: str, dtype: str) -> None:
     results = run_workers(workers, reduce_everything, schedule, dtype)
     assert all(result == results[0] for result in results), "ranks disagree"
     assert max(error for error, _ in results[0]) <= (1e-6 if dtype == "fp32" else 1e-2)
+
+
+class OneByOne:
+    """A transport as a user may write one: every worker's gradients from all, added up at home."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._under_way = group, {}
+
+    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
+        assert list(pieces) == [1] * self._group.size
+
+    def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        self._under_way[key] = (slots[0], what)
+
+    def poll(self) -> None:
+        pass
+
+    def wait(self, key: int) -> None:
+        flat, what = self._under_way.pop(key)
+        flat.copy_(torch.stack(self._group.all_gather(flat, what)).sum(0))
+
+
+@pytest.mark.parametrize("shape", TREES)
+@given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_every_tree_leads_to_rank_zero(shape: str, hosts: list[str]) -> None:
+    father = fathers(shape, hosts)
+    for rank in range(len(hosts)):
+        path = [rank]
+        while path[-1] != 0:
+            path.append(father[path[-1]])
+            assert len(path) <= len(hosts)
+    assert father[0] == 0
+    deepest_first = levels(father)
+    assert sorted(r for level in deepest_first for r in level) == list(range(1, len(hosts)))
+    depth = {r: d for d, level in enumerate(reversed(deepest_first), 1) for r in level} | {0: 0}
+    assert all(depth[r] == depth[father[r]] + 1 for r in range(1, len(hosts)))
+    if shape == "host":
+        assert sum(hosts[r] != hosts[father[r]] for r in range(len(hosts))) == len(set(hosts)) - 1
+
+
+def sum_up_a_tree(shape: str, hosts: list[str]) -> list[float]:
+    group = kf.init().group
+    group.hosts = hosts
+    transport = transports.make("tree", group, shape)
+    transport.plan([1] * group.size, ())
+    flats = [torch.arange(200.0) * (group.rank + 1) + k for k in range(3)]
+    for key, flat in enumerate(flats):
+        transport.launch(key, [flat], f"message {key}")
+    for key in range(3):
+        transport.poll()
+        transport.wait(key)
+    ranks = group.size
+    return [
+        float((flat - torch.arange(200.0) * ranks * (ranks + 1) / 2 - ranks * k).abs().max())
+        for k, flat in enumerate(flats)
+    ]
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_each_tree_sums_over_several_hosts(shape: str) -> None:
+    assert run_workers(4, sum_up_a_tree, shape, ["a", "a", "b", "b"]) == [[0.0] * 3] * 4
 
 
 # -- the same bits for any number of workers -----------------------------------------------------------------------

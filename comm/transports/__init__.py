@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 from kfuse.comm.group import Group
 from kfuse.comm.transports.all_to_all import AllToAll
 from kfuse.comm.transports.allreduce import AllReduce
 from kfuse.comm.transports.base import Transport
+from kfuse.comm.transports.tree import TREES, Tree
 
-NAMES = ("allreduce", "all_to_all")
+NAMES = ("allreduce", "all_to_all", "tree")
 
 
 def choose(schedule: str, reproducible: bool) -> str:
     """The transport's name for `comm.schedule`; `auto` takes the fastest that keeps the promises made.
 
     Reproducible sums need every contribution at hand: all_to_all. Otherwise the library's all-reduce is as fast
-    (see benchmarks/results) and reads no contributions from memory.
+    (see benchmarks/results) and reads no contributions from memory. A dotted path names a class of the user's own,
+    who answers for what it promises. Raises ValueError for an unknown name and for one that is not reproducible.
     """
+    if "." in schedule:
+        return schedule
     if schedule not in ("auto", *NAMES):
         raise ValueError(f"comm.schedule={schedule!r}: allowed are auto, {', '.join(NAMES)}")
     if schedule == "auto":
         return "all_to_all" if reproducible else "allreduce"
-    if reproducible and schedule == "allreduce":
+    if reproducible and schedule != "all_to_all":
         raise ValueError(
-            "comm.schedule=allreduce: its summation order is its own; comm.reproducible=true needs all_to_all"
+            f"comm.schedule={schedule}: its summation order is its own; comm.reproducible=true needs all_to_all"
         )
     return schedule
 
 
-def make(name: str, group: Group) -> Transport:
-    return AllReduce(group) if name == "allreduce" else AllToAll(group)
+def make(name: str, group: Group, tree: str = TREES[0]) -> Transport:
+    """The transport of this name over `group`; `tree` is the shape that `tree` takes.
+
+    A class of the user's own is called with the group. Raises ImportError or AttributeError where there is none.
+    """
+    match name:
+        case "allreduce":
+            return AllReduce(group)
+        case "all_to_all":
+            return AllToAll(group)
+        case "tree":
+            return Tree(group, tree)
+    made: Transport = pkgutil.resolve_name(name)(group)
+    return made
 
 
-__all__ = ["NAMES", "AllReduce", "AllToAll", "Transport", "choose", "make"]
+__all__ = ["NAMES", "TREES", "AllReduce", "AllToAll", "Transport", "Tree", "choose", "make"]

@@ -38,6 +38,7 @@ def validate(cfg: DictConfig) -> None:
     resume = values["checkpoint"]["resume"]
     if resume not in ("never", "auto") and not Path(resume).exists():
         raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
+    _check_transport(values["comm"]["_target_"])
     _check_optimizer(values["optimizer"], values["lr"]["base"])
     _check_policy(values["policy"])
     _check_class("launcher", {k: v for k, v in values["launcher"].items() if k != "boot_timeout_s"})
@@ -82,10 +83,13 @@ def _check_together(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"batch.micro={batch['micro']}: allowed is at most batch.size={batch['size']}")
     if train["epochs"] is None and train["steps"] is None:
         raise ConfigError("train.epochs=null, train.steps=null: at least one of them must be a number")
-    if comm["reproducible"] and comm["schedule"] == "allreduce":
+    if comm["reproducible"] and comm["schedule"] not in ("auto", "all_to_all"):
         raise ConfigError(
-            "comm.schedule=allreduce: its order of summation is its own; comm.reproducible=true allows auto, all_to_all"
+            f"comm.schedule={comm['schedule']}: its order of summation is its own; "
+            "comm.reproducible=true allows auto, all_to_all"
         )
+    if comm["reproducible"] and comm["sync_every"] > 1:
+        raise ConfigError(f"comm.sync_every={comm['sync_every']}: comm.reproducible=true allows 1")
     if comm["reproducible"] and comm["dtype"] != "fp32":
         raise ConfigError(f"comm.dtype={comm['dtype']}: comm.reproducible=true allows fp32")
 
@@ -100,6 +104,18 @@ def _check_class(group: str, node: Any, supplied: Collection[str] = ()) -> Any:
         # Messages that start with an argument's name become the key.
         dot = str(error).split("=", 1)[0] in node
         raise ConfigError(f"{group}{'.' if dot else ': '}{error}") from error
+
+
+def _check_transport(path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        factory = targets.locate(path)
+    except ValueError as error:
+        raise ConfigError(f"comm.{error}") from error
+    missing = [name for name in ("plan", "launch", "poll", "wait") if not hasattr(factory, name)]
+    if missing:
+        raise ConfigError(f"comm._target_={path}: a kfuse.comm.transports.Transport has {', '.join(missing)}, too")
 
 
 def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:

@@ -66,7 +66,10 @@ class Train:
 
 @dataclass
 class Comm:
-    schedule: str = setting("auto", "how gradients are reduced", choices=("auto", "allreduce", "all_to_all"))
+    _target_: str | None = setting(None, "a class of your own that reduces buckets, in place of comm.schedule")
+    schedule: str = setting("auto", "how gradients are reduced", choices=("auto", "allreduce", "all_to_all", "tree"))
+    tree: str = setting("binary", "the shape of comm.schedule=tree", choices=("binary", "star", "host"))
+    sync_every: int = setting(1, "steps between synchronisations; above 1: local SGD", least=1, most=2**20)
     dtype: str = setting("fp32", "of gradients on the wire", choices=("fp32", "bf16"))
     bucket_mb: float = setting(25.0, "gradients that travel together, MiB", above=0)
     reproducible: bool = setting(False, "the same bits for any number of workers")

@@ -131,9 +131,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
         skipped = torch.zeros(1, dtype=torch.float64, device=record.device) if found_inf is None else found_inf.double()
         self._update(reduced, scale, found_inf)
         self._session.control_sent()
+        if reduced.local:
+            record[t.TAIL_SLOTS] = torch.nan  # of the workers' mean gradient nothing is known
         unit = "micro-batches" if reduced.implicit else self._unit
         self.statistics.push(self.engine.step - 1, unit, torch.cat([record, skipped.reshape(1)]))
         return loss
+
+    @torch.no_grad()
+    def average_models(self) -> None:
+        """Makes parameters, optimizer state and BatchNorm's running statistics the mean of all workers' (local SGD).
+
+        Between steps, on every worker. All of it or nothing is replaced. Raises CommError.
+        """
+        group = self._session.group
+        held = [state[name] for p in self.engine.params if (state := self.state.get(p)) for name in sorted(state)]
+        values = [*self.engine.params, *(value for value in held if isinstance(value, Tensor)), *self.engine.averaged]
+        if group.size == 1 or not values:
+            return
+        flat = torch.cat([value.detach().reshape(-1).to(group.device, torch.float32) for value in values])
+        group.all_reduce(flat, "average of the workers' models").wait()
+        flat.div_(group.size)
+        means = torch.split(flat, [value.numel() for value in values])
+        for value, mean in zip(values, means, strict=True):
+            mean = mean.view(value.shape)
+            value.copy_(mean if value.is_floating_point() else mean.round())
 
     def _take_back_gradients(self) -> None:
         """Where the user replaced a `p.grad` (it may also be changed in place), the bucket gets the new values."""

@@ -1,0 +1,186 @@
+"""Workers that update with their own gradients and average their models every few steps (local SGD, Stich 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import assert_exact, override, run_job, words
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse import session
+from kfuse.comm.step import StepPlan
+
+EVERY, STEPS, SIZES = 3, 7, (8, 8, 6)  # steps, and the samples of a step's micro-batches, shared out between workers
+SHARES = (range(2), range(2, 3))
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    session.reset()
+    yield
+    session.reset()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2))
+
+
+def micro_batches(step: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(sum(SIZES), 5, generator=generator)
+    return list(zip(x.split(SIZES), x[:, :2].sin().split(SIZES), strict=True))
+
+
+def averages_after(step: int) -> bool:
+    return (step + 1) % EVERY == 0 or step == STEPS - 1
+
+
+def by_kfuse() -> tuple[list[bytes], list[float], list[Any]]:
+    """Parameters and running statistics at the end; each step's loss; what was said of the mean gradient."""
+    own = kf.init()
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.05, clip_norm=0.3)
+    opt.sync_buffers(net)
+    mine, losses, known = SHARES[own.group.rank], [], []
+    for step in range(STEPS):
+        opt.begin(StepPlan(sum(SIZES), SHARES, local=sum(SIZES[j] for j in mine)))
+        for j in mine:
+            x, y = micro_batches(step)[j]
+            with opt.micro_batch(samples=len(x), last=j == mine[-1]) as micro_batch:
+                loss = F.mse_loss(net(x), y)
+                micro_batch.loss = loss.detach()
+                loss.backward()
+        opt.step()
+        opt.zero_grad()
+        if averages_after(step):
+            opt.average_models()
+        assert opt.stats is not None
+        losses.append(opt.stats.loss)
+        known.append((opt.stats.grad_norm, opt.stats.grad_sq, opt.stats.grad_variance, opt.stats.samples))
+    return [value.numpy().tobytes() for value in net.state_dict().values()], losses, known
+
+
+def by_hand() -> tuple[list[Tensor], list[float]]:
+    """Two workers in one process, with torch's own optimizer."""
+    nets = [network(), network()]
+    opts = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in nets]
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for net, opt, mine in zip(nets, opts, SHARES, strict=True):
+            own = sum(SIZES[j] for j in mine)
+            before = {name: value.clone() for name, value in net.named_buffers()}
+            after = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in before.items()}
+            opt.zero_grad()
+            for j in mine:
+                x, y = micro_batches(step)[j]
+                net.load_state_dict(before, strict=False)
+                loss = F.mse_loss(net(x), y)
+                (loss * len(x) / own).backward()
+                for name, value in net.named_buffers():
+                    after[name] += value.double() * len(x) / own
+                total += float(loss.detach()) * len(x) / sum(SIZES)
+            net.load_state_dict(after, strict=False)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+            opt.step()
+        losses.append(total)
+        if averages_after(step):
+            average(*(net.state_dict() for net in nets))
+            for pair in zip(*(net.parameters() for net in nets), strict=True):
+                moments = [opt.state[p] for opt, p in zip(opts, pair, strict=True)]
+                average(*({name: state[name] for name in ("exp_avg", "exp_avg_sq")} for state in moments))
+    return list(nets[0].state_dict().values()), losses
+
+
+def average(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, value in ours.items():
+        mean = (value.double() + theirs[name].double()) / 2
+        value.copy_(mean)
+        theirs[name].copy_(mean)
+
+
+def test_each_worker_updates_by_itself_and_models_are_averaged() -> None:
+    values, losses = by_hand()
+    results = run_workers(2, by_kfuse)
+    assert results[0][0] == results[1][0], "models differ after they were averaged"
+    for ours, theirs in zip(results[0][0], values, strict=True):
+        found = torch.frombuffer(bytearray(ours), dtype=theirs.dtype).view(theirs.shape)
+        torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)
+    for _, seen, known in results:
+        assert seen == pytest.approx(losses, rel=1e-5)
+        assert known == [(None, None, None, 22.0)] * STEPS
+
+
+class Orders(kf.BasePolicy):
+    """Local steps for a while, then every step's gradients again."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, bool]] = []
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append((signals.step, signals.grad_norm is not None))
+        return {4: kf.Decision(sync=4), 20: kf.Decision(sync=1)}.get(signals.step)
+
+
+def follow_orders() -> tuple[Any, ...]:
+    x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    net, policy = network(), Orders()
+    opt = kf.FusedSGD(net.parameters(), lr=0.05)
+    average_models, averaged = opt.average_models, []
+
+    def counted() -> None:
+        averaged.append(opt.engine.step)
+        average_models()
+
+    opt.average_models = counted  # type: ignore[method-assign]
+    data = (x, x[:, :2].sin())
+    summary = kf.fit(net, data, opt, kf.Hook(policy), epochs=4, batch_size=8, heldout=data)
+    assert summary is not None
+    return policy.seen, averaged, summary["params_sha256"], summary["eval_loss"]
+
+
+def test_a_decision_changes_how_often_workers_synchronize() -> None:
+    results = run_workers(2, follow_orders)
+    assert results[0] == results[1]
+    seen, averaged, *_ = results[0]
+    # Said with step 6 (and 22), in force from step 8 (and 24): epochs have eight steps.
+    assert [step for step, known in seen if not known] == list(range(8, 24))
+    assert averaged == [12, 16, 20, 24]
+
+
+def test_a_worker_lost_between_averages_takes_nobody_along(tmp_path: Path) -> None:
+    """The survivors go on, the newcomer takes one's model, and all end with one model; each sample was used once."""
+    chaos = [
+        override("+policy.directory", str(tmp_path / "events")),
+        override("+policy.events", [{"step": 12, "moment": "forward", "rank": 1, "how": "kill", "workers": 3}]),
+        override("+policy.gates", [{"step": 40, "workers": 3}]),
+        "policy._target_=chaos.Chaos",
+        "+policy.adaptive=false",
+    ]
+    settings = words(
+        "model=mlp model.hidden=[16] data=digits batch.size=96 batch.micro=8 train.epochs=5 comm.sync_every=5",
+        "workers.count=3 workers.max=3 lr.base=0.01",
+    )
+    job = run_job(tmp_path / "run", [*settings, *chaos])
+    assert job.error is None, job.told()
+    assert_exact(job)
+    assert [view["reason"] for view in job.views] == ["start", "failure", "grow"]
+    assert job.summary["eval_accuracy"] > 0.85
+    of_groups = [record for record in job.metrics if record["workers"] > 1]
+    assert all(record["grad_norm"] is None for record in of_groups)
+    assert all(record["loss"] is not None for record in job.metrics)
+
+
+def test_reproducible_runs_synchronize_at_every_step() -> None:
+    own = kf.init(kf.CommOptions(reproducible=True))
+    with pytest.raises(ValueError, match=r"comm\.reproducible=true synchronises at every step"):
+        own.ask(sync=2)
+    own.ask(sync=1)
