@@ -66,23 +66,24 @@ class Bucket:
         mine = [tensors[i] for i in layout.params]
         self.device = mine[0].device if mine else torch.device("cpu")
         self.shapes = [t.shape for t in mine]
-        self.numel = layout.numel + tail
         self.body = layout.numel
+        self.tail = tail
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
         self.grads: list[Tensor | None] = [None] * len(mine)
         self.missing = len(mine)
         self.packed = False
         self.renew()
 
-    def renew(self) -> None:
-        """Takes fresh slots; the old ones are left to whoever still writes to them."""
+    def renew(self, tail: int | None = None) -> None:
+        """Takes fresh slots, perhaps with another tail; the old ones are left to whoever still writes to them."""
+        self.tail = self.tail if tail is None else tail
         self.slots: list[Tensor] = []
         self.views = self.view(self.slot(0))
 
     def slot(self, k: int) -> Tensor:
         """Slot k, allocated (zeroed, so that padding stays zero) on first use."""
         while len(self.slots) <= k:
-            self.slots.append(torch.zeros(self.numel, device=self.device))
+            self.slots.append(torch.zeros(self.body + self.tail, device=self.device))
         return self.slots[k]
 
     def view(self, flat: Tensor) -> list[Tensor]:

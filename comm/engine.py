@@ -21,6 +21,7 @@ from kfuse.comm import transports
 from kfuse.comm.buckets import Bucket, BucketLayout, plan_buckets
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.step import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.stopwatch import Stopwatch
 from kfuse.comm.tree import LeafStep, plan_merges, plan_range
 from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
 
@@ -61,7 +62,7 @@ class Engine:
     def _build(self) -> None:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
         self.close()
-        tail = len(self.params) + t.TAIL_SLOTS
+        tail = len(self.params) + t.TAIL_SLOTS  # and a slot for each rank, once the group is known
         separate = bool(self.averaged) or self.options.dtype != "fp32" or not self._layouts
         count = len(self._layouts) + separate
         self.buckets = [
@@ -81,6 +82,7 @@ class Engine:
         self._norms = torch.zeros(sum(blocks), device=self._device)
         self._sumsq_of = dict(enumerate(torch.split(self._sumsq, chunks))) if chunks else {}
         self._norms_of = dict(enumerate(torch.split(self._norms, blocks))) if blocks else {}
+        self._stopwatch = Stopwatch(self._device)
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._saved = [b.clone() for b in self.averaged]
         self._wire: dict[int, list[Tensor]] = {}
@@ -101,6 +103,9 @@ class Engine:
             )
         name = transport or transports.choose(self.options.schedule, self.options.reproducible)
         self.group, self.transport_name = group, name
+        last, tail = self.buckets[-1], len(self.params) + t.TAIL_SLOTS + group.size
+        if last.tail != tail:
+            last.renew(tail)
         self._transport = transports.make(name, group, tree or self.options.tree)
         self._broken = ""
         self._reset()
@@ -147,6 +152,9 @@ class Engine:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
         if now.expected is not None and now.done >= now.expected:
             raise RuntimeError(f"the plan has {now.expected} micro-batches for this worker: one more was begun")
+        if not now.done:
+            self._seconds_each = self._stopwatch.seconds_each()
+            self._stopwatch.start()
         now.current = micro_batch
         now.leaf = now.leaves[now.done] if now.leaves is not None else LeafStep(0, now.done > 0, ())
         if now.plan is not None:
@@ -212,6 +220,8 @@ class Engine:
         self._write_tail(last, now.current)
         now.done += 1
         now.closed = now.current.last
+        if now.closed:
+            self._stopwatch.stop(now.done)
         if now.closed and now.expected not in (None, now.done):
             raise RuntimeError(f"the plan has {now.expected} micro-batches for this worker: {now.done} were run")
         self._complete(last)
@@ -228,10 +238,11 @@ class Engine:
 
     def _write_tail(self, bucket: Bucket, current: MicroBatch) -> None:
         now, weight = self._now, float(current.samples)
-        values = [0.0] * t.TAIL_SLOTS
+        values = [0.0] * (t.TAIL_SLOTS + self.group.size)
         values[t.SAMPLES], values[t.MICRO_BATCHES], values[t.LOSS] = weight, 1.0, float("nan")
-        if self.group.rank == 0 and now.done == 0:
-            control = self.control().slots()
+        if now.done == 0:
+            values[t.TAIL_SLOTS + self.group.rank] = self._seconds_each
+            control = self.control().slots() if self.group.rank == 0 else ()
             values[t.CONTROL : t.CONTROL + len(control)] = control
         flags = [float(fired) for fired in now.fired]
         tail = torch.tensor(flags + values, dtype=torch.float32)
@@ -303,7 +314,8 @@ class Engine:
             self._transport.poll()
         last = self.buckets[-1]
         tail = last.slots[0][last.body :]
-        slots = tail[len(self.params) :].double()
+        flags, slots, seconds = torch.split(tail, [len(self.params), t.TAIL_SLOTS, self.group.size])
+        slots = slots.double()
         for bucket in self.of_params:
             body = bucket.slots[0][: bucket.body]
             if not self._now.weighted:
@@ -314,7 +326,8 @@ class Engine:
             self._store_buffers(last, None if self._now.weighted else slots[t.SAMPLES])
         self.reduced = Reduced(
             torch.cat([slots, self._total[None]]),
-            tail[: len(self.params)],
+            flags,
+            seconds,
             self._now.all_fired,
             self._now.implicit,
             self._now.is_local,
@@ -324,6 +337,7 @@ class Engine:
 
     def _contribute_nothing(self) -> None:
         """This worker has no micro-batch in this step: zeros, where the transport takes one contribution from each."""
+        self._stopwatch.forget()
         if not self.options.reproducible:
             for bucket in self.buckets:
                 bucket.slots[0].zero_()

@@ -59,6 +59,7 @@ class Reduced:
 
     record: Tensor  # float64 [TAIL_SLOTS + 1]: the tail's slots, then |gbar|^2
     used: Tensor  # fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient
+    seconds: Tensor  # fp32 [workers]: how long each one took for a micro-batch of the step before; 0 is unknown
     all_used_here: bool  # every parameter got one on this worker, so `used` need not be read
     implicit: bool  # from bare backwards: no sample counts were given
     local: bool  # gradients, and so |gbar|^2, are this worker's own

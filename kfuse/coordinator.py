@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kfuse import balance
 from kfuse.checkpoints import Checkpoints
 from kfuse.comm import transports
 from kfuse.comm.group import CommError
@@ -244,7 +245,15 @@ class Coordinator:
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
-        return StepSamples(indices, self.settings.micro_batch, self.session.group.size)
+        workers = self._workers()
+        relative = balance.relative_throughput(self.position.throughput, workers)
+        shares = balance.shares(relative) if self.settings.balance else None
+        return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
+
+    def _workers(self) -> list[int]:
+        """The numbers of the view's workers, in rank order."""
+        view = self.session.view
+        return list(range(self.session.group.size)) if view is None else [member.worker for member in view.members]
 
     def end_step(self, samples: StepSamples, step_time_s: float, data_wait_s: float) -> None:
         """The optimizer has stepped: the position moves on."""
@@ -258,6 +267,7 @@ class Coordinator:
             "lr_scale": at.lr_scale,
             "batch_size": at.batch_size,
             "workers": samples.workers,
+            "members": self._workers(),
             "step_time_s": step_time_s,
             "data_wait_s": data_wait_s,
         }
@@ -351,6 +361,8 @@ class Coordinator:
         for stats in self.opt.statistics.read(lag):
             context = self._contexts.pop(stats.step)
             at = self.position
+            at.throughput = balance.measured(at.throughput, context.pop("members"), stats.seconds)
+            self._report_stragglers()
             at.mean_grad_sq, at.mean_grad_variance = stats.mean_grad_sq, stats.mean_grad_variance
             at.loss = stats.loss
             used = None
@@ -362,12 +374,22 @@ class Coordinator:
                 self._ask(decision)
             self._apply(stats.control, stats.step)
 
+    def _report_stragglers(self) -> None:
+        """An event for each worker that has become one; it is no news again until it has been well for once."""
+        at, workers = self.position, self._workers()
+        relative = balance.relative_throughput(at.throughput, workers)
+        for rank, (worker, ratio) in enumerate(zip(workers, relative, strict=True)):
+            if ratio is not None and ratio < balance.SLOW and worker not in at.stragglers:
+                self._event("straggler", worker=worker, rank=rank, throughput=ratio)
+        at.stragglers = balance.stragglers(workers, relative, at.stragglers)
+
     def _signals(self, stats: StepStats, context: dict[str, Any]) -> Signals:
         shared = ("loss", "grad_norm", "grad_sq", "grad_variance", "mean_grad_sq", "mean_grad_variance")
         noise = ("noise_scale", "noise_scale_low", "noise_scale_high", "micro_batches")
         return Signals(
             step=stats.step,
             micro_batch=self.settings.micro_batch,
+            throughput=tuple(balance.relative_throughput(self.position.throughput, self._workers())),
             eval_accuracy=self.position.accuracy,
             bounds=self.settings.bounds,
             **{name: context[name] for name in ("epoch", "samples", "lr", "lr_scale", "batch_size", "workers")},
@@ -383,6 +405,8 @@ class Coordinator:
             if not self.session.elastic:
                 self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
             self.session.ask(workers=decision.workers)
+        if decision.replace is not None:
+            self._replace(decision.replace)
         sync = decision.sync
         if sync is not None and sync > 1 and self.session.comm.reproducible:
             self._event("clipped", note=f"sync {sync} clipped to 1: comm.reproducible=true")
@@ -390,6 +414,13 @@ class Coordinator:
         self.session.ask(
             batch_size=decision.batch_size, lr_scale=decision.lr_scale, topology=decision.topology, sync=sync
         )
+
+    def _replace(self, rank: int) -> None:
+        workers = self._workers()
+        if not (self.session.elastic and 0 <= rank < len(workers)):
+            self._event("clipped", note=f"replace {rank}: allowed are ranks 0 to {len(workers) - 1} of an elastic job")
+        else:
+            self.session.ask(replace=workers[rank])
 
     def _apply(self, control: Control, step: int) -> None:
         """The leader's word: in force from the next step on, on every worker."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from kfuse.balance import Throughput
 from kfuse.comm.step import StepPlan
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.signals import Bounds
@@ -41,6 +42,8 @@ class Settings:
     precision: str = "fp32"
     seed: int = 0
     sync_every: int = 1
+    balance: bool = True
+    """Give slower workers fewer micro-batches."""
     ledger: bool = False
     checkpoints: CheckpointSettings | None = None
 
@@ -77,6 +80,9 @@ class Position:
     """Progress of the learning-rate schedule, in steps of the base batch size."""
     mean_grad_sq: float | None = None
     mean_grad_variance: float | None = None
+    throughput: Throughput = field(default_factory=dict)
+    stragglers: tuple[int, ...] = ()
+    """Workers that were reported as such."""
     accuracy: float | None = None
     eval_loss: float | None = None
     evaluated: int = 0
@@ -102,6 +108,8 @@ class StepSamples:
     """int64 [samples], in the order of the epoch."""
     micro_batch: int
     workers: int
+    shares: tuple[int, ...] | None = None
+    """Weights of the workers; None: all the same."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -109,7 +117,7 @@ class StepSamples:
 
     def range_of(self, rank: int) -> range:
         """The micro-batches of this worker."""
-        return worker_range(len(self.sizes), self.workers, rank)
+        return worker_range(len(self.sizes), self.workers, rank, self.shares)
 
     def of(self, j: int) -> np.ndarray:
         """The samples of micro-batch j."""

@@ -7,10 +7,10 @@ training), by torchrun (a fixed group), or plainly (one worker).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -86,40 +86,48 @@ class Session:
         tree: str | None = None,
         sync: int | None = None,
         workers: int | None = None,
+        replace: int | None = None,
     ) -> None:
         """What the leader announces with the next step. Other workers' wishes go nowhere: one voice decides.
 
+        `replace`: the number, not the rank, of a worker whose place a new one is to take.
         Raises ValueError for a topology or tree that does not exist, and for what reproducible sums rule out.
         """
         if batch_size is not None:
-            self._pending = replace(self._pending, batch_size=batch_size)
+            self._pending = dataclasses.replace(self._pending, batch_size=batch_size)
         if lr_scale is not None:
-            self._pending = replace(self._pending, lr_scale=lr_scale)
+            self._pending = dataclasses.replace(self._pending, lr_scale=lr_scale)
         if topology is not None:
             name = transports.choose(topology, self.comm.reproducible)
             if name not in transports.NAMES:
                 raise ValueError(f"topology {name!r}: allowed are {', '.join(transports.NAMES)}")
-            self._pending = replace(self._pending, transport=1 + transports.NAMES.index(name))
+            self._pending = dataclasses.replace(self._pending, transport=1 + transports.NAMES.index(name))
         if tree is not None:
             if tree not in transports.TREES:
                 raise ValueError(f"tree {tree!r}: allowed are {', '.join(transports.TREES)}")
-            self._pending = replace(self._pending, tree=1 + transports.TREES.index(tree))
+            self._pending = dataclasses.replace(self._pending, tree=1 + transports.TREES.index(tree))
         if sync is not None:
             if sync > 1 and self.comm.reproducible:
                 raise ValueError(f"sync {sync}: comm.reproducible=true synchronises at every step")
-            self._pending = replace(self._pending, sync_every=sync)
+            self._pending = dataclasses.replace(self._pending, sync_every=sync)
         if workers is not None:
             self.workers_asked = workers
-        if workers is not None and self.control_client is not None and self.group.rank == 0:
+            self._order("resize", workers=workers)
+        if replace is not None:
+            self._order("replace", worker=replace)
+
+    def _order(self, what: str, **fields: int) -> None:
+        """Tells the supervisor, if this is the leader of an elastic job."""
+        if self.control_client is not None and self.group.rank == 0:
             with contextlib.suppress(ControlError):  # as in `report`
-                self.control_client.send("resize", workers=workers)
+                self.control_client.send(what, **fields)
 
     def take_control(self) -> Control:
         """The control word of the step under way (engine, on the leader)."""
         client = self.control_client
         if client is not None and self.view is not None:
             stop = client.stop_reason()
-            self._pending = replace(
+            self._pending = dataclasses.replace(
                 self._pending,
                 generation=client.proposed(self.view.generation),
                 stop=STOP_REASONS.index(stop) if stop in STOP_REASONS else 0,

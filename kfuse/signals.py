@@ -64,6 +64,8 @@ class Signals:
     """Running mean of `grad_sq`; it too can be negative."""
     mean_grad_variance: float | None = None
     """Running mean of `grad_variance`."""
+    throughput: tuple[float | None, ...] = ()
+    """By rank, micro-batches a second over the median worker's; below 0.8 a worker is a straggler."""
     eval_accuracy: float | None = None
     """The latest evaluation's accuracy, in [0, 1]."""
     bounds: Bounds
@@ -77,8 +79,9 @@ class Decision:
     replaces the factor in force). workers: worker count. sync: steps between synchronisations of the
     workers; 1 reduces every step's gradients, more is local SGD (Stich 2019): each worker updates with
     its own, and the models are averaged every so many steps. topology: name of a reduction topology.
+    replace: the rank of a worker that a new one is to take the place of.
 
-    Raises TypeError where batch_size, workers or sync is not a whole number. Values out of range are no
+    Raises TypeError where batch_size, workers, sync or replace is not a whole number. Values out of range are no
     error: `clipped` deals with them, since the bounds belong to the run and not to the policy.
     """
 
@@ -87,9 +90,10 @@ class Decision:
     workers: int | None = None
     sync: int | None = None
     topology: str | None = None
+    replace: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "workers", "sync"):
+        for name in ("batch_size", "workers", "sync", "replace"):
             value = getattr(self, name)
             if value is None:
                 continue

@@ -70,6 +70,7 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
             eval_every=train["eval_every"],
             precision=train["precision"],
             seed=config["seed"],
+            balance=workers["balance"],
             sync_every=config["comm"]["sync_every"],
             ledger=config["observe"]["ledger"],
             checkpoints=CheckpointSettings(Path(config["run_dir"], "checkpoints"), **config["checkpoint"]),

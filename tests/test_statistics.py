@@ -484,15 +484,16 @@ def test_gradients_unscaled_by_hand_are_unknown_not_wrong() -> None:
 def push(statistics: Statistics, step: int, seed: int) -> None:
     """A step's record as the engine makes it: now and then not finite, or of a single micro-batch."""
     rng = np.random.default_rng([seed, step])
-    record = torch.zeros(TAIL_SLOTS + 2, dtype=torch.float64)
+    record = torch.zeros(TAIL_SLOTS + 2 + 3, dtype=torch.float64)  # three workers
     micro_batches = int(rng.integers(1, 5))
     samples = 7.0 * micro_batches
     record[:4] = torch.tensor([samples * rng.gamma(2.0), samples, samples * rng.normal(), micro_batches])
     record[4:9] = torch.tensor([rng.integers(0, 100), rng.random(), 0, 0, 1])  # the control word
-    record[-2:] = torch.tensor([rng.gamma(2.0) / 2, 0.0])
+    record[-5] = rng.gamma(2.0) / 2
+    record[-3:] = torch.from_numpy(rng.random(3))
     if rng.random() < 0.1:
-        record[0] = record[2] = record[-2] = math.inf
-        record[-1] = 1.0
+        record[0] = record[2] = record[-5] = math.inf
+        record[-4] = 1.0
     statistics.push(step, "samples", record)
 
 

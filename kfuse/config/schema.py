@@ -43,6 +43,7 @@ class Workers:
     count: int = setting(1, "worker processes, at first", least=1)
     min: int = setting(1, "lost workers are replaced up to it", least=1)
     max: int = setting(2, "policies never go above it", least=1)
+    balance: bool = setting(True, "give slower workers fewer micro-batches")
     threads: int | None = setting(None, "CPU threads of a worker; null: the cores, shared out", least=1)
 
 

@@ -274,6 +274,8 @@ class Supervisor:
                 loop.call_later(_BROKEN_GRACE_S, self._on_broken, message["generation"], message["why"])
             case "resize":
                 await self._resize(message["workers"])
+            case "replace":
+                await self._replace(message["worker"])
 
     def _keep(self, kind: str, data: dict[str, Any]) -> None:
         if kind == "start":
@@ -312,6 +314,16 @@ class Supervisor:
         await self._start_up_to(workers)
         self._propose()
 
+    async def _replace(self, number: int) -> None:
+        """Starts a worker in the place of a member, which leaves when the new one is ready."""
+        members = self._members()
+        for worker in members:
+            if worker.number == number and not worker.leaving:
+                worker.leaving = True
+                self._event("decision", replace=number)
+                await self._start_up_to(self._wanted + sum(member.leaving for member in members))
+                self._propose()
+
     def _propose(self) -> None:
         """Proposes the next planned view when what it needs is there, and the view before it is in force."""
         members = self._members()
@@ -319,14 +331,18 @@ class Supervisor:
             return
         ready = [worker for worker in self._alive() if worker.state is State.READY]
         booting = any(worker.state is State.BOOTING for worker in self._alive())
-        missing = self._wanted - len(members)
+        staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
+        missing = self._wanted - len(staying)
         if not members:
             if len(ready) == self._wanted:
                 self._announce(ready, "start" if self._view is None else "restart")
-        elif missing < 0:
-            self._announce(members[: self._wanted], "shrink")
+        elif len(members) > self._wanted:
+            self._announce((staying + leaving)[: self._wanted], "shrink")
         elif ready and missing > 0 and not (booting and len(ready) < missing):
-            self._announce(members + ready[:missing], "grow")
+            rest = max(0, missing - len(ready))
+            self._announce(
+                staying + leaving[:rest] + ready[:missing], "replace" if len(members) == self._wanted else "grow"
+            )
 
     def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
         generation = 1 if self._view is None else self._view.generation + 1

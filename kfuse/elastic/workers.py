@@ -34,6 +34,8 @@ class Worker:
     """When it last said anything."""
     why: str = ""
     """Why we killed it, if we did."""
+    leaving: bool = False
+    """Another is to take its place."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     """The last that it printed."""
 

@@ -134,7 +134,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if reduced.local:
             record[t.TAIL_SLOTS] = torch.nan  # of the workers' mean gradient nothing is known
         unit = "micro-batches" if reduced.implicit else self._unit
-        self.statistics.push(self.engine.step - 1, unit, torch.cat([record, skipped.reshape(1)]))
+        record = torch.cat([record, skipped.reshape(1), reduced.seconds.double()])
+        self.statistics.push(self.engine.step - 1, unit, record)
         return loss
 
     @torch.no_grad()

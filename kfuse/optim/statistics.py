@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class StepStats:
     """The update was left out because a gradient was not finite."""
     control: Control
     """The leader's word that travelled with this step."""
+    seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    """By rank, what a micro-batch of the step before took; 0.0 is unknown. The one figure that is not reproducible."""
 
 
 @dataclass
@@ -72,7 +74,10 @@ class Statistics:
         self._unread: list[StepStats] = []
 
     def push(self, step: int, unit: str, record: Tensor) -> None:
-        """`record`: float64 [TAIL_SLOTS + 2] on the device: the engine's record, then 1 if the update was skipped."""
+        """`record`: float64 [TAIL_SLOTS + 2 + workers] on the device.
+
+        The engine's record, then 1 if the update was skipped, then each worker's seconds.
+        """
         if record.device.type == "cuda":
             host = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
             host.copy_(record, non_blocking=True)
@@ -110,7 +115,7 @@ class Statistics:
             if item.arrived is not None:
                 item.arrived.synchronize()
         in_flight = [(item.step, item.unit, item.host.tolist()) for item in self._in_flight]
-        unread = [asdict(stats) for stats in self._unread]
+        unread = [asdict(stats) | {"seconds": list(stats.seconds)} for stats in self._unread]
         return {"noise_scale": self.noise_scale.state_dict(), "in_flight": in_flight, "unread": unread}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,7 +124,10 @@ class Statistics:
             _InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None)
             for step, unit, record in state["in_flight"]
         )
-        self._unread = [StepStats(**{**stats, "control": Control(**stats["control"])}) for stats in state["unread"]]
+        self._unread = [
+            StepStats(**stats | {"control": Control(**stats["control"]), "seconds": tuple(stats["seconds"])})
+            for stats in state["unread"]
+        ]
         self.latest = self._unread[-1] if self._unread else None
 
     def _receive(self, lag: int) -> None:
@@ -157,4 +165,5 @@ class Statistics:
             mean_grad_variance=running.mean_grad_variance,
             skipped=skipped,
             control=Control.from_slots(values),
+            seconds=tuple(values[t.TAIL_SLOTS + 2 :]),
         )
