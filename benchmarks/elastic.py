@@ -1,165 +1,222 @@
-"""How long training stands still: from a worker's SIGKILL to the next completed step, and at planned growth.
+"""What deaths and resizes cost: kfuse beside torchrun's restart and torchft, the same model, data and step.
 
-    python benchmarks/elastic.py --json benchmarks/results/elastic.json
+    python benchmarks/elastic.py --json benchmarks/results/elastic.json --plot benchmarks/results/elastic.png
 
-One job (digits, gloo, reproducible) on this machine; workers of random rank are killed one after another, each after
-the replacement of the one before has joined, so that every growth is measured too. The job must end with the bits of
-an undisturbed run on one worker. Times are taken in the supervisor's process: a kill counts until the first step that
-was not complete before it is reported.
+Two workers on this machine (gloo, one thread each) train an MLP on digits. A worker of random rank is killed (SIGKILL)
+every few seconds, once all are back; each worker writes a line to a log as it completes a step, and everything is read
+off that log. The systems take turns: a few kills each, round after round. torchft is measured where it is installed
+(pip install torchft). See README.md for what the figures mean.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import platform
 import random
 import signal
-import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import hydra
-import torch
-from omegaconf import OmegaConf
-from rich.console import Console
+from elastic_report import Episode, report
+from elastic_systems import SYSTEMS, WORKERS, System
 from rich.progress import Progress
-from rich.table import Table
 
-from kfuse.config import validate
-from kfuse.elastic.launchers import LocalLauncher
-from kfuse.elastic.supervisor import Elasticity, Supervisor
-
-_STEADY = 20  # steps between a view and the next kill
+_BACK_S = 120.0  # for all workers to be back after a kill, or up at the start
+_STEADY_LINES = 50  # of each worker, before anything is done to it
 
 
-class Recorder:
-    """The supervisor's sink: remembers views, and when each step was reported."""
-
-    def __init__(self) -> None:
-        self.step, self.step_at, self.steady_from = -1, 0.0, 0
-        self.gaps: list[float] = []
-        self.views: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {}
-        self.killed: tuple[float, int] | None = None
-        self.stepped = asyncio.Event()
-
-    def record(self, kind: str, data: dict[str, Any]) -> None:
-        now = time.perf_counter()
-        if kind == "metrics" and data["step"] > self.step:
-            self.step, self.step_at = data["step"], now
-            # Statistics are reported a step late: step k's line says that step k + 1 is complete.
-            if self.killed is not None and data["step"] > self.killed[1] + 1:
-                self.gaps.append(now - self.killed[0])
-                self.killed = None
-            self.stepped.set()
-        elif kind == "event" and data["kind"] == "view":
-            self.views.append(data)
-            self.steady_from = self.step + _STEADY
-        elif kind == "summary":
-            self.summary = data
-
-    def line(self, text: str) -> None:
-        """Workers print nothing in a normal run; tracebacks end up in the error."""
+@dataclass(frozen=True)
+class Line:
+    time: float
+    """Seconds since the epoch."""
+    step: int
+    pid: int
+    workers: int
 
 
-def job(overrides: list[str]) -> dict[str, Any]:
-    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
-        cfg = hydra.compose("config", overrides)
-    validate(cfg)
-    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    return {**values, "run_dir": "/nonexistent"}  # no checkpoints are written
+@dataclass
+class Log:
+    """The lines so far, oldest first."""
+
+    path: Path
+    lines: list[Line] = field(default_factory=list)
+    _read: int = 0
+
+    def update(self) -> None:
+        if not self.path.exists():
+            return
+        with self.path.open() as file:
+            file.seek(self._read)
+            text = file.read()
+        complete = text[: text.rfind("\n") + 1]
+        self._read += len(complete)
+        for line in complete.splitlines():
+            nanoseconds, step, pid, workers = map(int, line.split())
+            self.lines.append(Line(nanoseconds / 1e9, step, pid, workers))
+
+    def since(self, moment: float) -> list[Line]:
+        recent = []
+        for line in reversed(self.lines):
+            if line.time < moment - 1:  # lines of different processes may be a little out of order
+                break
+            recent.append(line)
+        return sorted((line for line in recent if line.time >= moment), key=lambda line: line.time)
 
 
-async def kill_one_after_another(recorder: Recorder, workers: int, kills: int, progress: Any) -> None:
-    """Kills a worker of the view in force, whenever that view is complete and has been steady for a while."""
-    chance = random.Random(0)
-    for _ in range(kills):
-        while (
-            recorder.killed is not None
-            or not recorder.views
-            or len(recorder.views[-1]["workers"]) < workers
-            or recorder.step < recorder.steady_from
-        ):
-            recorder.stepped.clear()
-            await recorder.stepped.wait()
-        victim = chance.choice(recorder.views[-1]["workers"])
-        recorder.steady_from = sys.maxsize  # until the next view
-        recorder.killed = (time.perf_counter(), recorder.step)
-        os.kill(victim["pid"], signal.SIGKILL)
-        progress()
+class Job:
+    """A system under way, and its log."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        directory.mkdir()
+        self.system: System = SYSTEMS[name](name, directory)
+        self.log = Log(directory / "log")
+        self.directory = directory
+        self.started = time.time()
+
+    def await_(self, what: str, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _BACK_S
+        while not true():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self.system.name}: waited {_BACK_S:.0f} s for {what}")
+            time.sleep(0.005)
+            self.system.tend()
+            self.log.update()
+
+    def await_all(self, since: float, workers: int = WORKERS, without: int = 0) -> None:
+        """Until this many workers (and not the one `without`) have made steps together for a while."""
+
+        def all_there() -> bool:
+            together: dict[int, int] = {}
+            for line in self.log.since(since):
+                if line.workers == workers and line.pid != without:
+                    together[line.pid] = together.get(line.pid, 0) + 1
+            return len(together) >= workers and min(together.values()) >= _STEADY_LINES
+
+        self.await_(f"{workers} workers", all_there)
+
+    def steps_per_second(self, seconds: float) -> float:
+        """Undisturbed."""
+        began = time.time()
+        self.await_("time to pass", lambda: time.time() > began + seconds)
+        lines = self.log.since(began)
+        return (max(line.step for line in lines) - lines[0].step) / (lines[-1].time - lines[0].time)
+
+    def kill_one(self, chance: random.Random, every_s: float) -> Episode:
+        """Kills a worker, and waits until all are back and `every_s` seconds have passed."""
+        self.log.update()
+        now = time.time()
+        pids = sorted({line.pid for line in self.log.since(now - 1.0)})
+        victim = chance.choice(pids)
+        before = max(line.step for line in self.log.since(now - 5.0))
+        killed = time.time()
+        os.kill(victim, signal.SIGKILL)
+        self.await_all(killed, without=victim)
+        self.await_("the next kill's time", lambda: time.time() > killed + every_s)
+        lines = self.log.since(killed)
+        # A step whose reduction was over may still be completed by who is left: the one after it counts.
+        going_on = next(line for line in lines if line.step >= before + 2 or line.pid not in pids)
+        survivors = [pid for pid in pids if pid != victim and any(line.pid == pid for line in lines)]
+        after = [line for line in lines if line.time >= going_on.time]
+        gaps = [_longest_gap([line for line in after if line.pid == pid]) for pid in survivors]
+        made = max(line.step for line in lines) - before
+        return Episode(going_on.time - killed, max(gaps, default=None), made, lines[-1].time - killed)
+
+    def resize(self, workers: int) -> float:
+        """Asks for so many workers; the survivors' longest time between two steps until they are there."""
+        asked = time.time()
+        self.log.update()
+        before = {line.pid for line in self.log.since(asked - 1.0)}
+        (self.directory / "workers").write_text(str(workers))
+        self.await_all(asked, workers)
+        lines = self.log.since(asked)
+        stayed = [pid for pid in before if sum(line.pid == pid for line in lines) > 1 and lines[-1].workers == workers]
+        return max(_longest_gap([line for line in lines if line.pid == pid]) for pid in stayed)
 
 
-async def run(overrides: list[str], workers: int, kills: int, progress: Any) -> Recorder:
-    recorder = Recorder()
-    elasticity = Elasticity(workers, 1, workers, max_failures=5)
-    supervisor = Supervisor(LocalLauncher(), job(overrides), recorder, elasticity)
-    killer = asyncio.create_task(kill_one_after_another(recorder, workers, kills, progress))
+def _longest_gap(lines: list[Line]) -> float:
+    return max((b.time - a.time for a, b in pairwise(lines)), default=0.0)
+
+
+@dataclass
+class Result:
+    """What was seen of one system."""
+
+    start_s: list[float] = field(default_factory=list)
+    steps_per_second: list[float] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+    growth_s: list[float] = field(default_factory=list)
+    shrink_s: list[float] = field(default_factory=list)
+    splits: list[dict[str, float]] = field(default_factory=list)
+    """Of kfuse's planned growth: boot, join, regroup and transfer, seconds."""
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds since the first kill, step) of the first round, for the picture."""
+
+
+def measure(name: str, directory: Path, kills: int, every_s: float, result: Result, chance: random.Random) -> None:
+    """One turn of a system: undisturbed, then the kills; kfuse also grows and shrinks as planned."""
+    job = Job(name, directory)
     try:
-        ended = asyncio.create_task(supervisor.run())
-        await asyncio.wait([ended, killer], return_when=asyncio.FIRST_COMPLETED)
-        await ended
+        job.await_all(0.0)
+        result.start_s.append(time.time() - job.started)
+        result.steps_per_second.append(job.steps_per_second(5.0))
+        began = time.time()
+        for _ in range(kills):
+            result.episodes.append(job.kill_one(chance, every_s))
+        if not result.steps:
+            result.steps = [(line.time - began, line.step) for line in job.log.since(began - 3.0)]
+        if name.startswith("kfuse"):
+            for _ in range(max(1, kills // 2)):
+                result.shrink_s.append(job.resize(WORKERS - 1))
+                result.growth_s.append(job.resize(WORKERS))
     finally:
-        killer.cancel()
-    return recorder
+        job.system.stop()
+    if name.startswith("kfuse"):
+        result.splits += _splits(directory / "run" / "events.jsonl")
 
 
-def percentiles(values: list[float]) -> dict[str, float | int | None]:
-    ordered = sorted(values)
-    if not ordered:
-        return {"n": 0, "median": None, "p95": None, "max": None}
-    p95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-    return {"n": len(ordered), "median": statistics.median(ordered), "p95": p95, "max": ordered[-1]}
+def _splits(events: Path) -> list[dict[str, float]]:
+    """Where the time of each growth went, from the run's own events."""
+    found, ready = [], {}
+    for event in map(json.loads, events.read_text().splitlines()):
+        if event["kind"] == "ready":
+            ready[event["worker"]] = event
+        elif event["kind"] == "view" and event["reason"] == "grow" and ready:
+            newest = ready[max(ready)]
+            join = event["time"] - newest["time"] - event["pause_s"]
+            split = {"boot": newest["boot_s"], "join": max(0.0, join)}
+            found.append(split | {part: event[f"{part}_s"] for part in ("regroup", "transfer")})
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=1500, help="long enough for all kills and replacements")
+    parser.add_argument("--kills", type=int, default=20, help="of each system (default 20)")
+    parser.add_argument("--rounds", type=int, default=4, help="turns that each system has (default 4)")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between kills at least (default 5)")
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    if args.workers < 2 or args.kills < 1:
-        parser.error("--workers must be at least 2 and --kills at least 1")
-    overrides = [
-        f"train.epochs={args.epochs}",
-        "train.eval_every=1000000",
-        "policy=none",
-        "batch.size=64",
-        "comm.reproducible=true",
-        f"workers.count={args.workers}",
-        f"workers.max={args.workers}",
-    ]
-    with Progress(transient=True) as bar:
-        task = bar.add_task("kills", total=args.kills)
-        disturbed = asyncio.run(run(overrides, args.workers, args.kills, lambda: bar.advance(task)))
-        bar.add_task("an undisturbed run on one worker", total=None)
-        alone = [o for o in overrides if not o.startswith("workers.count")] + ["workers.count=1"]
-        undisturbed = asyncio.run(run(alone, 1, 0, lambda: None))
-    equal = disturbed.summary["params_sha256"] == undisturbed.summary["params_sha256"]
-    growth = [view for view in disturbed.views if view["reason"] == "grow"]
-    figures = {
-        "kill to next completed step, s": percentiles(disturbed.gaps),
-        "pause at planned growth, s": percentiles([view["pause_s"] for view in growth]),
-        "  of which forming the group": percentiles([view["regroup_s"] for view in growth]),
-        "  of which the state's transfer": percentiles([view["transfer_s"] for view in growth]),
-    }
-    table = Table(title=f"{args.workers} workers, {len(disturbed.gaps)} kills; bitwise equal to one worker: {equal}")
-    for heading in ("", "n", "median", "p95", "max"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name, row in figures.items():
-        table.add_row(name, *(str(v) if isinstance(v, int) else "-" if v is None else f"{v:.3f}" for v in row.values()))
-    Console().print(table)
-    if args.json:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        machine |= {"load_average": os.getloadavg()[0], "torch": torch.__version__, "python": platform.python_version()}
-        result = {"command": " ".join(sys.argv), "machine": machine, "bitwise_equal": equal, "figures": figures}
-        args.json.write_text(json.dumps({**result, "gaps_s": disturbed.gaps}, indent=2) + "\n")
-    return 0 if equal else 1
+    if args.rounds < 1 or args.kills < args.rounds or args.kills % args.rounds:
+        parser.error(f"--kills {args.kills}: allowed is a multiple of --rounds {args.rounds}")
+    chance, results = random.Random(0), {name: Result() for name in args.systems}
+    load_average = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as bar:
+        task = bar.add_task("", total=args.rounds * len(args.systems))
+        for turn in range(args.rounds):
+            for name in chance.sample(args.systems, len(args.systems)):
+                bar.update(task, description=f"round {turn + 1} of {args.rounds}: {name}")
+                directory = Path(folder, f"{name}-{turn}")
+                measure(name, directory, args.kills // args.rounds, args.every, results[name], chance)
+                bar.advance(task)
+    report(results, args.every, load_average, args.json, args.plot)
+    return 0
 
 
 if __name__ == "__main__":

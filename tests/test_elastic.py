@@ -88,6 +88,13 @@ def test_growth_and_shrinkage_by_schedule(undisturbed: Job, tmp_path: Path) -> N
     assert job.summary["workers"] == 4
 
 
+def test_growth_while_a_worker_is_still_on_its_way_out(undisturbed: Job, tmp_path: Path) -> None:
+    phases, gates = [{"step": 20, "workers": 1}, {"step": 22, "workers": 2}], [{"step": 60, "workers": 2}]
+    job = run_job(tmp_path / "run", [*TRAINING, "workers.count=2", *chaos(tmp_path, phases=phases, gates=gates)])
+    assert_same_training(job, undisturbed)
+    assert [(len(view["workers"]), view["reason"]) for view in job.views] == [(2, "start"), (1, "shrink"), (2, "grow")]
+
+
 def test_more_workers_than_micro_batches(tmp_path: Path) -> None:
     """Those without one wait, lose the only worker that had one, and take over."""
     few = [*TRAINING, "batch.micro=16", "batch.max=16", "train.epochs=1"]

@@ -127,7 +127,8 @@ class Supervisor:
     async def _start_up_to(self, target: int) -> None:
         """Starts as many workers as are missing. One at a time: several losses may ask for it at once."""
         async with self._starting:
-            await self._start(target - len(self._alive()))
+            newcomers = [worker for worker in self._alive() if worker.state in (State.BOOTING, State.READY)]
+            await self._start(target - len(self._members()) - len(newcomers))  # who is on the way out is neither
 
     async def _start(self, count: int) -> None:
         for _ in range(count):
@@ -266,6 +267,8 @@ class Supervisor:
                 self._keep(message["kind"], message["data"])
             case "ready":
                 worker.state = State.READY
+                if self._view is not None:
+                    self._event("ready", worker=worker.number, boot_s=time.monotonic() - worker.started_at)
                 self._propose()
             case "joined":
                 self._on_joined(worker, message["generation"])

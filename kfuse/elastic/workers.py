@@ -30,6 +30,7 @@ class Worker:
     writer: asyncio.StreamWriter | None = None
     pid: int = 0
     host: str = ""
+    started_at: float = field(default_factory=time.monotonic)
     alive_at: float = field(default_factory=time.monotonic)
     """When it last said anything."""
     why: str = ""
