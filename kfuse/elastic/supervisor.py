@@ -9,8 +9,9 @@ switch at the same step boundary. One that recovers from a loss is in force at o
 from __future__ import annotations
 
 import asyncio
-import hmac
+import os
 import secrets
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kfuse.elastic import protocol
+from kfuse.elastic.gate import Gate
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.workers import State, Worker, how_it_ended
@@ -68,6 +70,7 @@ class Supervisor:
         self._launcher, self._job, self._sink, self._elasticity, self._host = launcher, job, sink, elasticity, host
         self._wanted = self._asked = elasticity.count
         self._token = secrets.token_hex(16)
+        self._gate = Gate(self._token)
         self._workers: dict[int, Worker] = {}
         self._view: View | None = None
         self._store: TCPStore | None = None
@@ -238,11 +241,9 @@ class Supervisor:
         assert task is not None
         self._connections[task] = writer
         try:
-            hello = protocol.decode(await asyncio.wait_for(reader.readline(), self._elasticity.boot_timeout_s))
-            number = hello.get("worker")
-            worker = self._workers.get(number) if isinstance(number, int) else None
-            known = hmac.compare_digest(str(hello.get("token", "")).encode(), self._token.encode())
-            if hello["type"] != "hello" or not known or worker is None or worker.writer is not None:
+            hello = await self._gate.hello(reader, writer)
+            worker = self._workers.get(hello["worker"])
+            if worker is None or worker.writer is not None:
                 return
             worker.writer, worker.pid, worker.host = writer, int(hello["pid"]), str(hello["host"])
             self._tell([worker], "welcome", job=self._job)
@@ -339,10 +340,14 @@ class Supervisor:
 
     def _open_store(self) -> tuple[str, int]:
         """A store for the next view. The one before is closed: whoever still waits there is woken by an error."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else strangers at the store fill the screen
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # seconds: the workers boot meanwhile
 
-        self._store = TCPStore(self._host, 0, None, True, wait_for_workers=False)
-        return self._host, self._store.port
+        # A socket of ours: left to itself, the store listens on all interfaces, whatever host it is given.
+        listener = socket.create_server((self._host, 0), backlog=socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        self._store = TCPStore(self._host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return self._host, port
 
     def _on_joined(self, worker: Worker, generation: int) -> None:
         if self._view is None or generation != self._view.generation:
