@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _STOP_GRACE_S = 20.0
 _BROKEN_GRACE_S = 0.1  # a lost connection is mostly a death that is about to be reported
+_KILL_GRACE_S = 1.0  # for word of a killed process's end: from a host that is cut off there is none
 
 
 class Sink(Protocol):
@@ -63,11 +64,9 @@ class JobFailed(RuntimeError):
 class Supervisor:
     """Runs one job to its end."""
 
-    def __init__(
-        self, launcher: Launcher, job: dict[str, Any], sink: Sink, elasticity: Elasticity, host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, launcher: Launcher, job: dict[str, Any], sink: Sink, elasticity: Elasticity) -> None:
         """`job` is handed to every worker as it connects (plain JSON values)."""
-        self._launcher, self._job, self._sink, self._elasticity, self._host = launcher, job, sink, elasticity, host
+        self._launcher, self._job, self._sink, self._elasticity = launcher, job, sink, elasticity
         self._wanted = self._asked = elasticity.count
         self._token = secrets.token_hex(16)
         self._gate = Gate(self._token)
@@ -89,7 +88,11 @@ class Supervisor:
         Raises JobFailed. Whatever happens, no worker is left behind.
         """
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(self._serve, self._host, 0, limit=protocol.MAX_LINE)
+        try:
+            self._host = await self._launcher.open()
+            server = await asyncio.start_server(self._serve, self._host, 0, limit=protocol.MAX_LINE)
+        except OSError as error:
+            raise JobFailed(f"the launcher cannot start workers: {' '.join(str(error).split())}") from error
         self._address = f"{self._host}:{server.sockets[0].getsockname()[1]}"
         heartbeats = asyncio.create_task(self._watch_heartbeats())
         try:
@@ -99,11 +102,12 @@ class Supervisor:
         finally:
             heartbeats.cancel()
             for worker in self._workers.values():
-                worker.process.kill()
+                worker.kill()
             server.close()
             for writer in self._connections.values():
                 writer.transport.abort()
             await asyncio.gather(*self._connections, *self._tasks, heartbeats, return_exceptions=True)
+            await self._launcher.close()
 
     def stop(self, reason: str) -> None:
         """Asks the workers to stop at the next step boundary; a second call, or a long silence, kills them."""
@@ -157,13 +161,16 @@ class Supervisor:
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints, and decides what its end means."""
         lines = asyncio.create_task(self._pass_on(worker))
-        status = await worker.process.wait()
+        status = await worker.end(_KILL_GRACE_S)
         was, worker.state = worker.state, State.ENDED
+        if status is None:  # should it come back: its place is taken
+            lines.cancel()
+            worker.disconnect()
         left = status == 0 and (self._done or self._view is None or self._view.rank_of(worker.number) is None)
         if not (left or self._stopping or self._done or self._over.done()):
             await asyncio.wait([lines], timeout=0.05)  # its last words
             await self._lost(worker, was, how_it_ended(status))
-        await lines
+        await asyncio.wait([lines])
         if not self._alive() and (self._done or self._stopping):
             self._end()
 
@@ -185,7 +192,7 @@ class Supervisor:
                 silent = time.monotonic() - worker.alive_at
                 if silent > limit and not worker.why:
                     worker.why = f"showed no life for {silent:.0f} s and was killed"
-                    worker.process.kill()
+                    worker.kill()
 
     def _end(self, error: BaseException | None = None) -> None:
         if self._over.done():
@@ -246,7 +253,7 @@ class Supervisor:
             if worker is None or worker.writer is not None:
                 return
             worker.writer, worker.pid, worker.host = writer, int(hello["pid"]), str(hello["host"])
-            self._tell([worker], "welcome", job=self._job)
+            self._tell([worker], "welcome", job=self._job, silence_s=self._elasticity.heartbeat_timeout_s)
             while line := await reader.readline():
                 worker.alive_at = time.monotonic()
                 await self._receive(worker, protocol.decode(line))
@@ -291,7 +298,7 @@ class Supervisor:
             self._tell(self._members(), "over")
             for worker in self._alive():
                 if worker not in self._members():  # still booting, or waiting to be taken in: too late for this job
-                    worker.process.kill()
+                    worker.kill()
 
     def _event(self, kind: str, **fields: Any) -> None:
         self._keep("event", {"step": max(self._furthest, 0), "kind": kind, **fields})

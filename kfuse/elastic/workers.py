@@ -36,10 +36,33 @@ class Worker:
     """Why we killed it, if we did."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     """The last that it printed."""
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def kill(self) -> None:
+        self.killed.set()
+        self.process.kill()
+
+    async def end(self, grace_s: float) -> int | None:
+        """Its exit status once it has ended. None if it was killed, and so long after there is still no word of it."""
+        ended, killed = asyncio.ensure_future(self.process.wait()), asyncio.ensure_future(self.killed.wait())
+        try:
+            await asyncio.wait([ended, killed], return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await asyncio.wait([ended], timeout=grace_s)
+            return ended.result() if ended.done() else None
+        finally:
+            ended.cancel()
+            killed.cancel()
+
+    def disconnect(self) -> None:
+        if self.writer is not None:
+            self.writer.transport.abort()
 
 
-def how_it_ended(status: int) -> str:
-    """An exit status in words."""
+def how_it_ended(status: int | None) -> str:
+    """An exit status in words; None is no word at all."""
+    if status is None:
+        return "cannot be reached"
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
