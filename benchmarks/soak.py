@@ -9,9 +9,9 @@ parameters, every step's metrics and the ledger must be the same, and no worker 
 
 After each event the supervisor's and the oldest worker's file descriptors, threads and memory are read, and the store's
 keys. From event 20 (a tenth of the way, where there are fewer than 200) the oldest worker is spared: one process is
-watched to the end. Flat means: the least-squares trend over the events from there, with the number of processes and of
-members as further regressors (both open connections), rises over the whole stretch by no more than 4 descriptors, threads
-or keys, or 5 % of the mean memory (at least 8 MiB).
+watched to the end. Flat means: the least-squares trend over the events from there, with the number of processes and
+of members as further regressors (both open connections), rises over the whole stretch by no more than 4 descriptors,
+threads or keys, or 5 % of the mean memory (at least 8 MiB).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,7 @@ async def run(directory: Path, overrides: list[str], soak: dict[str, Any] | None
     """One job, with a soak of these settings, or without. Raises JobFailed, AssertionError."""
     config = compose([*TRAINING, *overrides])
     recorder = Recorder(directory)
-    elasticity = Elasticity(
-        **{name: config["workers"][name] for name in ("count", "min", "max")}, **config["elastic"]
-    )
+    elasticity = Elasticity(**{name: config["workers"][name] for name in ("count", "min", "max")}, **config["elastic"])
     supervisor = Supervisor(LocalLauncher(), {**config, "run_dir": str(directory)}, recorder, elasticity)
     job = asyncio.create_task(supervisor.run())
     if soak is None:
@@ -163,11 +162,12 @@ def soak(args: argparse.Namespace, console: Console) -> int:
     assert len({sample.witness_pid for sample in watched}) == 1, "the witness changed"
     rows = verdicts(watched)
     flat = all(row["flat"] for row in rows.values())
-    report(console, rows, f"{args.events} events in {wall_s:.0f} s, {steps} steps: same bits as undisturbed, exact ledger")
+    events_ = f"{args.events} events in {wall_s:.0f} s, {steps} steps"
+    report(console, rows, f"{events_}: same bits as undisturbed, exact ledger")
     if args.picture:
         picture(events.samples, spare_from, args.picture)
     if args.json:
-        kinds = {kind: sum(sample.kind == kind for sample in events.samples) for kind in sorted({s.kind for s in events.samples})}
+        kinds = Counter(sample.kind for sample in events.samples)
         result = {
             **origin(),
             "events": kinds,
@@ -195,8 +195,8 @@ def report(console: Console, rows: dict[str, dict[str, Any]], title: str) -> Non
     for heading in ("held", "mean", "last", "trend over the run", "allowed", "verdict"):
         table.add_column(heading, justify="left" if heading in ("held", "verdict") else "right")
     for name, row in rows.items():
-        figures = (f"{row[key]:.1f}" for key in ("mean", "last"))
-        table.add_row(name, *figures, f"{row['growth']:+.1f}", f"{row['allowed']:.1f}", "flat" if row["flat"] else "RISES")
+        figures = (f"{row['mean']:.1f}", f"{row['last']:.1f}", f"{row['growth']:+.1f}", f"{row['allowed']:.1f}")
+        table.add_row(name, *figures, "flat" if row["flat"] else "RISES")
     console.print(table)
 
 

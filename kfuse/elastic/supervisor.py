@@ -169,7 +169,7 @@ class Supervisor:
         left = status == 0 and (self._done or self._view is None or self._view.rank_of(worker.number) is None)
         if not (left or self._stopping or self._done or self._over.done()):
             await asyncio.wait([lines], timeout=0.05)  # its last words
-            await self._lost(worker, was, how_it_ended(status))
+            await self._lost(worker, was, how_it_ended(status, worker.why))
         await asyncio.wait([lines])
         if not self._alive() and (self._done or self._stopping):
             self._end()
@@ -191,7 +191,7 @@ class Supervisor:
                 limit = limits.get(worker.state, self._elasticity.heartbeat_timeout_s)
                 silent = time.monotonic() - worker.alive_at
                 if silent > limit and not worker.why:
-                    worker.why = f"showed no life for {silent:.0f} s and was killed"
+                    worker.why = f"showed no life for {silent:.0f} s"
                     worker.kill()
 
     def _end(self, error: BaseException | None = None) -> None:
@@ -206,7 +206,6 @@ class Supervisor:
 
     async def _lost(self, worker: Worker, was: State, how: str) -> None:
         """A worker ended that should not have: the survivors regroup, and another takes its place."""
-        how = worker.why or how
         self._failures += 1
         rank = None if self._view is None else self._view.rank_of(worker.number)
         self._event("failure", worker=worker.number, pid=worker.pid, rank=rank, how=how)

@@ -59,10 +59,10 @@ class Worker:
             self.writer.transport.abort()
 
 
-def how_it_ended(status: int | None) -> str:
-    """An exit status in words; None is no word at all."""
-    if status is None:
-        return "cannot be reached"
-    if status < 0:
+def how_it_ended(status: int | None, why: str) -> str:
+    """An exit status in words. why: for which we killed it, if we did; then None says that there was no word of it."""
+    if why:
+        return f"{why} and {'cannot be reached' if status is None else 'was killed'}"
+    if status is not None and status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
