@@ -40,12 +40,12 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
+from checkpoint_fuzz import fuzz  # noqa: E402
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, words  # noqa: E402
-from soak_checkpoints import fuzz  # noqa: E402
 from soak_job import MOST, Recorder, Sample, Soak  # noqa: E402
+from warm import WarmLauncher, preload  # noqa: E402
 
 from kfuse.comm import transports  # noqa: E402
-from kfuse.elastic.launchers import LocalLauncher  # noqa: E402
 from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
 
 TRAINING = words(
@@ -54,6 +54,7 @@ TRAINING = words(
     f"batch.size=32 batch.micro=4 batch.max=64 train.eval_every=50 workers.max={MOST} observe.ledger=true",
     "workers.threads=1 elastic.max_failures=12 elastic.heartbeat_timeout_s=3 train.epochs=1000000",
 )
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 SLACK = {"fds": 4.0, "threads": 4.0, "keys": 4.0}
 
 
@@ -62,7 +63,8 @@ async def run(directory: Path, overrides: list[str], soak: dict[str, Any] | None
     config = compose([*TRAINING, *overrides])
     recorder = Recorder(directory)
     elasticity = Elasticity(**{name: config["workers"][name] for name in ("count", "min", "max")}, **config["elastic"])
-    supervisor = Supervisor(LocalLauncher(), {**config, "run_dir": str(directory)}, recorder, elasticity)
+    launcher = WarmLauncher(directory.with_suffix(".log"))
+    supervisor = Supervisor(launcher, {**config, "run_dir": str(directory)}, recorder, elasticity)
     job = asyncio.create_task(supervisor.run())
     if soak is None:
         await job
@@ -130,8 +132,8 @@ def picture(samples: list[Sample], spare_from: int, path: Path) -> None:
 
 def soak(args: argparse.Namespace, console: Console) -> int:
     spare_from = min(20, args.events // 10)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory() as name, Progress(*columns, console=console) as bar:
+    preload("soak_worker")
+    with tempfile.TemporaryDirectory() as name, Progress(*COLUMNS, console=console) as bar:
         directory = Path(name)
         wishes = directory / "wishes.json"
         task = bar.add_task("events", total=args.events)
@@ -183,6 +185,18 @@ def soak(args: argparse.Namespace, console: Console) -> int:
     return 0 if flat else 1
 
 
+def checkpoints(args: argparse.Namespace, console: Console) -> int:
+    with tempfile.TemporaryDirectory() as name, Progress(*COLUMNS, console=console) as bar:
+        task = bar.add_task("kills", total=args.checkpoints)
+        outcome = fuzz(Path(name), args.checkpoints, args.seed, lambda: bar.advance(task))
+    kills = f"{args.checkpoints} kills of a job of {outcome.steps} steps in {outcome.wall_s:.0f} s"
+    torn = f"{outcome.mid_write} left a checkpoint half written or half removed"
+    console.print(f"{kills}; {torn}; {len(outcome.resumed)} resumptions, all with the bits of an undisturbed run")
+    if args.json:
+        args.json.write_text(json.dumps({**origin(), "kills": args.checkpoints, **asdict(outcome)}, indent=1) + "\n")
+    return 0
+
+
 def reproducible(name: str) -> bool:
     try:
         return transports.choose(name, True) == name
@@ -220,9 +234,7 @@ def main() -> int:
         parser.error(f"--events {args.events}: allowed is 20 or more")
     path = os.pathsep.join([*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
     with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
-        if args.checkpoints:
-            return fuzz(args.checkpoints, args.seed, Console())
-        return soak(args, Console())
+        return checkpoints(args, Console()) if args.checkpoints else soak(args, Console())
 
 
 if __name__ == "__main__":
