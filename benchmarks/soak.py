@@ -42,7 +42,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 from checkpoint_fuzz import fuzz  # noqa: E402
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, words  # noqa: E402
-from soak_job import MOST, Recorder, Sample, Soak  # noqa: E402
+from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
 from warm import WarmLauncher, preload  # noqa: E402
 
 from kfuse.comm import transports  # noqa: E402
@@ -145,10 +145,10 @@ def soak(args: argparse.Namespace, console: Console) -> int:
             "chance": random.Random(args.seed),
             "done": lambda kind: bar.update(task, advance=1, description=f"events ({kind})"),
         }
-        wishes.write_text(json.dumps({"workers": 2, "topology": None, "asked": 0}))
+        wishes.write_text(json.dumps({"workers": START, "topology": None, "asked": 0}))
         policy = [override("+policy.wishes", str(wishes)), override("+policy.pace_s", args.pace)]
         started = time.perf_counter()
-        recorder, events = asyncio.run(run(directory / "soak", [*policy, "workers.count=2"], settings))
+        recorder, events = asyncio.run(run(directory / "soak", [*policy, f"workers.count={START}"], settings))
         wall_s = time.perf_counter() - started
         job = Job(directory / "soak")
         steps = job.summary["steps"]

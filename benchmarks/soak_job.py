@@ -20,8 +20,8 @@ from kfuse.elastic.workers import State, Worker
 from kfuse.observe.run_dir import RunDirectory
 
 STRIKES = {"kill": signal.SIGKILL, "exception": RAISE, "exit": EXIT, "stop": signal.SIGSTOP}
-WEIGHTS = {"kill": 4, "exception": 2, "exit": 2, "stop": 1, "grow": 2, "shrink": 2, "topology": 2}
-MOST = 4
+WEIGHTS = {"kill": 4, "exception": 2, "exit": 2, "stop": 1, "grow": 3, "shrink": 2, "topology": 2}
+START, MOST = 3, 4
 _LONGEST_DELAY_S = 0.3
 _STEPS_BETWEEN = 5
 _DEADLINE_S = 180.0
@@ -92,7 +92,7 @@ class Soak:
     done: Callable[[str], None]
     samples: list[Sample] = field(default_factory=list)
     struck: list[int] = field(default_factory=list)
-    wish: dict[str, Any] = field(default_factory=lambda: {"workers": 2, "topology": None, "asked": 0})
+    wish: dict[str, Any] = field(default_factory=lambda: {"workers": START, "topology": None, "asked": 0})
 
     def write_wish(self, **changes: Any) -> None:
         self.wish |= changes
@@ -147,8 +147,9 @@ class Soak:
         )
 
     async def _strike(self, index: int, kind: str) -> None:
-        """Any member but the witness; once there are two."""
-        await self.recorder.until("two members", lambda: self.settled() and len(self.members()) > 1)
+        """Any member but the witness, once there are some: two, or up to as many as are wanted."""
+        enough = self.chance.randint(2, self.wish["workers"])
+        await self.recorder.until(f"{enough} members", lambda: self.settled() and len(self.members()) >= enough)
         victim = self.chance.choice(self.members()[index >= self.spare_from :])
         self.struck.append(victim.pid)
         generation = self._generation()
