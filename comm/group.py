@@ -151,7 +151,9 @@ class Group:
         after the timeout.
         """
         _RETIRED.append(self)
-        _RETIRED[:] = [g for g in _RETIRED if not all(pending.done() for pending in g.under_way)]
+        for group in [g for g in _RETIRED if all(pending.done() for pending in g.under_way)]:
+            group.under_way.clear()  # each knows its group: a circle would keep both, and sockets and threads, for long
+            _RETIRED.remove(group)
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         """Starts an in-place all-reduce; "avg" sums (the caller divides)."""

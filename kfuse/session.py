@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -288,11 +289,22 @@ def _form_group(view: View, rank: int, old: Group, check: Callable[[], None]) ->
     host, port = view.store
     try:
         store = TCPStore(host, port, None, False, timedelta(seconds=old.timeout_s), wait_for_workers=False)
-    except RuntimeError as error:
+        address = own_address(host, port)
+    except (RuntimeError, OSError) as error:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
-    hostname = host if host == "127.0.0.1" else None
     hosts = [member.host for member in view.members]
-    return Group(rank, view.size, store, old.device, old.timeout_s, hostname, check, hosts)
+    return Group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine that connections to host:port leave from: whoever is there can reach it.
+
+    Raises OSError where no way leads there.
+    """
+    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
 
 
 def _device() -> torch.device:

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +42,7 @@ _PATIENCE_S = 60.0
 
 
 def strike(how: str) -> None:
-    """Ends or hangs this process."""
+    """Ends or hangs this process, or cuts its host off."""
     match how:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -53,6 +54,11 @@ def strike(how: str) -> None:
             os._exit(3)
         case "exception":
             raise RuntimeError("struck by chaos")
+        case "silence":  # of this host, a network namespace: no packet comes or goes, and nobody is told
+            for chain in ("INPUT", "OUTPUT"):
+                subprocess.run(["iptables", "-w", "-A", chain, "-j", "DROP"], check=True)
+        case "unplug":
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         case _:
             raise ValueError(f"how={how!r}: unknown")
 

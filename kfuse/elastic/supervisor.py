@@ -9,8 +9,9 @@ switch at the same step boundary. One that recovers from a loss is in force at o
 from __future__ import annotations
 
 import asyncio
-import hmac
+import os
 import secrets
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kfuse.elastic import protocol
+from kfuse.elastic.gate import Gate
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.workers import State, Worker, how_it_ended
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _STOP_GRACE_S = 20.0
 _BROKEN_GRACE_S = 0.1  # a lost connection is mostly a death that is about to be reported
+_KILL_GRACE_S = 1.0  # for word of a killed process's end: from a host that is cut off there is none
 
 
 class Sink(Protocol):
@@ -61,13 +64,12 @@ class JobFailed(RuntimeError):
 class Supervisor:
     """Runs one job to its end."""
 
-    def __init__(
-        self, launcher: Launcher, job: dict[str, Any], sink: Sink, elasticity: Elasticity, host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, launcher: Launcher, job: dict[str, Any], sink: Sink, elasticity: Elasticity) -> None:
         """`job` is handed to every worker as it connects (plain JSON values)."""
-        self._launcher, self._job, self._sink, self._elasticity, self._host = launcher, job, sink, elasticity, host
+        self._launcher, self._job, self._sink, self._elasticity = launcher, job, sink, elasticity
         self._wanted = self._asked = elasticity.count
         self._token = secrets.token_hex(16)
+        self._gate = Gate(self._token)
         self._workers: dict[int, Worker] = {}
         self._view: View | None = None
         self._store: TCPStore | None = None
@@ -86,7 +88,11 @@ class Supervisor:
         Raises JobFailed. Whatever happens, no worker is left behind.
         """
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(self._serve, self._host, 0, limit=protocol.MAX_LINE)
+        try:
+            self._host = await self._launcher.open()
+            server = await asyncio.start_server(self._serve, self._host, 0, limit=protocol.MAX_LINE)
+        except OSError as error:
+            raise JobFailed(f"the launcher cannot start workers: {' '.join(str(error).split())}") from error
         self._address = f"{self._host}:{server.sockets[0].getsockname()[1]}"
         heartbeats = asyncio.create_task(self._watch_heartbeats())
         try:
@@ -96,11 +102,12 @@ class Supervisor:
         finally:
             heartbeats.cancel()
             for worker in self._workers.values():
-                worker.process.kill()
+                worker.kill()
             server.close()
             for writer in self._connections.values():
                 writer.transport.abort()
             await asyncio.gather(*self._connections, *self._tasks, heartbeats, return_exceptions=True)
+            await self._launcher.close()
 
     def stop(self, reason: str) -> None:
         """Asks the workers to stop at the next step boundary; a second call, or a long silence, kills them."""
@@ -155,13 +162,16 @@ class Supervisor:
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints, and decides what its end means."""
         lines = asyncio.create_task(self._pass_on(worker))
-        status = await worker.process.wait()
+        status = await worker.end(_KILL_GRACE_S)
         was, worker.state = worker.state, State.ENDED
+        if status is None:  # should it come back: its place is taken
+            lines.cancel()
+            worker.disconnect()
         left = status == 0 and (self._done or self._view is None or self._view.rank_of(worker.number) is None)
         if not (left or self._stopping or self._done or self._over.done()):
             await asyncio.wait([lines], timeout=0.05)  # its last words
-            await self._lost(worker, was, how_it_ended(status))
-        await lines
+            await self._lost(worker, was, how_it_ended(status, worker.why))
+        await asyncio.wait([lines])
         if not self._alive() and (self._done or self._stopping):
             self._end()
 
@@ -182,8 +192,8 @@ class Supervisor:
                 limit = limits.get(worker.state, self._elasticity.heartbeat_timeout_s)
                 silent = time.monotonic() - worker.alive_at
                 if silent > limit and not worker.why:
-                    worker.why = f"showed no life for {silent:.0f} s and was killed"
-                    worker.process.kill()
+                    worker.why = f"showed no life for {silent:.0f} s"
+                    worker.kill()
 
     def _end(self, error: BaseException | None = None) -> None:
         if self._over.done():
@@ -197,7 +207,6 @@ class Supervisor:
 
     async def _lost(self, worker: Worker, was: State, how: str) -> None:
         """A worker ended that should not have: the survivors regroup, and another takes its place."""
-        how = worker.why or how
         self._failures += 1
         rank = None if self._view is None else self._view.rank_of(worker.number)
         self._event("failure", worker=worker.number, pid=worker.pid, rank=rank, how=how)
@@ -239,14 +248,12 @@ class Supervisor:
         assert task is not None
         self._connections[task] = writer
         try:
-            hello = protocol.decode(await asyncio.wait_for(reader.readline(), self._elasticity.boot_timeout_s))
-            number = hello.get("worker")
-            worker = self._workers.get(number) if isinstance(number, int) else None
-            known = hmac.compare_digest(str(hello.get("token", "")).encode(), self._token.encode())
-            if hello["type"] != "hello" or not known or worker is None or worker.writer is not None:
+            hello = await self._gate.hello(reader, writer)
+            worker = self._workers.get(hello["worker"])
+            if worker is None or worker.writer is not None:
                 return
             worker.writer, worker.pid, worker.host = writer, int(hello["pid"]), str(hello["host"])
-            self._tell([worker], "welcome", job=self._job)
+            self._tell([worker], "welcome", job=self._job, silence_s=self._elasticity.heartbeat_timeout_s)
             while line := await reader.readline():
                 worker.alive_at = time.monotonic()
                 await self._receive(worker, protocol.decode(line))
@@ -295,7 +302,7 @@ class Supervisor:
             self._tell(self._members(), "over")
             for worker in self._alive():
                 if worker not in self._members():  # still booting, or waiting to be taken in: too late for this job
-                    worker.process.kill()
+                    worker.kill()
 
     def _event(self, kind: str, **fields: Any) -> None:
         self._keep("event", {"step": max(self._furthest, 0), "kind": kind, **fields})
@@ -358,10 +365,14 @@ class Supervisor:
 
     def _open_store(self) -> tuple[str, int]:
         """A store for the next view. The one before is closed: whoever still waits there is woken by an error."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else strangers at the store fill the screen
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # seconds: the workers boot meanwhile
 
-        self._store = TCPStore(self._host, 0, None, True, wait_for_workers=False)
-        return self._host, self._store.port
+        # A socket of ours: left to itself, the store listens on all interfaces, whatever host it is given.
+        listener = socket.create_server((self._host, 0), backlog=socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        self._store = TCPStore(self._host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return self._host, port
 
     def _on_joined(self, worker: Worker, generation: int) -> None:
         if self._view is None or generation != self._view.generation:

@@ -39,10 +39,33 @@ class Worker:
     """Another is to take its place."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     """The last that it printed."""
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def kill(self) -> None:
+        self.killed.set()
+        self.process.kill()
+
+    async def end(self, grace_s: float) -> int | None:
+        """Its exit status once it has ended. None if it was killed, and so long after there is still no word of it."""
+        ended, killed = asyncio.ensure_future(self.process.wait()), asyncio.ensure_future(self.killed.wait())
+        try:
+            await asyncio.wait([ended, killed], return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await asyncio.wait([ended], timeout=grace_s)
+            return ended.result() if ended.done() else None
+        finally:
+            ended.cancel()
+            killed.cancel()
+
+    def disconnect(self) -> None:
+        if self.writer is not None:
+            self.writer.transport.abort()
 
 
-def how_it_ended(status: int) -> str:
-    """An exit status in words."""
-    if status < 0:
+def how_it_ended(status: int | None, why: str) -> str:
+    """An exit status in words. why: for which we killed it, if we did; then None says that there was no word of it."""
+    if why:
+        return f"{why} and {'cannot be reached' if status is None else 'was killed'}"
+    if status is not None and status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"

@@ -36,6 +36,9 @@ class LocalLauncher:
     def __init__(self, command: list[str] | None = None) -> None:
         self._command = command or [sys.executable, "-m", "kfuse.worker"]
 
+    async def open(self) -> str:
+        return "127.0.0.1"
+
     async def start(self, env: Mapping[str, str]) -> LocalProcess:
         process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -48,3 +51,6 @@ class LocalLauncher:
             limit=2**20,
         )
         return LocalProcess(process)
+
+    async def close(self) -> None:
+        pass

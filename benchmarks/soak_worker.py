@@ -1,0 +1,71 @@
+"""What the soak's workers run: a small task, and a policy that does what the soak asks, and dies how it asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from kfuse import BasePolicy
+from kfuse.data import DataSplit, TensorData
+from kfuse.elastic import protocol
+from kfuse.policies import GNSPolicy
+from kfuse.signals import Decision, Signals
+
+RAISE, EXIT = signal.SIGUSR1, signal.SIGUSR2
+
+
+class Struck(BaseException):
+    """An error that no code expects, at whatever line the worker happens to be."""
+
+
+def blobs(samples: int = 1500, classes: int = 10) -> DataSplit:
+    """Ten overlapping clouds of points: float32 `[B, 64]`, int64 `[B]`. The same each time; imports nothing slow."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(samples) % classes
+    x = torch.randn(classes, 64, generator=generator)[y] + 2 * torch.randn(samples, 64, generator=generator)
+    held = samples // 5
+    spec: dict[str, Any] = {"input_shape": (64,), "num_classes": classes}
+    return DataSplit(TensorData(x[held:], y[held:]), TensorData(x[:held], y[:held]), spec)
+
+
+class Obedient(BasePolicy):
+    """Batch size by the noise scale; workers and topology as the file `wishes` says: {workers, topology, asked}.
+
+    asked: how often a topology was asked for. pace_s: a step takes at least so long.
+    """
+
+    def __init__(self, wishes: str | None = None, pace_s: float = 0.0) -> None:
+        self._wishes, self._pace_s = None if wishes is None else Path(wishes), pace_s
+        self._adapts = GNSPolicy(every=5)
+        self._asked = 0
+        self._began = time.monotonic()
+        if protocol.ENV_WORKER in os.environ:
+            signal.signal(RAISE, _raise)
+            signal.signal(EXIT, _exit)
+
+    def before_step(self) -> None:
+        time.sleep(max(0.0, self._began + self._pace_s - time.monotonic()))
+        self._began = time.monotonic()
+
+    def decide(self, signals: Signals) -> Decision | None:
+        batch_size = (self._adapts.decide(signals) or Decision()).batch_size
+        if self._wishes is None:
+            return Decision(batch_size=batch_size)
+        wish = json.loads(self._wishes.read_text())
+        topology = wish["topology"] if wish["asked"] > self._asked else None
+        self._asked = wish["asked"]
+        return Decision(batch_size=batch_size, workers=wish["workers"], topology=topology)
+
+
+def _raise(*_: object) -> NoReturn:
+    raise Struck("struck by the soak")
+
+
+def _exit(*_: object) -> NoReturn:
+    os._exit(3)

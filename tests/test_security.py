@@ -1,0 +1,193 @@
+"""Strangers at every port of a running job: they neither join nor change a bit of what it computes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from elastic_job import Job, assert_same_training, override, run_job, words
+
+from kfuse.elastic import gate, protocol
+from kfuse.elastic.supervisor import Supervisor
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=3 model=mlp data=digits model.hidden=[24]",
+    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20 policy._target_=chaos.Chaos",
+)
+TOKEN = "0123456789abcdef"
+LISTENING = "0A"
+CROWD = 300
+
+
+# -- the gate -----------------------------------------------------------------------------------------------------
+
+
+Visit = Callable[[int], Awaitable[None]]
+
+
+def at_the_gate(visit: Visit) -> list[str]:
+    """What became of each who came to a gate while `visit` ran, in the order in which it ended."""
+    ends: list[str] = []
+    door = gate.Gate(TOKEN)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            ends.append(f"worker {(await door.hello(reader, writer))['worker']}")
+        except TimeoutError:
+            ends.append("too late")
+        except (OSError, ValueError):
+            ends.append("refused")
+        finally:
+            writer.close()
+
+    async def go() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=protocol.MAX_LINE)
+        async with server:
+            await asyncio.wait_for(visit(server.sockets[0].getsockname()[1]), 60)
+
+    asyncio.run(go())
+    return ends
+
+
+def hello(token: str = TOKEN) -> bytes:
+    return protocol.encode({"type": "hello", "token": token, "worker": 7, "pid": 1, "host": "h"})
+
+
+async def say(port: int, *pieces: bytes) -> None:
+    """Sends the pieces and waits for the end of the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "end"),
+    [
+        ((hello(),), "worker 7"),
+        ((hello()[:10], hello()[10:]), "worker 7"),
+        ((hello("0" * 16),), "refused"),
+        ((hello("\u00e9"),), "refused"),
+        ((b"x" * (gate.MAX_HELLO + 1),), "refused"),
+        ((b"x" * 2**20,) * 40, "refused"),
+        ((b"\xff\n",), "refused"),
+    ],
+)
+def test_one_short_line_with_the_token_opens_the_gate(pieces: tuple[bytes, ...], end: str) -> None:
+    assert at_the_gate(lambda port: say(port, *pieces)) == [end]
+
+
+def test_silence_does_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "HELLO_TIMEOUT_S", 0.05)
+    assert at_the_gate(lambda port: say(port, b"")) == ["too late"]
+
+
+def test_the_oldest_stranger_goes_first() -> None:
+    """A crowd that fills the gate; then a worker comes, and a stranger as it speaks."""
+
+    async def visit(port: int) -> None:
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(gate.MAX_STRANGERS)]
+        await say(port, hello())
+        assert await crowd[0][0].read() == b"", "the oldest was shown the door"
+        assert not crowd[1][0].at_eof() and not crowd[-1][0].at_eof()
+        for _, writer in crowd:
+            writer.close()
+
+    ends = at_the_gate(visit)
+    assert ends.count("worker 7") == 1
+    assert set(ends[:2]) == {"worker 7", "refused"}
+
+
+# -- a job's ports ------------------------------------------------------------------------------------------------
+
+
+def listeners(pids: Iterable[int]) -> Iterator[tuple[str, int]]:
+    """(address, port) of every TCP socket on which one of these processes listens. Linux."""
+    inodes = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    inodes.add(os.readlink(entry))
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and f"socket:[{fields[9]}]" in inodes:
+                address, port = fields[1].split(":")
+                words_ = [struct.pack("=I", int(address[at : at + 8], 16)) for at in range(0, len(address), 8)]
+                yield socket.inet_ntop(family, b"".join(words_)), int(port, 16)
+
+
+def test_listeners_sees_what_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as four, socket.create_server(("::", 0), family=socket.AF_INET6) as six:
+        ours = {("127.0.0.1", four.getsockname()[1]), ("::", six.getsockname()[1])}
+        assert ours <= set(listeners([os.getpid()]))
+    assert not ours & set(listeners([os.getpid()]))
+
+
+GARBAGE = [
+    b"\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\0" * 5000,
+    b"\xff" * 5000,
+    random.Random(0).randbytes(50_000),
+    *(struct.pack("<Q", number) for number in range(16)),  # gloo's sequence numbers, and its pairs' first words
+    struct.pack("<BI", 0, 0x3C85F7CE) + b"\x01" + struct.pack("<Q", 2**62),  # the store's magic, then an endless key
+    struct.pack("<BI", 0, 0x3C85F7CE) + b"\xff" * 100,
+]
+
+
+async def crowd_at(port: int) -> list[asyncio.StreamWriter]:
+    """Many who say nothing, many who say garbage and stay, and as many who are gone at once."""
+    writers = []
+    for index in range(CROWD):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        if index % 3 == 0:
+            writer.transport.abort()
+            continue
+        if index % 3 == 1:
+            writer.write(GARBAGE[index // 3 % len(GARBAGE)])
+        writers.append(writer)
+    return writers
+
+
+def test_strangers_at_the_store_and_at_gloo_change_nothing(tmp_path: Path) -> None:
+    """A crowd at each port of each process, as soon as it listens: while training, and while a new group connects."""
+    alone = run_job(tmp_path / "alone", [*TRAINING, override("+policy.directory", str(tmp_path / "none"))])
+    met: dict[tuple[str, int], str] = {}
+
+    async def strangers(supervisor: Supervisor, job: Job) -> None:
+        crowd = []
+        while True:
+            workers = [worker.pid for worker in supervisor._workers.values() if worker.pid]
+            found = dict.fromkeys(listeners([os.getpid()]), "supervisor") | dict.fromkeys(listeners(workers), "worker")
+            for (address, port), whose in found.items():
+                if (address, port) not in met:
+                    met[address, port] = whose
+                    with contextlib.suppress(ConnectionError):  # it listens no more
+                        crowd += await crowd_at(port)
+            if job.metrics:
+                (tmp_path / "met").touch()
+            await asyncio.sleep(0.002)
+
+    policy = [
+        override("+policy.directory", str(tmp_path / "events")),
+        override("+policy.phases", [{"step": 5, "workers": 3}]),
+        override("+policy.gates", [{"step": 62, "workers": 3}]),
+        override("+policy.until", str(tmp_path / "met")),
+    ]
+    job = run_job(tmp_path / "run", [*TRAINING, *policy, "workers.count=2"], during=strangers)
+    assert_same_training(job, alone)
+    assert len(job.views[-1]["workers"]) == 3, job.told()
+    assert list(met.values()).count("supervisor") >= 3 and list(met.values()).count("worker") >= 4, met
+    assert {address for address, _ in met} == {"127.0.0.1"}

@@ -1,0 +1,78 @@
+"""Workers that come up in a tenth of a second: forked from a process that has imported everything they need."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import AsyncIterator, Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def preload(*modules: str) -> None:
+    """Before the first start: what the process that is forked imports. Its environment is this process's of then."""
+    CONTEXT.set_forkserver_preload(["__main__", "kfuse.worker", *modules])
+
+
+class WarmProcess:
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        self._status: int | None = None
+
+    async def lines(self) -> AsyncIterator[str]:
+        """None: they are in the log."""
+        return
+        yield
+
+    async def wait(self) -> int:
+        """May be awaited once."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        self._status = self._process.exitcode
+        assert self._status is not None
+        self._process.close()
+        return self._status
+
+    def kill(self) -> None:
+        if self._status is None:
+            self._process.kill()
+
+
+class WarmLauncher:
+    """Each worker runs what `python -m kfuse.worker` runs; what it prints is added to `log`, its pid to `pids`."""
+
+    def __init__(self, log: Path) -> None:
+        self._log, self.pids = log, log.with_suffix(".pids")
+
+    async def open(self) -> str:
+        return "127.0.0.1"
+
+    async def start(self, env: Mapping[str, str]) -> WarmProcess:
+        process = CONTEXT.Process(target=_work, args=({"TORCH_CPP_LOG_LEVEL": "ERROR", **env}, str(self._log)))
+        process.start()
+        with self.pids.open("a") as file:
+            file.write(f"{process.pid}\n")
+        return WarmProcess(process)
+
+    async def close(self) -> None:
+        pass
+
+
+def _work(env: dict[str, str], log: str) -> None:
+    os.setsid()
+    os.environ.update(env)
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for standard in (1, 2):
+        os.dup2(stream, standard)
+    os.close(stream)
+    sys.modules.pop("kfuse.worker", None)
+    runpy.run_module("kfuse.worker", run_name="__main__")
