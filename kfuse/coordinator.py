@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -72,10 +72,13 @@ class Coordinator:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """While the run lasts. If the supervisor is lost a last checkpoint is written, where any are."""
+        """While the run lasts. If it cannot go on a last checkpoint is written, where any are.
+
+        That is when the supervisor is lost, or a worker and there is no supervisor.
+        """
         try:
             yield
-        except ControlError:
+        except (ControlError, CommError):
             self.opt.engine.abort()
             self.checkpoints.save_last(self.position.step, self._state)
             raise
@@ -357,12 +360,15 @@ class Coordinator:
 
     def _ask(self, decision: Decision) -> None:
         """Every worker decides, so that each one's policy has the same state; the leader's word counts."""
+        if decision.workers is not None and not self.session.elastic:
+            if decision.workers not in (self.session.group.size, self.session.workers_asked):  # said once
+                self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
+            self.session.ask(workers=decision.workers)
+            decision = replace(decision, workers=None)
         decision, notes = decision.clipped(self.settings.bounds)
         for note in notes:
             self._event("clipped", note=note)
         if decision.workers is not None and decision.workers != self.session.workers_asked:
-            if not self.session.elastic:
-                self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
             self.session.ask(workers=decision.workers)
         self.session.ask(batch_size=decision.batch_size, lr_scale=decision.lr_scale, topology=decision.topology)
 

@@ -7,7 +7,9 @@ training), by torchrun (a fixed group), or plainly (one worker).
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,10 +25,13 @@ from kfuse.comm.step import CommOptions
 from kfuse.comm.tail import Control
 from kfuse.elastic import protocol
 from kfuse.elastic.control import ControlClient, ControlError
-from kfuse.elastic.protocol import View
+from kfuse.elastic.protocol import Member, View
+from kfuse.elastic.rendezvous import Rendezvous, own_address
 
 if TYPE_CHECKING:
     from kfuse.optim.base import DistributedOptimizer
+
+Record = Callable[[str, dict[str, Any]], None]
 
 STOP_REASONS = ("", "interrupted", "terminated")  # Control.stop is an index into these
 
@@ -38,8 +43,11 @@ class ViewChanged(CommError):
 class Session:
     """One worker's membership. Made by `init`."""
 
-    def __init__(self, group: Group, comm: CommOptions, control: ControlClient | None = None) -> None:
-        self.group, self.comm, self.control_client = group, comm, control
+    def __init__(
+        self, group: Group, comm: CommOptions, control: ControlClient | None = None, record: Record | None = None
+    ) -> None:
+        """`record`: who keeps what is reported where there is no supervisor; None: nobody."""
+        self.group, self.comm, self.control_client, self._record = group, comm, control, record
         self.view: View | None = None
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
@@ -50,6 +58,8 @@ class Session:
         """The training loop's learning rate and the part of it that is lr_scale."""
         self.workers_asked = 0
         """How many workers were last asked for, by a policy or kf.resize."""
+        self.stop_asked = ""
+        """Why to stop at the next step boundary (one of STOP_REASONS), where there is no supervisor to say it."""
         self.absorbs = False
         self.failure: CommError | None = None
         self.left = False
@@ -104,13 +114,9 @@ class Session:
         """The control word of the step under way (engine, on the leader)."""
         client = self.control_client
         if client is not None and self.view is not None:
-            stop = client.stop_reason()
-            self._pending = replace(
-                self._pending,
-                generation=client.proposed(self.view.generation),
-                stop=STOP_REASONS.index(stop) if stop in STOP_REASONS else 0,
-            )
-        return self._pending
+            self._pending = replace(self._pending, generation=client.proposed(self.view.generation))
+        stop = self.stop_asked if client is None else client.stop_reason()
+        return replace(self._pending, stop=STOP_REASONS.index(stop) if stop in STOP_REASONS else 0)
 
     def control_sent(self) -> None:
         """The step that carried the control word is complete."""
@@ -196,13 +202,15 @@ class Session:
             optimizer.engine.set_group(self.group, self.topology)
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Sends a record to the supervisor, which keeps the run directory. Without one, nothing is kept.
+        """Sends a record to the supervisor, which keeps the run directory.
 
         If it is gone, that is no news for here: `check` says so at the next step boundary.
         """
         if self.control_client is not None:
             with contextlib.suppress(ControlError):
                 self.control_client.send("record", kind=kind, data=data)
+        elif self._record is not None:
+            self._record(kind, data)
 
 
 _current: Session | None = None
@@ -220,20 +228,12 @@ def init(comm: CommOptions | None = None, timeout_s: float = 60.0) -> Session:
         if comm is not None and comm != _current.comm:
             raise RuntimeError("kf.init was called before with other options")
         return _current
-    device = _device()
     if protocol.ENV_CONTROL in os.environ:
-        _current = connect(ControlClient(timeout_s), comm_options, timeout_s)
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        started_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then the agent hosts the store
-        master = rank == 0 and not started_by_agent
-        store = TCPStore(host, port, None, master, timedelta(seconds=timeout_s), wait_for_workers=False)
-        prefix = f"kfuse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        group = Group(rank, size, PrefixStore(prefix, store), device, timeout_s)
-        _current = Session(group, comm_options)
-    else:
-        _current = Session(Group(device=device, timeout_s=timeout_s), comm_options)
+        return connect(ControlClient(timeout_s), comm_options, timeout_s)
+    meeting = Rendezvous.of_environment()
+    if meeting is not None and meeting.size > 1:
+        return meet(meeting, comm_options, timeout_s)
+    _current = Session(Group(device=_device(), timeout_s=timeout_s), comm_options)
     return _current
 
 
@@ -241,6 +241,22 @@ def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Sessi
     """The session of a worker that a supervisor started; it is alone until `join`."""
     global _current
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
+    return _current
+
+
+def meet(meeting: Rendezvous, comm: CommOptions, timeout_s: float, record: Record | None = None) -> Session:
+    """The session of a worker of a job of fixed size, in its only view. Raises CommError if the others do not come."""
+    global _current
+    try:
+        store = meeting.store(timeout_s)
+        store.set(f"member/{meeting.rank}", json.dumps([meeting.rank, os.getpid(), socket.gethostname()]))
+        members = tuple(Member(*json.loads(store.get(f"member/{rank}"))) for rank in range(meeting.size))
+        address = own_address(meeting.host, meeting.port)
+    except (RuntimeError, OSError) as error:
+        raise CommError(f"meeting {meeting.size} workers at {meeting.host}:{meeting.port}: {error}") from error
+    group = Group(meeting.rank, meeting.size, PrefixStore("view", store), _device(), timeout_s, address)
+    _current = Session(group, comm, record=record)
+    _current.view = View(1, members, (meeting.host, meeting.port), "start")
     return _current
 
 
@@ -264,10 +280,10 @@ def _form_group(view: View, rank: int, old: Group, check: Callable[[], None]) ->
     host, port = view.store
     try:
         store = TCPStore(host, port, None, False, timedelta(seconds=old.timeout_s), wait_for_workers=False)
-    except RuntimeError as error:
+        address = own_address(host, port)
+    except (RuntimeError, OSError) as error:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
-    hostname = host if host == "127.0.0.1" else None
-    return Group(rank, view.size, store, old.device, old.timeout_s, hostname, check)
+    return Group(rank, view.size, store, old.device, old.timeout_s, address, check)
 
 
 def _device() -> torch.device:

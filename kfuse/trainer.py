@@ -28,12 +28,13 @@ def comm_options(config: dict[str, Any]) -> CommOptions:
 
 
 def set_threads(config: dict[str, Any]) -> None:
-    """CPU threads: as configured; else the machine's shared out among the most workers there may be.
+    """CPU threads: as configured; else the machine's shared out among the most workers it may have.
 
     A matrix product's bits depend on the number of threads, so reproducible runs take one on any number of workers.
     """
     workers = config["workers"]
-    shared = max(1, (os.cpu_count() or 1) // workers["max"])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun says how many there are
+    shared = max(1, (os.cpu_count() or 1) // here)
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 

@@ -40,7 +40,7 @@ def validate(cfg: DictConfig) -> None:
         raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
     _check_optimizer(values["optimizer"], values["lr"]["base"])
     _check_policy(values["policy"])
-    _check_class("launcher", {k: v for k, v in values["launcher"].items() if k != "boot_timeout_s"})
+    _check_launcher(values["launcher"], values["workers"]["count"])
     split = _check_data(values["data"])
     _check_model(values["model"], split.spec)
     _check_decay(values, len(split.train))
@@ -106,7 +106,7 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     """The error of a call, put down to the argument that it speaks of."""
     message = " ".join(str(error).split()) if isinstance(error, ValueError) else targets.one_line(error)
     given = targets.arguments(node)
-    if message.startswith(f"{group}."):
+    if message.startswith((f"{group}.", f"{group}=")):
         return ConfigError(message)
     if message.split("=", 1)[0] in given:
         return ConfigError(f"{group}.{message}")
@@ -116,6 +116,18 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
             return ConfigError(f"{group}.{name}={targets.show(value)}: {message}")
     call = ", ".join(f"{name}={targets.show(value)}" for name, value in given.items())
     return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
+
+
+def _check_launcher(node: Any, count: int) -> None:
+    node = {name: value for name, value in node.items() if name != "boot_timeout_s"}
+    _check_class("launcher", node)
+    try:
+        launcher = targets.build(node)
+    except Exception as error:  # a user's constructor may raise anything
+        raise _failed("launcher", node, error) from error
+    fixed = getattr(launcher, "workers", None)
+    if fixed not in (None, count):
+        raise ConfigError(f"workers.count={count}: allowed is {fixed}, as many as torchrun started")
 
 
 def _check_data(node: Any) -> Any:
