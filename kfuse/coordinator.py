@@ -361,7 +361,8 @@ class Coordinator:
     def _ask(self, decision: Decision) -> None:
         """Every worker decides, so that each one's policy has the same state; the leader's word counts."""
         if decision.workers is not None and not self.session.elastic:
-            if decision.workers not in (self.session.group.size, self.session.workers_asked):  # said once
+            size = self.session.group.size
+            if decision.workers != size and self.session.workers_asked in (0, size):  # so it is said once
                 self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
             self.session.ask(workers=decision.workers)
             decision = replace(decision, workers=None)

@@ -72,22 +72,21 @@ class Reports:
 def run(cfg: DictConfig, run_dir: Path) -> int:
     """Trains as `cfg` says and returns the exit status: 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    observe, launcher = config["observe"], config["launcher"]
-    launched_by = targets.build({key: value for key, value in launcher.items() if key != "boot_timeout_s"})
+    observe = config["observe"]
+    launcher = targets.build(config["launcher"])
     job = {**config, "run_dir": str(run_dir.absolute())}
     reports = Reports(
         RunDirectory(run_dir, tensorboard=observe["tensorboard"], ledger=observe["ledger"]),
         Display(progress=observe["progress"]),
     )
-    if isinstance(launched_by, TorchrunLauncher):
-        return torchrun.lead(launched_by.meeting, job, reports)
+    if isinstance(launcher, TorchrunLauncher):
+        return torchrun.lead(launcher.meeting, job, reports)
     elasticity = Elasticity(
         **{key: config["workers"][key] for key in ("count", "min", "max")},
         **config["elastic"],
-        boot_timeout_s=launcher["boot_timeout_s"],
         restart=config["checkpoint"]["every_steps"] is not None,
     )
-    return supervise(launched_by, job, reports, elasticity)
+    return supervise(launcher, job, reports, elasticity)
 
 
 def supervise(launcher: Launcher, job: dict[str, Any], reports: Reports, elasticity: Elasticity) -> int:

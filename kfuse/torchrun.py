@@ -60,7 +60,7 @@ def _train(meeting: Rendezvous, job: dict[str, Any], record: Record | None = Non
     own = session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
     with _stopping(own):
         summary = build_loop(job, own).run()
-    return summary and str(summary["exit_reason"])
+    return None if summary is None else summary["exit_reason"]
 
 
 @contextlib.contextmanager

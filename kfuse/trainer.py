@@ -46,6 +46,8 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
     model: torch.nn.Module = targets.build(config["model"], **split.spec)
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
+    # Where the number is fixed a policy may still ask for another, and is told so: within bounds it would not ask.
+    workers_bounds = (workers["min"], workers["max"]) if session.elastic else (1, 2**20)
     run = Coordinator(
         model,
         train_set,
@@ -63,7 +65,7 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
         settings=Settings(
             batch_size=batch["size"],
             micro_batch=batch["micro"],
-            bounds=Bounds(batch["min"], batch["max"], workers["min"], workers["max"]),
+            bounds=Bounds(batch["min"], batch["max"], *workers_bounds),
             epochs=train["epochs"],
             steps=train["steps"],
             target_accuracy=train["target_accuracy"],

@@ -20,7 +20,7 @@ import hydra
 from omegaconf import OmegaConf
 
 from kfuse.config import drop_replaced, validate
-from kfuse.elastic.launchers import LocalLauncher
+from kfuse.elastic.launchers import Launcher, LocalLauncher
 from kfuse.elastic.launchers.local import LocalProcess
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
@@ -151,23 +151,27 @@ class _Sink:
 
 
 def run_job(
-    directory: Path, overrides: Iterable[str], during: During | None = None, deadline_s: float = DEADLINE_S
+    directory: Path,
+    overrides: Iterable[str],
+    during: During | None = None,
+    deadline_s: float = DEADLINE_S,
+    launcher: Launcher | None = None,
 ) -> Job:
     """Runs a job to its end, good or bad. `during` runs beside it, and is cancelled when the job ends.
+
+    launcher: None for local processes; only of those the exit status is known.
 
     Raises AssertionError, with all that was seen, if the job does not end in time or leaves a process behind.
     """
     config = compose(["observe.ledger=true", "workers.threads=1", *overrides])
-    job, launcher = Job(directory), _Launcher()
+    job, local = Job(directory), _Launcher()
     workers = {name: config["workers"][name] for name in ("count", "min", "max")}
     restart = config["checkpoint"]["every_steps"] is not None
     supervisor = Supervisor(
-        launcher,
+        launcher or local,
         {**config, "run_dir": str(directory)},
         _Sink(job),
-        Elasticity(
-            **workers, **config["elastic"], boot_timeout_s=config["launcher"]["boot_timeout_s"], restart=restart
-        ),
+        Elasticity(**workers, **config["elastic"], restart=restart),
     )
 
     async def go() -> None:
@@ -181,7 +185,7 @@ def run_job(
         finally:
             if beside is not None:
                 beside.cancel()
-            for process in launcher.started:
+            for process in local.started:
                 process.kill()
                 job.statuses[process._process.pid] = await process.wait()
 
@@ -201,10 +205,12 @@ def run_job(
 
 
 @contextlib.contextmanager
-def command_line(directory: Path, overrides: Iterable[str]) -> Iterator[tuple[subprocess.Popen[bytes], Job]]:
+def command_line(
+    directory: Path, overrides: Iterable[str], starter: Iterable[str] = (sys.executable,)
+) -> Iterator[tuple[subprocess.Popen[bytes], Job]]:
     """`python -m kfuse` under way in `directory`; whatever happens, neither it nor its workers survive the block."""
     quiet = ["observe.progress=false", "observe.tensorboard=false", "observe.ledger=true", "workers.threads=1"]
-    command = [sys.executable, "-m", "kfuse", f"hydra.run.dir={directory}", *quiet, *overrides]
+    command = [*starter, "-m", "kfuse", f"hydra.run.dir={directory}", *quiet, *overrides]
     job = Job(directory)
     log = directory.with_suffix(".log")
     with log.open("ab") as stream:

@@ -60,8 +60,6 @@ def _check_keys(values: Mapping[str, Any]) -> None:
         if not isinstance(values.get(section), Mapping):
             raise ConfigError(f"{section}: missing, and needed")
         found |= {f"{section}.{name}" for name in values[section]}
-    # A launcher's own arguments lie beside its settings.
-    found = {key for key in found if key in SETTINGS or not key.startswith("launcher.")}
     known = {*SETTINGS, *CLASS_GROUPS}
     for key in sorted(found - known):
         raise ConfigError(f"{key}: no such key{targets.did_you_mean(key, known)}")
@@ -119,7 +117,6 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
 
 
 def _check_launcher(node: Any, count: int) -> None:
-    node = {name: value for name, value in node.items() if name != "boot_timeout_s"}
     _check_class("launcher", node)
     try:
         launcher = targets.build(node)

@@ -61,11 +61,9 @@ class JobFailed(RuntimeError):
 class Supervisor:
     """Runs one job to its end."""
 
-    def __init__(
-        self, launcher: Launcher, job: dict[str, Any], sink: Sink, elasticity: Elasticity, host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, launcher: Launcher, job: dict[str, Any], sink: Sink, elasticity: Elasticity) -> None:
         """`job` is handed to every worker as it connects (plain JSON values)."""
-        self._launcher, self._job, self._sink, self._elasticity, self._host = launcher, job, sink, elasticity, host
+        self._launcher, self._job, self._sink, self._elasticity = launcher, job, sink, elasticity
         self._wanted = self._asked = elasticity.count
         self._token = secrets.token_hex(16)
         self._workers: dict[int, Worker] = {}
@@ -86,7 +84,17 @@ class Supervisor:
         Raises JobFailed. Whatever happens, no worker is left behind.
         """
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(self._serve, self._host, 0, limit=protocol.MAX_LINE)
+        opening = asyncio.create_task(self._launcher.open())
+        either: list[asyncio.Future[Any]] = [opening, self._over]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():  # stopped before it began
+            opening.cancel()
+            return self._stopping
+        try:
+            self._host = opening.result()
+            server = await asyncio.start_server(self._serve, self._host, 0, limit=protocol.MAX_LINE)
+        except OSError as error:
+            raise JobFailed(f"the launcher cannot start workers: {' '.join(str(error).split())}") from error
         self._address = f"{self._host}:{server.sockets[0].getsockname()[1]}"
         heartbeats = asyncio.create_task(self._watch_heartbeats())
         try:
@@ -101,6 +109,7 @@ class Supervisor:
             for writer in self._connections.values():
                 writer.transport.abort()
             await asyncio.gather(*self._connections, *self._tasks, heartbeats, return_exceptions=True)
+            await self._launcher.close()
 
     def stop(self, reason: str) -> None:
         """Asks the workers to stop at the next step boundary; a second call, or a long silence, kills them."""

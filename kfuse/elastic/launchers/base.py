@@ -22,5 +22,11 @@ class WorkerProcess(Protocol):
 class Launcher(Protocol):
     """Starts workers."""
 
+    async def open(self) -> str:
+        """Called once, before the rest: the address of this machine at which workers reach it. Raises OSError."""
+
     async def start(self, env: Mapping[str, str]) -> WorkerProcess:
         """Starts one worker with these environment variables. Raises OSError."""
+
+    async def close(self) -> None:
+        """Called once, when all workers have ended."""
