@@ -17,7 +17,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from kfuse import targets, torchrun
 from kfuse.config import ConfigError, drop_replaced, explain, validate
+from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.elastic.rendezvous import Rendezvous
 
 USAGE_ERROR = 2
 
@@ -26,16 +29,37 @@ def main() -> int:
     """Runs the command line in `sys.argv`; returns the exit status.
 
     0: trained. 2: the command line or configuration is wrong, said in one line, with nothing written. Any
-    other: what the run ended with, the largest of a sweep's.
+    other: what the run ended with, the largest of a sweep's. Under torchrun, rank 0 does this and the others follow.
     """
     # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
+        meeting = Rendezvous.of_environment()
+    except RuntimeError as error:
+        return _refuse(str(error))
+    if meeting is None or meeting.size == 1:
+        return _main()
+    if meeting.rank > 0:
+        return torchrun.follow(meeting)
+    status = USAGE_ERROR
+    try:
+        status = _main(fixed=True)
+    finally:
+        meeting.dismiss(status)
+    return status
+
+
+def _main(fixed: bool = False) -> int:
+    """`fixed`: torchrun has started the workers, so that there is one run, and no other launcher."""
+    try:
         args = _parse(sys.argv[1:])
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
-            for overrides in _jobs(args):
-                _check(args, overrides)
+            jobs = _jobs(args)
+            if fixed and len(jobs) > 1:
+                raise ConfigError("-m: torchrun's workers are there for one run; allowed is no sweep")
+            for overrides in jobs:
+                _check(args, overrides, fixed)
         return _run_hydra()
     except KeyboardInterrupt:
         return 130
@@ -67,7 +91,7 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
     return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]
 
 
-def _check(args: argparse.Namespace, overrides: list[str]) -> None:
+def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
     """Composes and validates one run's configuration, as Hydra will, before it creates anything."""
     if args.config_dir is not None:
         if not os.path.isdir(args.config_dir):
@@ -80,6 +104,8 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
     drop_replaced(cfg, overrides)
     validate(cfg)
+    if fixed and targets.locate(cfg.launcher._target_) is not TorchrunLauncher:
+        raise ConfigError("launcher: torchrun started this process; allowed is launcher=torchrun")
 
 
 def _run_hydra() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -73,10 +73,13 @@ class Coordinator:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """While the run lasts. If the supervisor is lost a last checkpoint is written, where any are."""
+        """While the run lasts. If it cannot go on a last checkpoint is written, where any are.
+
+        That is when the supervisor is lost, or a worker and there is no supervisor.
+        """
         try:
             yield
-        except ControlError:
+        except (ControlError, CommError):
             self.opt.engine.abort()
             self.checkpoints.save_last(self.position.step, self._state)
             raise
@@ -398,12 +401,16 @@ class Coordinator:
 
     def _ask(self, decision: Decision) -> None:
         """Every worker decides, so that each one's policy has the same state; the leader's word counts."""
+        if decision.workers is not None and not self.session.elastic:
+            size = self.session.group.size
+            if decision.workers != size and self.session.workers_asked in (0, size):  # so it is said once
+                self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
+            self.session.ask(workers=decision.workers)
+            decision = replace(decision, workers=None)
         decision, notes = decision.clipped(self.settings.bounds)
         for note in notes:
             self._event("clipped", note=note)
         if decision.workers is not None and decision.workers != self.session.workers_asked:
-            if not self.session.elastic:
-                self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
             self.session.ask(workers=decision.workers)
         if decision.replace is not None:
             self._replace(decision.replace)

@@ -11,13 +11,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kfuse import targets
-from kfuse.elastic.launchers import Launcher
+from kfuse import targets, torchrun
+from kfuse.elastic.launchers import Launcher, TorchrunLauncher
+from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 from kfuse.observe.display import Display
 from kfuse.observe.run_dir import RunDirectory
-
-INTERRUPTED, TERMINATED = 130, 143
 
 
 class Reports:
@@ -73,20 +72,21 @@ class Reports:
 def run(cfg: DictConfig, run_dir: Path) -> int:
     """Trains as `cfg` says and returns the exit status: 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    observe, launcher = config["observe"], config["launcher"]
-    workers = {key: config["workers"][key] for key in ("count", "min", "max")}
+    observe = config["observe"]
+    launcher = targets.build(config["launcher"])
+    job = {**config, "run_dir": str(run_dir.absolute())}
     reports = Reports(
         RunDirectory(run_dir, tensorboard=observe["tensorboard"], ledger=observe["ledger"]),
         Display(progress=observe["progress"]),
     )
+    if isinstance(launcher, TorchrunLauncher):
+        return torchrun.lead(launcher.meeting, job, reports)
     elasticity = Elasticity(
-        **workers,
+        **{key: config["workers"][key] for key in ("count", "min", "max")},
         **config["elastic"],
-        boot_timeout_s=launcher["boot_timeout_s"],
         restart=config["checkpoint"]["every_steps"] is not None,
     )
-    launched_by = targets.build({key: value for key, value in launcher.items() if key != "boot_timeout_s"})
-    return supervise(launched_by, {**config, "run_dir": str(run_dir.absolute())}, reports, elasticity)
+    return supervise(launcher, job, reports, elasticity)
 
 
 def supervise(launcher: Launcher, job: dict[str, Any], reports: Reports, elasticity: Elasticity) -> int:
@@ -100,7 +100,7 @@ def supervise(launcher: Launcher, job: dict[str, Any], reports: Reports, elastic
         return 1
     finally:
         reports.close(why)
-    return {"interrupted": INTERRUPTED, "terminated": TERMINATED}.get(why or "", 0)
+    return STOP_STATUS.get(why or "", 0)
 
 
 async def _supervise(supervisor: Supervisor) -> str | None:

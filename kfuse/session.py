@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 import weakref
@@ -24,10 +25,13 @@ from kfuse.comm.step import CommOptions
 from kfuse.comm.tail import Control
 from kfuse.elastic import protocol
 from kfuse.elastic.control import ControlClient, ControlError
-from kfuse.elastic.protocol import View
+from kfuse.elastic.protocol import Member, View
+from kfuse.elastic.rendezvous import Rendezvous, own_address
 
 if TYPE_CHECKING:
     from kfuse.optim.base import DistributedOptimizer
+
+Record = Callable[[str, dict[str, Any]], None]
 
 STOP_REASONS = ("", "interrupted", "terminated")  # Control.stop is an index into these
 
@@ -39,8 +43,11 @@ class ViewChanged(CommError):
 class Session:
     """One worker's membership. Made by `init`."""
 
-    def __init__(self, group: Group, comm: CommOptions, control: ControlClient | None = None) -> None:
-        self.group, self.comm, self.control_client = group, comm, control
+    def __init__(
+        self, group: Group, comm: CommOptions, control: ControlClient | None = None, record: Record | None = None
+    ) -> None:
+        """`record`: who keeps what is reported where there is no supervisor; None: nobody."""
+        self.group, self.comm, self.control_client, self._record = group, comm, control, record
         self.view: View | None = None
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
@@ -53,6 +60,8 @@ class Session:
         """The training loop's learning rate and the part of it that is lr_scale."""
         self.workers_asked = 0
         """How many workers were last asked for, by a policy or kf.resize."""
+        self.stop_asked = ""
+        """Why to stop at the next step boundary (one of STOP_REASONS), where there is no supervisor to say it."""
         self.absorbs = False
         self.failure: CommError | None = None
         self.left = False
@@ -127,13 +136,9 @@ class Session:
         """The control word of the step under way (engine, on the leader)."""
         client = self.control_client
         if client is not None and self.view is not None:
-            stop = client.stop_reason()
-            self._pending = dataclasses.replace(
-                self._pending,
-                generation=client.proposed(self.view.generation),
-                stop=STOP_REASONS.index(stop) if stop in STOP_REASONS else 0,
-            )
-        return self._pending
+            self._pending = dataclasses.replace(self._pending, generation=client.proposed(self.view.generation))
+        stop = self.stop_asked if client is None else client.stop_reason()
+        return dataclasses.replace(self._pending, stop=STOP_REASONS.index(stop) if stop in STOP_REASONS else 0)
 
     def control_sent(self) -> None:
         """The step that carried the control word is complete."""
@@ -219,13 +224,15 @@ class Session:
             optimizer.engine.set_group(self.group, self.topology, self.tree)
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Sends a record to the supervisor, which keeps the run directory. Without one, nothing is kept.
+        """Sends a record to the supervisor, which keeps the run directory.
 
         If it is gone, that is no news for here: `check` says so at the next step boundary.
         """
         if self.control_client is not None:
             with contextlib.suppress(ControlError):
                 self.control_client.send("record", kind=kind, data=data)
+        elif self._record is not None:
+            self._record(kind, data)
 
 
 _current: Session | None = None
@@ -243,22 +250,12 @@ def init(comm: CommOptions | None = None, timeout_s: float = 60.0) -> Session:
         if comm is not None and comm != _current.comm:
             raise RuntimeError("kf.init was called before with other options")
         return _current
-    device = _device()
     if protocol.ENV_CONTROL in os.environ:
-        _current = connect(ControlClient(timeout_s), comm_options, timeout_s)
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        started_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then the agent hosts the store
-        master = rank == 0 and not started_by_agent
-        store = TCPStore(host, port, None, master, timedelta(seconds=timeout_s), wait_for_workers=False)
-        prefix = f"kfuse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        hosts = [str(other // here) for other in range(size)]
-        group = Group(rank, size, PrefixStore(prefix, store), device, timeout_s, hosts=hosts)
-        _current = Session(group, comm_options)
-    else:
-        _current = Session(Group(device=device, timeout_s=timeout_s), comm_options)
+        return connect(ControlClient(timeout_s), comm_options, timeout_s)
+    meeting = Rendezvous.of_environment()
+    if meeting is not None and meeting.size > 1:
+        return meet(meeting, comm_options, timeout_s)
+    _current = Session(Group(device=_device(), timeout_s=timeout_s), comm_options)
     return _current
 
 
@@ -266,6 +263,23 @@ def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Sessi
     """The session of a worker that a supervisor started; it is alone until `join`."""
     global _current
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
+    return _current
+
+
+def meet(meeting: Rendezvous, comm: CommOptions, timeout_s: float, record: Record | None = None) -> Session:
+    """The session of a worker of a job of fixed size, in its only view. Raises CommError if the others do not come."""
+    global _current
+    try:
+        store = meeting.store(timeout_s)
+        store.set(f"member/{meeting.rank}", json.dumps([meeting.rank, os.getpid(), socket.gethostname()]))
+        members = tuple(Member(*json.loads(store.get(f"member/{rank}"))) for rank in range(meeting.size))
+        address = own_address(meeting.host, meeting.port)
+    except (RuntimeError, OSError) as error:
+        raise CommError(f"meeting {meeting.size} workers at {meeting.host}:{meeting.port}: {error}") from error
+    hosts = [member.host for member in members]
+    group = Group(meeting.rank, meeting.size, PrefixStore("view", store), _device(), timeout_s, address, hosts=hosts)
+    _current = Session(group, comm, record=record)
+    _current.view = View(1, members, (meeting.host, meeting.port), "start")
     return _current
 
 
@@ -294,17 +308,6 @@ def _form_group(view: View, rank: int, old: Group, check: Callable[[], None]) ->
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
     hosts = [member.host for member in view.members]
     return Group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
-
-
-def own_address(host: str, port: int) -> str:
-    """The address of this machine that connections to host:port leave from: whoever is there can reach it.
-
-    Raises OSError where no way leads there.
-    """
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])
 
 
 def _device() -> torch.device:

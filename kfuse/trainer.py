@@ -29,12 +29,13 @@ def comm_options(config: dict[str, Any]) -> CommOptions:
 
 
 def set_threads(config: dict[str, Any]) -> None:
-    """CPU threads: as configured; else the machine's shared out among the most workers there may be.
+    """CPU threads: as configured; else the machine's shared out among the most workers it may have.
 
     A matrix product's bits depend on the number of threads, so reproducible runs take one on any number of workers.
     """
     workers = config["workers"]
-    shared = max(1, (os.cpu_count() or 1) // workers["max"])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun says how many there are
+    shared = max(1, (os.cpu_count() or 1) // here)
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 
@@ -46,6 +47,8 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
     model: torch.nn.Module = targets.build(config["model"], **split.spec)
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
+    # Where the number is fixed a policy may still ask for another, and is told so: within bounds it would not ask.
+    workers_bounds = (workers["min"], workers["max"]) if session.elastic else (1, 2**20)
     run = Coordinator(
         model,
         train_set,
@@ -63,7 +66,7 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
         settings=Settings(
             batch_size=batch["size"],
             micro_batch=batch["micro"],
-            bounds=Bounds(batch["min"], batch["max"], workers["min"], workers["max"]),
+            bounds=Bounds(batch["min"], batch["max"], *workers_bounds),
             epochs=train["epochs"],
             steps=train["steps"],
             target_accuracy=train["target_accuracy"],

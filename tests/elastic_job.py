@@ -171,9 +171,7 @@ def run_job(
         launcher or local,
         {**config, "run_dir": str(directory)},
         _Sink(job),
-        Elasticity(
-            **workers, **config["elastic"], boot_timeout_s=config["launcher"]["boot_timeout_s"], restart=restart
-        ),
+        Elasticity(**workers, **config["elastic"], restart=restart),
     )
 
     async def go() -> None:
@@ -207,10 +205,12 @@ def run_job(
 
 
 @contextlib.contextmanager
-def command_line(directory: Path, overrides: Iterable[str]) -> Iterator[tuple[subprocess.Popen[bytes], Job]]:
+def command_line(
+    directory: Path, overrides: Iterable[str], starter: Iterable[str] = (sys.executable,)
+) -> Iterator[tuple[subprocess.Popen[bytes], Job]]:
     """`python -m kfuse` under way in `directory`; whatever happens, neither it nor its workers survive the block."""
     quiet = ["observe.progress=false", "observe.tensorboard=false", "observe.ledger=true", "workers.threads=1"]
-    command = [sys.executable, "-m", "kfuse", f"hydra.run.dir={directory}", *quiet, *overrides]
+    command = [*starter, "-m", "kfuse", f"hydra.run.dir={directory}", *quiet, *overrides]
     job = Job(directory)
     log = directory.with_suffix(".log")
     with log.open("ab") as stream:

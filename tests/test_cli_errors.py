@@ -86,6 +86,7 @@ WRONG = [
     ("model=gpr", ["model=gpr", "convnet, gpt, mlp", "did you mean gpt?"]),
     ("data=digit", ["data=digit", "cifar10, digits, image_folder, text"]),
     ("launcher=cloud", ["launcher=cloud", "local"]),
+    ("launcher=torchrun", ["launcher=torchrun", "torchrun --nproc-per-node N -m kfuse"]),
     ("~seed", ["seed", "needed"]),
     ("~batch", ["batch", "needed"]),
     ("+batch.size=8", ["batch.size", "already", "remove + prefix"]),

@@ -41,7 +41,7 @@ def validate(cfg: DictConfig) -> None:
     _check_transport(values["comm"]["_target_"])
     _check_optimizer(values["optimizer"], values["lr"]["base"])
     _check_policy(values["policy"])
-    _check_class("launcher", {k: v for k, v in values["launcher"].items() if k != "boot_timeout_s"})
+    _check_launcher(values["launcher"], values["workers"]["count"])
     split = _check_data(values["data"])
     _check_model(values["model"], split.spec)
     _check_decay(values, len(split.train))
@@ -61,8 +61,6 @@ def _check_keys(values: Mapping[str, Any]) -> None:
         if not isinstance(values.get(section), Mapping):
             raise ConfigError(f"{section}: missing, and needed")
         found |= {f"{section}.{name}" for name in values[section]}
-    # A launcher's own arguments lie beside its settings.
-    found = {key for key in found if key in SETTINGS or not key.startswith("launcher.")}
     known = {*SETTINGS, *CLASS_GROUPS}
     for key in sorted(found - known):
         raise ConfigError(f"{key}: no such key{targets.did_you_mean(key, known)}")
@@ -122,7 +120,7 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     """The error of a call, put down to the argument that it speaks of."""
     message = " ".join(str(error).split()) if isinstance(error, ValueError) else targets.one_line(error)
     given = targets.arguments(node)
-    if message.startswith(f"{group}."):
+    if message.startswith((f"{group}.", f"{group}=")):
         return ConfigError(message)
     if message.split("=", 1)[0] in given:
         return ConfigError(f"{group}.{message}")
@@ -132,6 +130,17 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
             return ConfigError(f"{group}.{name}={targets.show(value)}: {message}")
     call = ", ".join(f"{name}={targets.show(value)}" for name, value in given.items())
     return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
+
+
+def _check_launcher(node: Any, count: int) -> None:
+    _check_class("launcher", node)
+    try:
+        launcher = targets.build(node)
+    except Exception as error:  # a user's constructor may raise anything
+        raise _failed("launcher", node, error) from error
+    fixed = getattr(launcher, "workers", None)
+    if fixed not in (None, count):
+        raise ConfigError(f"workers.count={count}: allowed is {fixed}, as many as torchrun started")
 
 
 def _check_data(node: Any) -> Any:

@@ -88,13 +88,8 @@ class Checkpoint:
 class Elastic:
     replace: bool = setting(True, "start a new worker for each that was lost; else only up to workers.min")
     heartbeat_timeout_s: float = setting(10.0, "without a sign of life, after which a worker is killed", above=1)
-    max_failures: int = setting(5, "workers lost in a row, no step between, after which the job ends", least=1)
-
-
-@dataclass
-class Launcher:
-    _target_: str = setting("kfuse.elastic.launchers.LocalLauncher", "class; its arguments: +launcher.KEY=VALUE")
     boot_timeout_s: float = setting(120.0, "for a new worker to come up, seconds", above=0)
+    max_failures: int = setting(5, "workers lost in a row, no step between, after which the job ends", least=1)
 
 
 @dataclass
@@ -118,11 +113,11 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     elastic: Elastic = field(default_factory=Elastic)
-    launcher: Launcher = field(default_factory=Launcher)
+    launcher: dict[str, Any] = field(default_factory=dict)
     observe: Observe = field(default_factory=Observe)
 
 
-CLASS_GROUPS = ("model", "data", "optimizer", "policy")
+CLASS_GROUPS = ("model", "data", "optimizer", "policy", "launcher")
 
 
 @dataclass(frozen=True)

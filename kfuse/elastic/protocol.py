@@ -13,6 +13,8 @@ from typing import Any
 
 MAX_LINE = 16 * 2**20  # bytes: a longer line is not ours
 
+STOP_STATUS = {"interrupted": 130, "terminated": 143}  # of a command that was asked to stop
+
 HEARTBEAT_S = 0.5
 
 ENV_CONTROL = "KFUSE_CONTROL"  # host:port of the supervisor

@@ -88,8 +88,14 @@ class Supervisor:
         Raises JobFailed. Whatever happens, no worker is left behind.
         """
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        opening = asyncio.create_task(self._launcher.open())
+        either: list[asyncio.Future[Any]] = [opening, self._over]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():  # stopped before it began
+            opening.cancel()
+            return self._stopping
         try:
-            self._host = await self._launcher.open()
+            self._host = opening.result()
             server = await asyncio.start_server(self._serve, self._host, 0, limit=protocol.MAX_LINE)
         except OSError as error:
             raise JobFailed(f"the launcher cannot start workers: {' '.join(str(error).split())}") from error

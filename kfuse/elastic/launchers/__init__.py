@@ -2,5 +2,7 @@
 
 from kfuse.elastic.launchers.base import Launcher, WorkerProcess
 from kfuse.elastic.launchers.local import LocalLauncher
+from kfuse.elastic.launchers.ray import RayLauncher
+from kfuse.elastic.launchers.torchrun import TorchrunLauncher
 
-__all__ = ["Launcher", "LocalLauncher", "WorkerProcess"]
+__all__ = ["Launcher", "LocalLauncher", "RayLauncher", "TorchrunLauncher", "WorkerProcess"]

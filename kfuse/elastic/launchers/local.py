@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+
+_PR_SET_PDEATHSIG = 1
 
 
 class LocalProcess:
@@ -33,8 +36,15 @@ class LocalLauncher:
     So Ctrl-C reaches only the supervisor, which ends the job in order.
     """
 
-    def __init__(self, command: list[str] | None = None) -> None:
+    def __init__(
+        self, command: list[str] | None = None, *, folder: str | None = None, dies_with_us: bool = False
+    ) -> None:
+        """folder: where it runs; None: here. dies_with_us: the kernel kills it when this process ends.
+
+        Workers of a supervisor do not: when it is lost they write a checkpoint.
+        """
         self._command = command or [sys.executable, "-m", "kfuse.worker"]
+        self._folder, self._dies_with_us = folder, dies_with_us
 
     async def open(self) -> str:
         return "127.0.0.1"
@@ -44,13 +54,21 @@ class LocalLauncher:
             *self._command,
             # gloo and the store log every lost peer at length: here that is an event, and handled.
             env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **env},
+            cwd=self._folder,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_dying_with_parent() if self._dies_with_us else None,
             limit=2**20,
         )
         return LocalProcess(process)
 
     async def close(self) -> None:
         pass
+
+
+def _dying_with_parent() -> Callable[[], None]:
+    """For a process just forked: it gets SIGKILL when the thread that forked it ends."""
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

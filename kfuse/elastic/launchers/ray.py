@@ -1,0 +1,189 @@
+"""Workers on a Ray cluster: one plain actor each, which starts the worker's process on its node and watches over it.
+
+The process is not the actor itself, so that it can be killed whatever state it is in, and dies with the actor: the
+kernel sees to that. Ray notices dead actors and nodes, and finds a place for new ones, waiting for nodes to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from kfuse.elastic.launchers import local
+from kfuse.elastic.launchers.local import LocalLauncher
+
+_CONNECT_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 20.0
+_KILL_GRACE_S = 1.0
+_LAST_WORDS_S = 1.0
+
+
+class Keeper:
+    """The actor. It travels by value: its process imports neither kfuse nor torch."""
+
+    async def start(self, env: dict[str, str], folder: str) -> None:
+        """Starts the worker, in `folder` if this node has it. Raises OSError."""
+        self._lines: list[str] = []
+        self._status: int | None = None
+        self._news = asyncio.Event()
+        launcher = LocalLauncher(folder=folder if os.path.isdir(folder) else None, dies_with_us=True)
+        self._process = await launcher.start(env)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        reading = asyncio.create_task(self._read())
+        status = await self._process.wait()
+        await asyncio.wait([reading], timeout=_LAST_WORDS_S)
+        self._status = status
+        self._news.set()
+
+    async def _read(self) -> None:
+        async for line in self._process.lines():
+            self._lines.append(line)
+            self._news.set()
+
+    async def news(self) -> tuple[list[str], int | None]:
+        """The lines printed since the last call, as soon as there are any; the exit status once it has ended."""
+        await self._news.wait()
+        self._news.clear()
+        lines, self._lines = self._lines, []
+        return lines, self._status
+
+    async def kill(self) -> None:
+        self._process.kill()
+
+
+class RayProcess:
+    """A worker, as seen from the supervisor."""
+
+    def __init__(self, actor: Any, env: dict[str, str]) -> None:
+        self._actor = actor
+        self._lines: asyncio.Queue[str | None] = asyncio.Queue()
+        self._killing: asyncio.Task[None] | None = None
+        self._ending = asyncio.create_task(self._follow(env))
+
+    async def _follow(self, env: dict[str, str]) -> int:
+        import ray
+
+        try:
+            await self._actor.start.remote(env, os.getcwd())
+            while True:
+                lines, status = await self._actor.news.remote()
+                for line in lines:
+                    self._lines.put_nowait(line)
+                if status is not None:
+                    return int(status)
+        except ray.exceptions.RayError as error:
+            if self._killing is None:
+                self._lines.put_nowait(f"ray: {str(error).strip().splitlines()[-1]}")
+            return -signal.SIGKILL
+        finally:
+            self._lines.put_nowait(None)
+            ray.kill(self._actor)  # its place is free again
+
+    async def lines(self) -> AsyncIterator[str]:
+        while (line := await self._lines.get()) is not None:
+            yield line
+
+    async def wait(self) -> int:
+        """As of any process; the loss of its actor or node counts as SIGKILL."""
+        return await asyncio.shield(self._ending)
+
+    def kill(self) -> None:
+        if self._killing is None and not self._ending.done():
+            self._killing = asyncio.create_task(self._kill())
+
+    async def _kill(self) -> None:
+        import ray
+
+        # By the actor first, so that what the worker has started ends too; whether or not its node answers.
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(self._actor.kill.remote().future()), _KILL_GRACE_S)
+        ray.kill(self._actor)
+
+
+class RayLauncher:
+    """Starts each worker by an actor of its own, wherever the cluster has room for it, now or later."""
+
+    def __init__(
+        self, address: str | None = None, host: str | None = None, cpus: float = 1.0, gpus: float = 0.0
+    ) -> None:
+        """address: the cluster's; None: RAY_ADDRESS, or the one that runs on this machine, or a new one. host: this
+        machine's address, as the nodes reach it; None: Ray's own. cpus, gpus: what one worker takes.
+
+        Raises ValueError where a number is negative or Ray is not installed.
+        """
+        for name, value in (("cpus", cpus), ("gpus", gpus)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name}={value}: allowed is a number from 0")
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError("launcher=ray: Ray is not installed; needed is pip install 'kfuse[ray]'")
+        self._address, self._host = address, host
+        self._needs = {"num_cpus": cpus, "num_gpus": gpus}
+        self._ours = False
+        """Whether we have connected to Ray, not the program that we are part of."""
+        self._closing = threading.Event()
+
+    async def open(self) -> str:
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[str] = loop.create_future()
+
+        def settle(host: str, error: OSError | None = None) -> None:
+            if not opened.done():
+                opened.set_result(host) if error is None else opened.set_exception(error)
+
+        def hold() -> None:
+            try:
+                host = self._connect()
+            except Exception as error:  # Ray's are of many kinds
+                with contextlib.suppress(RuntimeError):  # nobody waits any more
+                    loop.call_soon_threadsafe(settle, "", OSError(f"Ray: {' '.join(str(error).split())}"))
+                return
+            loop.call_soon_threadsafe(settle, host)
+            self._closing.wait()
+            self._disconnect()
+
+        # Not the main thread, where Ray would take over SIGTERM; and one that may be left behind: for an address where
+        # nothing is, Ray waits for ever. A cluster of our own dies with the thread that started it, so it stays.
+        self._holder = threading.Thread(target=hold, name="kfuse-ray", daemon=True)
+        self._holder.start()
+        try:
+            host = await asyncio.wait_for(opened, _CONNECT_TIMEOUT_S)
+        except TimeoutError:
+            where = self._address or os.environ.get("RAY_ADDRESS") or "the address of the newest one on this machine"
+            raise OSError(f"no Ray cluster answered within {_CONNECT_TIMEOUT_S:.0f} s at {where}") from None
+        return self._host or host
+
+    def _connect(self) -> str:
+        import ray
+
+        if not ray.is_initialized():
+            logging.getLogger("ray").setLevel(logging.ERROR)
+            ray.init(self._address, logging_level=logging.ERROR, log_to_driver=False)
+            self._ours = True
+        for module in (local, sys.modules[__name__]):
+            ray.cloudpickle.register_pickle_by_value(module)
+        self._actors = ray.remote(Keeper).options(**self._needs, max_restarts=0, max_concurrency=8)
+        return str(ray.util.get_node_ip_address())
+
+    def _disconnect(self) -> None:
+        import ray
+
+        if self._ours:
+            ray.shutdown()
+
+    async def start(self, env: Mapping[str, str]) -> RayProcess:
+        path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
+        return RayProcess(self._actors.remote(), {**path, **env})
+
+    async def close(self) -> None:
+        self._closing.set()
+        await asyncio.to_thread(self._holder.join, _CLOSE_TIMEOUT_S)

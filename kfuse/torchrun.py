@@ -1,0 +1,78 @@
+"""A worker that torchrun started: there is no supervisor, so rank 0 keeps the run directory and the display."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from kfuse import session
+from kfuse.comm.group import CommError
+from kfuse.elastic.protocol import STOP_STATUS
+from kfuse.elastic.rendezvous import Rendezvous
+from kfuse.session import Record, Session
+from kfuse.trainer import build_loop, comm_options, set_threads
+
+if TYPE_CHECKING:
+    from kfuse.run import Reports
+
+
+def lead(meeting: Rendezvous, job: dict[str, Any], reports: Reports) -> int:
+    """Rank 0's part: tells the others the job, trains, and keeps what is reported. Returns the exit status."""
+    keeping = threading.Lock()  # checkpoints are reported by the thread that writes them
+
+    def record(kind: str, data: dict[str, Any]) -> None:
+        with keeping:
+            reports.record(kind, data)
+
+    meeting.announce(job)
+    why: str | None = "failed"
+    try:
+        why = _train(meeting, job, record)
+    except CommError as error:
+        record("event", {"step": None, "kind": "failure", "why": str(error)})
+        print(f"kfuse: error: {error}; the run directory is {reports.directory.path}", file=sys.stderr)
+        return 1
+    finally:
+        reports.close(why)
+    return STOP_STATUS.get(why or "", 0)
+
+
+def follow(meeting: Rendezvous) -> int:
+    """Any other rank's part: trains as rank 0 says, in silence. Returns the exit status."""
+    try:
+        job = meeting.await_job()
+        return job if isinstance(job, int) else STOP_STATUS.get(_train(meeting, job) or "", 0)
+    except RuntimeError as error:
+        if not isinstance(error, CommError):
+            raise
+        print(f"kfuse: rank {meeting.rank} ends: {error}", file=sys.stderr)
+        return 1
+
+
+def _train(meeting: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
+    """Returns why training ended. Raises CommError if a worker is lost."""
+    set_threads(job)
+    own = session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
+    with _stopping(own):
+        summary = build_loop(job, own).run()
+    return None if summary is None else summary["exit_reason"]
+
+
+@contextlib.contextmanager
+def _stopping(own: Session) -> Iterator[None]:
+    """Meanwhile Ctrl-C and SIGTERM end training at a step boundary, which the leader announces to all."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        own.stop_asked = "interrupted" if number == signal.SIGINT else "terminated"
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,137 @@
+"""launcher=torchrun: a fixed number of workers, without a supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from elastic_job import (
+    DEADLINE_S,
+    Job,
+    assert_exact,
+    assert_none_left,
+    assert_same_training,
+    command_line,
+    override,
+    run_job,
+    wait_until,
+    words,
+)
+
+from kfuse.__main__ import main
+from kfuse.elastic.rendezvous import Rendezvous
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 model=mlp data=digits",
+    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
+    "checkpoint.every_steps=10",
+)
+
+
+def chaos(directory: Path, pace_s: float = 0.0) -> list[str]:
+    phases = [{"step": 5, "workers": 4}]
+    arguments = {"directory": str(directory / "events"), "phases": phases, "pace_s": pace_s}
+    return [
+        "policy._target_=chaos.Chaos",
+        *(override(f"+policy.{name}", value) for name, value in arguments.items()),
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """One worker, by the local launcher."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = run_job(directory / "run", [*TRAINING, "workers.max=1", *chaos(directory)])
+    assert job.error is None, job.told()
+    return job
+
+
+def test_the_same_bits_and_one_run_directory(undisturbed: Job, tmp_path: Path) -> None:
+    settings = [*TRAINING, "launcher=torchrun", *chaos(tmp_path)]
+    with command_line(tmp_path / "run", settings, TORCHRUN) as (process, job):
+        assert process.wait(DEADLINE_S) == 0
+        assert_none_left(job.pids)
+    assert_same_training(job, undisturbed)
+    assert [(view["reason"], len(view["workers"])) for view in job.views] == [("start", 2)]
+    assert len(job.pids) == 2
+    notes = [event["note"] for event in job.of_kind("clipped")]
+    assert notes == ["workers 4: this job's number of workers is fixed"]
+    assert sum("params sha256" in line for line in job.lines) == 1, "one process has the display"
+    config = (job.directory / ".hydra" / "config.yaml").read_text()
+    assert "count: 2" in config and "max: 2" in config
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.log"]
+
+
+def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, tmp_path: Path) -> None:
+    """First SIGTERM, as at preemption, then a death: each time it goes on where it was, to the same end."""
+    settings = [*TRAINING, "launcher=torchrun", "checkpoint.resume=auto"]
+    slowly = [*settings, *chaos(tmp_path, pace_s=0.1)]
+    with command_line(tmp_path / "run", slowly, TORCHRUN) as (process, job):
+        wait_until("15 steps", lambda: len(job.metrics) >= 15)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) != 0
+        assert_none_left(job.pids)
+    stopped = job.summary["steps"]
+    assert job.summary["exit_reason"] == "terminated" and 15 <= stopped < len(undisturbed.metrics)
+    with command_line(tmp_path / "run", slowly, TORCHRUN) as (process, job):
+        wait_until("10 more steps", lambda: len(job.metrics) >= stopped + 10)
+        os.kill(job.views[-1]["workers"][1]["pid"], signal.SIGKILL)
+        assert process.wait(DEADLINE_S) != 0
+        assert_none_left(job.pids)
+    assert job.summary["exit_reason"] == "failed"
+    assert any(line.startswith("kfuse: error: ") and "lost contact with rank 1" in line for line in job.lines)
+    (failure,) = job.of_kind("failure")
+    assert "rank 1" in failure["why"]
+    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path)], TORCHRUN) as (process, job):
+        assert process.wait(DEADLINE_S) == 0
+    assert_exact(job)
+    resumed = [event["step"] for event in job.of_kind("resumed")]
+    assert resumed[0] == stopped and resumed[1] >= stopped + 9, "a checkpoint was the last act of what was left"
+    assert_same_training(job, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("launcher=torchrun workers.count=3", "workers.count=3: allowed is 2, as many as torchrun started"),
+        ("launcher=torchrun batch.size=0", "batch.size=0"),
+        ("launcher=local", "allowed is launcher=torchrun"),
+        ("-m launcher=torchrun seed=1,2", "-m: "),
+    ],
+)
+def test_rank_0_alone_says_what_is_wrong(
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the others end with the same status."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "argv", ["kfuse", *command.split()])
+    assert main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kfuse: error: ") and err.count("\n") == 1 and said in err
+    assert Rendezvous(1, 2, "127.0.0.1", port, agent_hosts=False, attempt="0").await_job() == 2
+    assert main_as_rank_1(monkeypatch) == 2
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def main_as_rank_1(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setenv("RANK", "1")
+    return main()
+
+
+def test_half_an_environment_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["kfuse"])
+    assert main() == 2
+    assert capsys.readouterr().err == ("kfuse: error: WORLD_SIZE=2, but not set: RANK, MASTER_ADDR, MASTER_PORT\n")
