@@ -89,13 +89,13 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path) -> None:
         seen.append("actor killed")
         await until("the third worker to be asked for", lambda: len(supervisor._workers) == 4)
         assert len(supervisor._members()) == 2
-        node = await asyncio.to_thread(cluster.add_node, num_cpus=1)
+        node = cluster.add_node(num_cpus=1)  # here, though it takes seconds: Ray is no friend of other threads
         await until("a worker on the new node", lambda: len(job.views) == 4)
         newest = pids(job.views[-1])[2]
         actors.add(parent(newest))
         assert parent(parent(newest)) == node.all_processes["raylet"][0].process.pid
         seen.append("grown")
-        await asyncio.to_thread(cluster.remove_node, node, False)
+        cluster.remove_node(node, allow_graceful=False)
         await until("the rest to go on", lambda: len(job.views) == 5)
         seen.append("node lost")
 
