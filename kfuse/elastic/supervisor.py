@@ -195,6 +195,8 @@ class Supervisor:
             late = time.monotonic() - asleep - protocol.HEARTBEAT_S
             for worker in self._alive():
                 worker.alive_at += late  # while this process stood still it could not hear, nor perhaps they speak
+                if not worker.process.running:
+                    worker.alive_at = time.monotonic()
                 limit = limits.get(worker.state, self._elasticity.heartbeat_timeout_s)
                 silent = time.monotonic() - worker.alive_at
                 if silent > limit and not worker.why:
@@ -346,7 +348,7 @@ class Supervisor:
         if self._stopping or self._done or any(worker.state is State.PROPOSED for worker in members):
             return
         ready = [worker for worker in self._alive() if worker.state is State.READY]
-        booting = any(worker.state is State.BOOTING for worker in self._alive())
+        booting = any(worker.state is State.BOOTING and worker.process.running for worker in self._alive())
         staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
         missing = self._wanted - len(staying)
         if not members:

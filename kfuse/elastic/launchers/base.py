@@ -7,7 +7,10 @@ from typing import Protocol
 
 
 class WorkerProcess(Protocol):
-    """A started worker."""
+    """A worker that is started."""
+
+    running: bool
+    """False while there is no place for it: that may take any time."""
 
     def lines(self) -> AsyncIterator[str]:
         """What it prints, line by line, until it ends."""

@@ -14,6 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class LocalProcess:
+    running = True
+
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 

@@ -24,6 +24,7 @@ _CONNECT_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 20.0
 _KILL_GRACE_S = 1.0
 _LAST_WORDS_S = 1.0
+_PATIENCE_S = 10.0
 
 
 class Keeper:
@@ -64,8 +65,9 @@ class Keeper:
 class RayProcess:
     """A worker, as seen from the supervisor."""
 
-    def __init__(self, actor: Any, env: dict[str, str]) -> None:
-        self._actor = actor
+    def __init__(self, actor: Any, needs: str, env: dict[str, str]) -> None:
+        self.running = False
+        self._actor, self._needs = actor, needs
         self._lines: asyncio.Queue[str | None] = asyncio.Queue()
         self._killing: asyncio.Task[None] | None = None
         self._ending = asyncio.create_task(self._follow(env))
@@ -74,7 +76,7 @@ class RayProcess:
         import ray
 
         try:
-            await self._actor.start.remote(env, os.getcwd())
+            await self._start(env)
             while True:
                 lines, status = await self._actor.news.remote()
                 for line in lines:
@@ -88,6 +90,13 @@ class RayProcess:
         finally:
             self._lines.put_nowait(None)
             ray.kill(self._actor)  # its place is free again
+
+    async def _start(self, env: dict[str, str]) -> None:
+        started = asyncio.wrap_future(self._actor.start.remote(env, os.getcwd()).future())
+        if not (await asyncio.wait([started], timeout=_PATIENCE_S))[0]:
+            self._lines.put_nowait(f"ray: a worker waits for a node with room for it ({self._needs})")
+        await started
+        self.running = True
 
     async def lines(self) -> AsyncIterator[str]:
         while (line := await self._lines.get()) is not None:
@@ -127,7 +136,7 @@ class RayLauncher:
         if importlib.util.find_spec("ray") is None:
             raise ValueError("launcher=ray: Ray is not installed; needed is pip install 'kfuse[ray]'")
         self._address, self._host = address, host
-        self._needs = {"num_cpus": cpus, "num_gpus": gpus}
+        self._cpus, self._gpus = cpus, gpus
         self._ours = False
         """Whether we have connected to Ray, not the program that we are part of."""
         self._closing = threading.Event()
@@ -171,7 +180,9 @@ class RayLauncher:
             self._ours = True
         for module in (local, sys.modules[__name__]):
             ray.cloudpickle.register_pickle_by_value(module)
-        self._actors = ray.remote(Keeper).options(**self._needs, max_restarts=0, max_concurrency=8)
+        self._actors = ray.remote(Keeper).options(
+            num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, max_concurrency=8
+        )
         return str(ray.util.get_node_ip_address())
 
     def _disconnect(self) -> None:
@@ -182,7 +193,7 @@ class RayLauncher:
 
     async def start(self, env: Mapping[str, str]) -> RayProcess:
         path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
-        return RayProcess(self._actors.remote(), {**path, **env})
+        return RayProcess(self._actors.remote(), f"cpus={self._cpus}, gpus={self._gpus}", {**path, **env})
 
     async def close(self) -> None:
         self._closing.set()

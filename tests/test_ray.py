@@ -1,0 +1,144 @@
+"""launcher=ray, on a real cluster of several nodes (raylets) on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_job import (
+    DEADLINE_S,
+    Job,
+    assert_none_left,
+    assert_same_training,
+    command_line,
+    is_alive,
+    override,
+    run_job,
+    words,
+)
+
+from kfuse.elastic.launchers import RayLauncher
+from kfuse.elastic.supervisor import Supervisor
+
+ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=3 model=mlp data=digits",
+    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4 train.eval_every=20",
+)
+
+
+def chaos(directory: Path, **arguments: Any) -> list[str]:
+    arguments = {"directory": str(directory / "events"), **arguments}
+    return ["policy._target_=chaos.Chaos", *(override(f"+policy.{name}", value) for name, value in arguments.items())]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head node, which has no room for workers, and two nodes with room for one each."""
+    from ray.cluster_utils import Cluster
+
+    config = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": config}
+    )
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def until(what: str, true: Callable[[], Any]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < end, f"waited {DEADLINE_S:.0f} s for {what}"
+        await asyncio.sleep(0.02)
+
+
+def pids(view: dict[str, Any]) -> list[int]:
+    return [worker["pid"] for worker in view["workers"]]
+
+
+def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path) -> None:
+    """An actor is killed and replaced; the third worker waits for a node; that node is lost. The same bits."""
+    undisturbed = run_job(tmp_path / "undisturbed", [*TRAINING, *chaos(tmp_path / "alone")])
+    assert undisturbed.error is None, undisturbed.told()
+    seen: list[str] = []
+    actors: set[int] = set()
+
+    async def events(supervisor: Supervisor, job: Job) -> None:
+        await until("10 steps", lambda: len(job.metrics) >= 10)
+        actors.update(map(parent, pids(job.views[-1])))
+        os.kill(parent(pids(job.views[-1])[1]), signal.SIGKILL)
+        await until("a worker in its place", lambda: len(job.views) == 3)
+        actors.update(map(parent, pids(job.views[-1])))
+        seen.append("actor killed")
+        await until("the third worker to be asked for", lambda: len(supervisor._workers) == 4)
+        assert len(supervisor._members()) == 2
+        node = cluster.add_node(num_cpus=1)  # here, though it takes seconds: Ray is no friend of other threads
+        await until("a worker on the new node", lambda: len(job.views) == 4)
+        newest = pids(job.views[-1])[2]
+        actors.add(parent(newest))
+        assert parent(parent(newest)) == node.all_processes["raylet"][0].process.pid
+        seen.append("grown")
+        cluster.remove_node(node, allow_graceful=False)
+        await until("the rest to go on", lambda: len(job.views) == 5)
+        seen.append("node lost")
+
+    gates = [{"step": step, "workers": workers} for step, workers in ((32, 2), (60, 3), (85, 2))]
+    policy = chaos(tmp_path, phases=[{"step": 40, "workers": 3}], gates=gates, pace_s=0.02)
+    settings = [*TRAINING, "workers.count=2", "elastic.heartbeat_timeout_s=5", *policy]
+    job = run_job(tmp_path / "run", settings, events, launcher=RayLauncher())
+    assert seen == ["actor killed", "grown", "node lost"], job.told()
+    assert_same_training(job, undisturbed)
+    views = job.views
+    assert [(view["reason"], len(view["workers"])) for view in views] == [
+        ("start", 2),
+        ("failure", 1),
+        ("grow", 2),
+        ("grow", 3),
+        ("failure", 2),
+    ]
+    assert pids(views[1]) == pids(views[0])[:1] and pids(views[3])[:2] == pids(views[2]) == pids(views[4])
+    assert [event["how"] for event in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2
+    assert sum(line.startswith("ray: ") for line in job.lines) == 2, "Ray says what became of its actors"
+    assert len(actors) == 4
+    assert_none_left(actors)
+
+
+def test_the_command_line_shows_training_and_none_of_ray(cluster: Any, tmp_path: Path) -> None:
+    settings = [*TRAINING, "train.epochs=1", "policy=none", "launcher=ray", f"launcher.address={cluster.address}"]
+    with command_line(tmp_path / "run", settings) as (process, job):
+        assert process.wait(DEADLINE_S) == 0
+        assert_none_left(job.pids)
+    (view,) = job.views
+    assert not is_alive(pids(view)[0])
+    labels = [line.split("  ")[0] for line in job.lines]
+    assert labels[0] == "kfuse" and labels[1:] == [
+        "steps",
+        "epochs",
+        "samples",
+        "wall",
+        "loss",
+        "eval loss",
+        "eval accuracy",
+        "batch size",
+        "lr",
+        "workers",
+        "params sha256",
+        "exit reason",
+    ]
