@@ -4,11 +4,13 @@ Importing this package needs torch alone; Triton is imported when the first GPU 
 """
 
 from kfuse.kernels.dispatch import adamw, block_sumsq, pack, reduce, sgd, sum_partials
+from kfuse.kernels.measure import Measures
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 
 __all__ = [
     "BLOCK",
     "CHUNK",
+    "Measures",
     "PackTable",
     "adamw",
     "block_sumsq",

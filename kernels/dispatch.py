@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kfuse.kernels import reference
+from kfuse.kernels.measure import NOTHING, Measures
 from kfuse.kernels.table import PackTable, num_blocks
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -98,12 +99,17 @@ def block_sumsq(flat: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def sum_partials(partials: Tensor, out: Tensor) -> None:
-    """Sum 1-D fp32 or fp64 `partials` into `out` (0-dim float64), in fp64 and in an order fixed by their number."""
-    if partials.dim() != 1 or out.shape != () or out.dtype != torch.float64:
+    """Sum fp32 or fp64 `partials` [b] into `out` (0-dim float64), or each row of [r, b] into `out` [r].
+
+    In fp64, and in an order fixed by b alone. Raises ValueError when the shapes do not fit or are not contiguous.
+    """
+    if partials.dim() not in (1, 2) or out.shape != partials.shape[:-1] or out.dtype != torch.float64:
         raise ValueError(
-            f"sum_partials: partials must be 1-D and out a 0-dim float64 tensor, "
+            f"sum_partials: partials must be [b] or [r, b] and out float64 of the same shape without b, "
             f"got {list(partials.shape)} and {out.dtype} {list(out.shape)}"
         )
+    if not (partials.is_contiguous() and out.is_contiguous()):
+        raise ValueError("sum_partials: partials and out must be contiguous")
     if _use_triton(partials):
         from kfuse.kernels import triton_partials
 
@@ -113,7 +119,14 @@ def sum_partials(partials: Tensor, out: Tensor) -> None:
 
 
 @torch.no_grad()
-def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float = 1.0) -> None:
+def reduce(
+    rows: Tensor,
+    merges: tuple[tuple[int, int], ...],
+    out: Tensor,
+    *,
+    scale: float = 1.0,
+    measures: Measures = NOTHING,
+) -> None:
     """Add contributions in a given order: `x[dst] = x[dst] + x[src]` for each merge, then `out = scale * x[0]`.
 
     Every addition is rounded once, to fp32, in exactly that order: the bits are those of the merge program alone.
@@ -122,20 +135,23 @@ def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, sc
         rows: [K, n] contributions, fp32, bf16 or fp16 (added in fp32), each row contiguous. They may be overwritten.
         merges: pairs (dst, src) of different row numbers.
         out: [n], contiguous, fp32, bf16 or fp16; may be `rows[0]`.
+        measures: what to measure in the same pass, from the rows as they came in and from `out` as it is stored. An
+            output's bits depend on its block alone: a shard that starts at a multiple of BLOCK yields its part.
 
-    Raises ValueError when a merge names no row, or adds a row to itself, or the shapes differ.
+    Raises ValueError when a merge names no row, or adds a row to itself, or shapes or dtypes differ.
     """
     if rows.dim() != 2 or len(rows) == 0 or out.shape != rows.shape[1:]:
         raise ValueError(f"reduce: rows must be [K >= 1, n] and out [n], got {list(rows.shape)} and {list(out.shape)}")
     for dst, src in merges:
         if not (0 <= dst < len(rows) and 0 <= src < len(rows) and dst != src):
             raise ValueError(f"reduce: merge ({dst}, {src}) must name two different rows of {len(rows)}")
+    measures.check(rows)
     if _use_triton(rows):
         from kfuse.kernels import triton_reduce
 
-        triton_reduce.reduce(rows, merges, out, scale=scale)
+        triton_reduce.reduce(rows, merges, out, scale=scale, measures=measures)
     else:
-        reference.reduce(rows, merges, out, scale=scale)
+        reference.reduce(rows, merges, out, scale=scale, measures=measures)
 
 
 @torch.no_grad()

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kfuse.kernels.table import BLOCK, CHUNK, PackTable
+from kfuse.kernels.measure import Measures
+from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
+
+SLAB = 16 * BLOCK
+"""Elements of each row that are reduced, then measured, at a time."""
 
 
 def pack(
@@ -67,14 +71,26 @@ def _row_norms(values: Tensor, width: int, full: Tensor, ragged: Tensor) -> None
 
 
 def sum_partials(partials: Tensor, out: Tensor) -> None:
-    if partials.numel() == 0:
+    if partials.shape[-1] == 0:
         out.zero_()
         return
     # torch.sum may split the work between threads; a running sum goes from left to right.
-    out.copy_(partials.cumsum(0, dtype=torch.float64)[-1])
+    out.copy_(partials.cumsum(-1, dtype=torch.float64)[..., -1])
 
 
-def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float) -> None:
+def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float, measures: Measures) -> None:
+    if not measures.any:
+        _merge(rows, merges, out, scale)
+        return
+    for at in range(0, out.numel(), SLAB):  # what has just been added is measured while it is in the cache
+        elements = slice(at, min(at + SLAB, out.numel()))
+        slab = rows[:, elements]
+        contributions = slab.float().clone() if measures.centred or measures.of_rows else slab
+        _merge(slab, merges, out[elements], scale)
+        _measure(contributions, out[elements], scale, measures, elements)
+
+
+def _merge(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, scale: float) -> None:
     values = list((rows if rows.dtype == torch.float32 else rows.float()).unbind(0))
     for dst, src in merges[:-1]:
         values[dst].add_(values[src])
@@ -89,6 +105,37 @@ def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, sc
         total = total.mul_(scale)
     if total is not out:
         out.copy_(total)
+
+
+def _measure(rows: Tensor, out: Tensor, scale: float, measures: Measures, elements: slice) -> None:
+    """Fill the partial sums of these elements' blocks. `rows` are the contributions in fp32."""
+    blocks = slice(elements.start // BLOCK, num_blocks(elements.stop))
+    mean = out.float()
+    if measures.sumsq is not None:
+        block_sumsq(out, measures.sumsq[blocks])
+    if measures.shares is not None and measures.centred:
+        spread = torch.zeros_like(mean)
+        for row, share in zip(rows, measures.shares, strict=True):
+            factor = torch.where(share == 0, 0, scale / share)
+            spread.add_((row * factor).sub_(mean).square_().mul_(share))
+        if measures.variance is not None:
+            _block_sums(spread, measures.variance[blocks])
+        if measures.noise is not None and measures.exp_avg_sq is not None:
+            denominator = measures.exp_avg_sq[elements].sqrt().add_(measures.eps)
+            _block_sums(spread.div_(denominator).div_(denominator), measures.noise[blocks])
+    for k, row in enumerate(rows):
+        if measures.row_sumsq is not None:
+            block_sumsq(row, measures.row_sumsq[k, blocks])
+        if measures.row_dot is not None:
+            _block_sums(row.mul_(mean), measures.row_dot[k, blocks])
+
+
+def _block_sums(values: Tensor, out: Tensor) -> None:
+    """Write the sum of each BLOCK elements of `values` (1-D, fp32), the last one perhaps ragged, to `out`."""
+    full = values.numel() // BLOCK
+    torch.sum(values[: full * BLOCK].view(full, BLOCK), dim=1, out=out[:full])
+    if full < out.numel():
+        torch.sum(values[full * BLOCK :], dim=0, keepdim=True, out=out[full:])
 
 
 def adamw(
