@@ -9,7 +9,7 @@ from typing import Any
 
 import triton.language as tl
 
-from kfuse.kernels import triton_adamw, triton_pack, triton_partials, triton_reduce, triton_sgd
+from kfuse.kernels import triton_adamw, triton_lamb, triton_pack, triton_partials, triton_reduce, triton_sgd
 from kfuse.kernels.table import BLOCK, CHUNK
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -57,6 +57,7 @@ def variants() -> Iterator[Variant]:
     yield from _measured_variants()
     yield from _adamw_variants()
     yield from _sgd_variants()
+    yield from _lamb_variants()
 
 
 def _pack_variants() -> Iterator[Variant]:
@@ -229,3 +230,49 @@ def _sgd_variants() -> Iterator[Variant]:
             (dtype,) + ("fp32",) * len(buffer),
             everywhere=(dtype, mode) == ("fp32", "momentum"),
         )
+
+
+def _lamb_variants() -> Iterator[Variant]:
+    moments = {"exp_avg": "*fp32", "exp_avg_sq": "*fp32"}
+    found_inf = {"found_inf": "*fp32"}
+    logs = ["log_beta1", "log_beta2", "eps", "decay"]
+    for grad in ("fp32", "bf16"):
+        yield Variant(
+            f"lamb moments {grad} grad",
+            triton_lamb.lamb_moments_kernel,
+            {"chunks": "*i64", "param": "*fp32", "grad": f"*{grad}"}
+            | moments
+            | {"partials": "*fp32", "step": "*fp32"}
+            | _GUARDS
+            | dict.fromkeys(["beta1", "beta2", "gain1", "gain2", *logs], "fp32"),
+            triton_lamb.MOMENTS_SHAPE | {"MAXIMIZE": False, "OFFSET_ALIGNMENT": 16},
+            triton_lamb.THREADS,
+            triton_lamb.TILE,
+            ("fp32", grad, "fp32", "fp32"),
+            ("fp32", "fp32"),
+            everywhere=True,
+        )
+    yield Variant(
+        "lamb trust",
+        triton_lamb.lamb_trust_kernel,
+        {"first_chunks": "*i64", "partials": "*fp32", "trust": "*fp32", "num_chunks": "i32"},
+        {"WIDTH": triton_lamb.WIDTH},
+        triton_lamb.THREADS,
+        0,
+        everywhere=True,
+    )
+    yield Variant(
+        "lamb apply",
+        triton_lamb.lamb_apply_kernel,
+        {"chunks": "*i64", "param": "*fp32"}
+        | moments
+        | {"trust": "*fp32", "step": "*fp32"}
+        | found_inf
+        | dict.fromkeys(["lr", *logs], "fp32"),
+        {"OFFSET_ALIGNMENT": 16, "CHUNK": CHUNK},
+        triton_lamb.THREADS,
+        CHUNK,
+        ("fp32", "fp32", "fp32"),
+        ("fp32",),
+        everywhere=True,
+    )

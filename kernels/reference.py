@@ -6,6 +6,7 @@ squares are summed with `vector_norm` over short rows and not with `torch.dot`, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -206,6 +207,51 @@ def sgd(
         grad_scale=_divisor(grad_scale),
         found_inf=None,
     )
+
+
+def lamb(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    table: PackTable,
+    *,
+    step: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    if _skipped(found_inf):
+        return
+    t = step.item()
+    correction1, correction2 = 1 - beta1**t, 1 - beta2**t
+    factor = (-1.0 if maximize else 1.0) * (1.0 if grad_scale is None else grad_scale.item())
+    for numel, offset in zip(table.numels, table.offsets, strict=True):
+        p, g, m, v = (flat[offset : offset + numel] for flat in (param, grad, exp_avg, exp_avg_sq))
+        g = g.float()
+        m.mul_(beta1).add_(g, alpha=(1 - beta1) * factor)
+        v.mul_(beta2).addcmul_(g, g, value=(1 - beta2) * factor**2)
+        update = v.sqrt().div_(correction2**0.5).add_(eps)
+        torch.div(m, update, out=update).div_(correction1).add_(p, alpha=weight_decay)
+        lengths = _norm(p), _norm(update)
+        trust = 1.0 if 0.0 in lengths else lengths[0] / lengths[1]
+        p.sub_(update, alpha=lr * trust)
+
+
+def _norm(values: Tensor) -> float:
+    """The 2-norm from chunks, in an order fixed by the length."""
+    full, ragged = divmod(values.numel(), CHUNK)
+    norms = torch.empty(full + (ragged > 0))
+    _row_norms(values, CHUNK, norms[:full], norms[full:])
+    squares = norms.double().square_()
+    total = torch.empty((), dtype=torch.float64)
+    sum_partials(squares, total)
+    return math.sqrt(total.item())
 
 
 def _skipped(found_inf: Tensor | None) -> bool:

@@ -132,7 +132,7 @@ def compile_only(self, *args, grid, warmup, **options):
 
 JITFunction.run = compile_only
 
-from kfuse.kernels import Measures, PackTable, triton_adamw, triton_pack, triton_partials, triton_reduce, triton_sgd
+from kfuse.kernels import Measures, PackTable, triton_adamw, triton_lamb, triton_pack, triton_partials, triton_reduce, triton_sgd
 for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     table = PackTable.build([numel, 3], [0, 96], torch.device("cpu"))
     sumsq = torch.zeros(table.num_chunks)
@@ -149,11 +149,13 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     for guard in (one, None):
         guards = {"grad_scale": guard, "found_inf": guard}
         triton_adamw.adamw(p, g, m, v, step=one, beta1=0.9, beta2=0.99, eps=1e-8, **common, **guards)
+        alone = PackTable.build([numel], [0], torch.device("cpu"))
+        triton_lamb.lamb(p, g, m, v, alone, step=one, beta1=0.9, beta2=0.99, eps=1e-8, **common, **guards)
         for buffer in (m, None):
             triton_sgd.sgd(
                 p, g, buffer, momentum=0, dampening=0, nesterov=False, first_step=False, **common, **guards
             )
-assert len(compiled) == 24 and {registers for _, registers in compiled} == {128}, compiled
+assert len(compiled) == 36 and {registers for _, registers in compiled} == {128}, compiled
 """
 
 

@@ -266,7 +266,7 @@ def test_errors_name_what_is_wrong(device: str) -> None:
     def call(**measures: Tensor) -> None:
         reduce(rows, chain(2), out, measures=Measures(**measures))
 
-    with pytest.raises(ValueError, match=r"sumsq must be contiguous float32 \[1\], got torch.float32 \[2\]"):
+    with pytest.raises(ValueError, match=r"sumsq must be contiguous float32 \[1\], got torch\.float32 \[2\]"):
         call(sumsq=torch.empty(2, device=device))
     with pytest.raises(ValueError, match="need shares"):
         call(variance=one)
