@@ -180,56 +180,88 @@ def balanced(count: int) -> tuple[tuple[int, int], ...]:
 
 
 def _adamw_variants() -> Iterator[Variant]:
-    moments = {"exp_avg": "*fp32", "exp_avg_sq": "*fp32", "step": "*fp32"}
     scalars = ["lr", "decay", "beta1", "beta2", "one_minus_beta1", "one_minus_beta2"]
     scalars += ["log_beta1", "log_beta2", "eps"]
-    for param, grad, guards in (
-        ("fp32", "fp32", {}),
-        ("fp32", "fp32", _GUARDS),
-        ("fp32", "bf16", _GUARDS),
-        ("bf16", "bf16", _GUARDS),
+    for param, grad, count, master in (
+        ("fp32", "fp32", 1, False),
+        ("fp32", "bf16", 1, False),
+        ("bf16", "bf16", 1, False),
+        ("bf16", "bf16", 1, True),
+        ("bf16", "fp32", 1, True),
+        ("fp32", "fp32", 2, False),
+        ("fp32", "fp32", 8, False),
+        ("fp32", "bf16", 8, False),
+        ("bf16", "bf16", 8, True),
     ):
-        yield Variant(
-            f"adamw {param} param {grad} grad{' guarded' * bool(guards)}",
-            triton_adamw.adamw_kernel,
-            {"param": f"*{param}", "grad": f"*{grad}"}
-            | moments
-            | guards
-            | {"numel": "i32"}
-            | dict.fromkeys(scalars, "fp32"),
-            {"MAXIMIZE": False, "BLOCK": triton_adamw.BLOCK},
-            triton_adamw.THREADS,
-            triton_adamw.BLOCK,
-            (param, grad, "fp32", "fp32"),
-            (param, "fp32", "fp32"),
-            everywhere=bool(guards) and param == "fp32",
+        yield _update(
+            "adamw",
+            triton_adamw,
+            (param, grad, count, master),
+            {"exp_avg": "*fp32", "exp_avg_sq": "*fp32", "step": "*fp32"},
+            scalars,
+            {"MAXIMIZE": False},
+            ("fp32", "fp32"),
+            everywhere=(param, grad, count) in (("fp32", "fp32", 1), ("fp32", "fp32", 8)) or (master and count == 1),
         )
 
 
 def _sgd_variants() -> Iterator[Variant]:
     scalars = ["lr", "momentum", "one_minus_dampening", "weight_decay"]
-    for dtype, mode in product(("fp32", "bf16"), ("plain", "first step", "momentum", "nesterov")):
-        buffer = {} if mode == "plain" else {"momentum_buffer": "*fp32"}
-        yield Variant(
-            f"sgd {dtype} {mode}",
-            triton_sgd.sgd_kernel,
-            {"param": f"*{dtype}", "grad": f"*{dtype}"}
-            | buffer
-            | _GUARDS
-            | {"numel": "i32"}
-            | dict.fromkeys(scalars, "fp32"),
-            {
-                "NESTEROV": mode == "nesterov",
-                "MAXIMIZE": False,
-                "FIRST_STEP": mode == "first step",
-                "BLOCK": triton_sgd.BLOCK,
-            },
-            triton_sgd.THREADS,
-            triton_sgd.BLOCK,
-            (dtype, dtype) + ("fp32",) * (mode in ("momentum", "nesterov")),
-            (dtype,) + ("fp32",) * len(buffer),
-            everywhere=(dtype, mode) == ("fp32", "momentum"),
+    for (param, grad, count, master), mode in (
+        (("fp32", "fp32", 1, False), "plain"),
+        (("fp32", "fp32", 1, False), "first step"),
+        (("fp32", "fp32", 1, False), "momentum"),
+        (("fp32", "fp32", 1, False), "nesterov"),
+        (("bf16", "bf16", 1, False), "momentum"),
+        (("bf16", "bf16", 1, True), "momentum"),
+        (("fp32", "fp32", 8, False), "momentum"),
+    ):
+        yield _update(
+            f"sgd {mode}",
+            triton_sgd,
+            (param, grad, count, master),
+            {} if mode == "plain" else {"momentum_buffer": "*fp32"},
+            scalars,
+            {"NESTEROV": mode == "nesterov", "MAXIMIZE": False, "FIRST_STEP": mode == "first step"},
+            ("fp32",) * (mode in ("momentum", "nesterov")),
+            written=("fp32",) * (mode != "plain"),
+            everywhere=(param, mode, count) == ("fp32", "momentum", 1),
         )
+
+
+def _update(
+    name: str,
+    module: Any,
+    what: tuple[str, str, int, bool],
+    state: dict[str, str],
+    scalars: list[str],
+    flags: dict[str, Any],
+    read: tuple[str, ...],
+    *,
+    written: tuple[str, ...] | None = None,
+    everywhere: bool,
+) -> Variant:
+    """An optimizer's update of `what`: parameter type, gradient type, contributions, with master weights or not."""
+    param, grad, count, master = what
+    shape = triton_reduce.fused_constants(count, BYTES[grad], balanced(count))
+    rows = f"{count} rows of {grad}" if count > 1 else f"{grad} grad"
+    weights = {"param": f"*{param}"} | ({"master": "*fp32"} if master else {})
+    return Variant(
+        f"{name} {param} param{' fp32 master' * master} {rows}",
+        getattr(module, f"{name.split()[0]}_kernel"),
+        weights
+        | {"grad": f"*{grad}"}
+        | state
+        | _GUARDS
+        | {"numel": "i32", "stride": "i32"}
+        | dict.fromkeys(scalars, "fp32"),
+        flags | shape,
+        module.THREADS,
+        shape["BLOCK"],
+        ("fp32" if master else param,) + (grad,) * count + read,
+        (param,) + ("fp32",) * master + (read if written is None else written),
+        everywhere=everywhere,
+    )
 
 
 def _lamb_variants() -> Iterator[Variant]:

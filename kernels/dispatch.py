@@ -143,9 +143,7 @@ def reduce(
     """
     if rows.dim() != 2 or len(rows) == 0 or out.shape != rows.shape[1:]:
         raise ValueError(f"reduce: rows must be [K >= 1, n] and out [n], got {list(rows.shape)} and {list(out.shape)}")
-    for dst, src in merges:
-        if not (0 <= dst < len(rows) and 0 <= src < len(rows) and dst != src):
-            raise ValueError(f"reduce: merge ({dst}, {src}) must name two different rows of {len(rows)}")
+    check_merges("reduce", merges, len(rows))
     measures.check(rows)
     if use_triton(rows):
         from kfuse.kernels import triton_reduce
@@ -153,3 +151,10 @@ def reduce(
         triton_reduce.reduce(rows, merges, out, scale=scale, measures=measures)
     else:
         reference.reduce(rows, merges, out, scale=scale, measures=measures)
+
+
+def check_merges(name: str, merges: tuple[tuple[int, int], ...], count: int) -> None:
+    """Raises ValueError where a merge does not name two different rows of `count`."""
+    for dst, src in merges:
+        if not (0 <= dst < count and 0 <= src < count and dst != src):
+            raise ValueError(f"{name}: merge ({dst}, {src}) must name two different rows of {count}")

@@ -154,12 +154,15 @@ def adamw(
     maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    master: Tensor | None,
+    merges: tuple[tuple[int, int], ...],
 ) -> None:
     if _skipped(found_inf):
         return
+    weights = param if master is None else master
     torch._fused_adamw_(
-        [param],
-        [grad.to(param.dtype)],
+        [weights],
+        [_summed(grad, merges).to(weights.dtype)],
         [exp_avg],
         [exp_avg_sq],
         [],
@@ -174,6 +177,8 @@ def adamw(
         grad_scale=_divisor(grad_scale),
         found_inf=None,
     )
+    if master is not None:
+        param.copy_(master)
 
 
 def sgd(
@@ -190,12 +195,15 @@ def sgd(
     first_step: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    master: Tensor | None,
+    merges: tuple[tuple[int, int], ...],
 ) -> None:
     if _skipped(found_inf):
         return
+    weights = param if master is None else master
     torch._fused_sgd_(
-        [param],
-        [grad.to(param.dtype)],
+        [weights],
+        [_summed(grad, merges).to(weights.dtype)],
         [] if momentum_buffer is None else [momentum_buffer],
         weight_decay=weight_decay,
         momentum=momentum,
@@ -207,6 +215,17 @@ def sgd(
         grad_scale=_divisor(grad_scale),
         found_inf=None,
     )
+    if master is not None:
+        param.copy_(master)
+
+
+def _summed(grad: Tensor, merges: tuple[tuple[int, int], ...]) -> Tensor:
+    """The gradient itself, or the sum of its rows as `reduce` adds them, in fp32."""
+    if grad.dim() == 1:
+        return grad
+    rows = grad.float()
+    _merge(rows, merges, rows[0], 1.0)
+    return rows[0]
 
 
 def lamb(

@@ -165,6 +165,15 @@ def constants(
     }
 
 
+def fused_constants(count: int, itemsize: int, merges: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    """The shape of an update that adds `count` contributions itself. No bits depend on the block."""
+    if count * itemsize <= 16 or (itemsize == 2 and count <= 8):
+        block = 2048
+    else:
+        block = 1024 if count <= 16 else THREADS
+    return {"PROGRAM": postfix(count, merges), "BLOCK": block}
+
+
 def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float, measures: Measures) -> None:
     if out.numel() == 0:
         return

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kfuse.kernels import reference
-from kfuse.kernels.dispatch import DTYPES, use_triton
+from kfuse.kernels.dispatch import DTYPES, check_merges, use_triton
 from kfuse.kernels.table import PackTable
 
 
@@ -26,6 +26,8 @@ def adamw(
     maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    master: Tensor | None = None,
+    merges: tuple[tuple[int, int], ...] = (),
 ) -> None:
     """One AdamW step on flat buffers, in place, as torch.optim.AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
@@ -33,14 +35,21 @@ def adamw(
     end there or at the buffers' end.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: 1-D, contiguous, of one length. On the CPU parameters and states have one
-            dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32. After the call the gradient's
-            content is unspecified.
+        param, grad, exp_avg, exp_avg_sq: 1-D, contiguous, of one length. Without `master`, on the CPU parameters and
+            states have one dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32. After the call
+            the gradient's content is unspecified.
         step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller.
         grad_scale: 0-dim fp32 on the same device that multiplies the gradient (clip coefficient, inverse loss scale),
             or None.
         found_inf: 0-dim fp32 on the same device; nonzero leaves parameters and states untouched. Or None.
+        master: fp32 weights that are updated in the parameters' stead; `param`, 16-bit, is then only written, with
+            their rounded values, and the states are fp32.
+        merges: with them `grad` is [K, n], the contributions of `reduce`, which are added in its order and applied in
+            the same pass: the bits are those of `reduce` into fp32 and then an update, and no gradient is written.
+
+    Raises ValueError when shapes or merges do not fit, TypeError when `master` is not fp32.
     """
+    _check("adamw", param, grad, master, merges)
     if use_triton(param):
         from kfuse.kernels import triton_adamw
 
@@ -61,6 +70,8 @@ def adamw(
         maximize=maximize,
         grad_scale=grad_scale,
         found_inf=found_inf,
+        master=master,
+        merges=merges,
     )
 
 
@@ -79,6 +90,8 @@ def sgd(
     first_step: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    master: Tensor | None = None,
+    merges: tuple[tuple[int, int], ...] = (),
 ) -> None:
     """One SGD step on flat buffers, in place, as torch.optim.SGD.
 
@@ -87,12 +100,13 @@ def sgd(
             `adamw`. `momentum_buffer` is None exactly when `momentum` is 0.
         first_step: the buffer becomes the gradient itself, undamped, and its old content is not read. A first step
             that `found_inf` skips leaves it as it was: start from zeros, and without dampening the next step is right.
-        grad_scale, found_inf: as for `adamw`.
+        grad_scale, found_inf, master, merges: as for `adamw`.
 
-    Raises ValueError when `momentum_buffer` and `momentum` disagree.
+    Raises ValueError when `momentum_buffer` and `momentum` disagree, and as `adamw` does.
     """
     if (momentum_buffer is None) != (momentum == 0):
         raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
+    _check("sgd", param, grad, master, merges)
     if use_triton(param):
         from kfuse.kernels import triton_sgd
 
@@ -112,7 +126,23 @@ def sgd(
         first_step=first_step,
         grad_scale=grad_scale,
         found_inf=found_inf,
+        master=master,
+        merges=merges,
     )
+
+
+def _check(name: str, param: Tensor, grad: Tensor, master: Tensor | None, merges: tuple[tuple[int, int], ...]) -> None:
+    if grad.shape[-1:] != param.shape or grad.dim() > 2 or (grad.dim() == 1 and merges):
+        raise ValueError(
+            f"{name}: grad must be [n], or [K, n] with merges, where param is [n]; "
+            f"got {list(grad.shape)}, {list(param.shape)} and {len(merges)} merges"
+        )
+    check_merges(name, merges, len(grad) if grad.dim() == 2 else 1)
+    if master is not None:
+        if master.shape != param.shape:
+            raise ValueError(f"{name}: master is {list(master.shape)}, param {list(param.shape)}: must be the same")
+        if master.dtype != torch.float32:
+            raise TypeError(f"{name}: master is {master.dtype}, must be torch.float32")
 
 
 @torch.no_grad()
@@ -136,8 +166,8 @@ def lamb(
     """One LAMB step (You et al. 2020, algorithm 2, phi the identity) on a bucket's flat buffers, in place.
 
     For each tensor p of the table, u = Adam's bias-corrected update + weight_decay * p, then p -= lr * |p| / |u| * u;
-    the ratio is 1 where either norm is 0. Norms are summed from chunks of the tensor: where offsets are multiples of 16,
-    as in a bucket, its bits depend on it alone.
+    the ratio is 1 where either norm is 0. Norms are summed from chunks of the tensor: with offsets that are multiples
+    of 16, as a bucket's are, its bits depend on it alone.
 
     Args:
         param, exp_avg, exp_avg_sq: fp32, 1-D, contiguous, at least `table.end` elements; what lies between tensors is

@@ -132,7 +132,8 @@ def compile_only(self, *args, grid, warmup, **options):
 
 JITFunction.run = compile_only
 
-from kfuse.kernels import Measures, PackTable, triton_adamw, triton_lamb, triton_pack, triton_partials, triton_reduce, triton_sgd
+from kfuse.kernels import Measures, PackTable, triton_adamw, triton_lamb, triton_pack, triton_partials
+from kfuse.kernels import triton_reduce, triton_sgd
 for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     table = PackTable.build([numel, 3], [0, 96], torch.device("cpu"))
     sumsq = torch.zeros(table.num_chunks)
@@ -147,10 +148,11 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     p, g, m, v = torch.ones(4, numel)
     one, common = torch.ones(()), {"lr": 1, "weight_decay": 0, "maximize": False}
     for guard in (one, None):
-        guards = {"grad_scale": guard, "found_inf": guard}
+        guards = {"grad_scale": guard, "found_inf": guard, "master": None, "merges": ()}
         triton_adamw.adamw(p, g, m, v, step=one, beta1=0.9, beta2=0.99, eps=1e-8, **common, **guards)
         alone = PackTable.build([numel], [0], torch.device("cpu"))
-        triton_lamb.lamb(p, g, m, v, alone, step=one, beta1=0.9, beta2=0.99, eps=1e-8, **common, **guards)
+        of_lamb = {"grad_scale": guard, "found_inf": guard}
+        triton_lamb.lamb(p, g, m, v, alone, step=one, beta1=0.9, beta2=0.99, eps=1e-8, **common, **of_lamb)
         for buffer in (m, None):
             triton_sgd.sgd(
                 p, g, buffer, momentum=0, dampening=0, nesterov=False, first_step=False, **common, **guards
