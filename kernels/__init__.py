@@ -3,15 +3,19 @@
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
-from kfuse.kernels.dispatch import adamw, block_sumsq, pack, reduce, sgd, sum_partials
+from kfuse.kernels.dispatch import block_sumsq, pack, reduce, sum_partials
+from kfuse.kernels.measure import Measures
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
+from kfuse.kernels.updates import adamw, lamb, sgd
 
 __all__ = [
     "BLOCK",
     "CHUNK",
+    "Measures",
     "PackTable",
     "adamw",
     "block_sumsq",
+    "lamb",
     "num_blocks",
     "pack",
     "reduce",

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from kfuse.kernels import reference
+from kfuse.kernels.measure import NOTHING, Measures
 from kfuse.kernels.table import PackTable, num_blocks
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _use_triton(tensor: Tensor) -> bool:
+def use_triton(tensor: Tensor) -> bool:
+    """Whether the Triton code runs on this tensor."""
     return tensor.is_cuda or _INTERPRETED
 
 
@@ -55,17 +57,17 @@ def pack(
             continue
         if grad.numel() != numel:
             raise ValueError(f"pack: gradient {index} has {grad.numel()} elements, the table says {numel}")
-        if grad.dtype not in _DTYPES:
-            raise TypeError(f"pack: gradient {index} is {grad.dtype}, allowed are {_DTYPES}")
+        if grad.dtype not in DTYPES:
+            raise TypeError(f"pack: gradient {index} is {grad.dtype}, allowed are {DTYPES}")
         if grad.device != flat.device:
             raise ValueError(f"pack: gradient {index} is on {grad.device}, the flat buffer on {flat.device}")
-    if flat.dtype not in _DTYPES:
-        raise TypeError(f"pack: flat is {flat.dtype}, allowed are {_DTYPES}")
+    if flat.dtype not in DTYPES:
+        raise TypeError(f"pack: flat is {flat.dtype}, allowed are {DTYPES}")
     if flat.numel() < table.end:
         raise ValueError(f"pack: flat has {flat.numel()} elements, the table needs {table.end}")
     if sumsq.shape != (table.num_chunks,) or sumsq.dtype != torch.float32:
         raise ValueError(f"pack: sumsq must be float32 [{table.num_chunks}], got {sumsq.dtype} {list(sumsq.shape)}")
-    if _use_triton(flat):
+    if use_triton(flat):
         from kfuse.kernels import triton_pack
 
         triton_pack.pack(grads, flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq)
@@ -88,7 +90,7 @@ def block_sumsq(flat: Tensor, out: Tensor) -> None:
         raise ValueError(
             f"block_sumsq: out must be float32 [{num_blocks(flat.numel())}], got {out.dtype} {list(out.shape)}"
         )
-    if _use_triton(flat):
+    if use_triton(flat):
         from kfuse.kernels import triton_partials
 
         triton_partials.block_sumsq(flat, out)
@@ -98,13 +100,18 @@ def block_sumsq(flat: Tensor, out: Tensor) -> None:
 
 @torch.no_grad()
 def sum_partials(partials: Tensor, out: Tensor) -> None:
-    """Sum 1-D fp32 or fp64 `partials` into `out` (0-dim float64), in fp64 and in an order fixed by their number."""
-    if partials.dim() != 1 or out.shape != () or out.dtype != torch.float64:
+    """Sum fp32 or fp64 `partials` [b] into `out` (0-dim float64), or each row of [r, b] into `out` [r].
+
+    In fp64, and in an order fixed by b alone. Raises ValueError when the shapes do not fit or are not contiguous.
+    """
+    if partials.dim() not in (1, 2) or out.shape != partials.shape[:-1] or out.dtype != torch.float64:
         raise ValueError(
-            f"sum_partials: partials must be 1-D and out a 0-dim float64 tensor, "
+            f"sum_partials: partials must be [b] or [r, b] and out float64 of the same shape without b, "
             f"got {list(partials.shape)} and {out.dtype} {list(out.shape)}"
         )
-    if _use_triton(partials):
+    if not (partials.is_contiguous() and out.is_contiguous()):
+        raise ValueError("sum_partials: partials and out must be contiguous")
+    if use_triton(partials):
         from kfuse.kernels import triton_partials
 
         triton_partials.sum_partials(partials, out)
@@ -113,7 +120,14 @@ def sum_partials(partials: Tensor, out: Tensor) -> None:
 
 
 @torch.no_grad()
-def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float = 1.0) -> None:
+def reduce(
+    rows: Tensor,
+    merges: tuple[tuple[int, int], ...],
+    out: Tensor,
+    *,
+    scale: float = 1.0,
+    measures: Measures = NOTHING,
+) -> None:
     """Add contributions in a given order: `x[dst] = x[dst] + x[src]` for each merge, then `out = scale * x[0]`.
 
     Every addition is rounded once, to fp32, in exactly that order: the bits are those of the merge program alone.
@@ -122,122 +136,25 @@ def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, sc
         rows: [K, n] contributions, fp32, bf16 or fp16 (added in fp32), each row contiguous. They may be overwritten.
         merges: pairs (dst, src) of different row numbers.
         out: [n], contiguous, fp32, bf16 or fp16; may be `rows[0]`.
+        measures: what to measure in the same pass, from the rows as they came in and from `out` as it is stored. An
+            output's bits depend on its block alone: a shard that starts at a multiple of BLOCK yields its part.
 
-    Raises ValueError when a merge names no row, or adds a row to itself, or the shapes differ.
+    Raises ValueError when a merge names no row, or adds a row to itself, or shapes or dtypes differ.
     """
     if rows.dim() != 2 or len(rows) == 0 or out.shape != rows.shape[1:]:
         raise ValueError(f"reduce: rows must be [K >= 1, n] and out [n], got {list(rows.shape)} and {list(out.shape)}")
-    for dst, src in merges:
-        if not (0 <= dst < len(rows) and 0 <= src < len(rows) and dst != src):
-            raise ValueError(f"reduce: merge ({dst}, {src}) must name two different rows of {len(rows)}")
-    if _use_triton(rows):
+    check_merges("reduce", merges, len(rows))
+    measures.check(rows)
+    if use_triton(rows):
         from kfuse.kernels import triton_reduce
 
-        triton_reduce.reduce(rows, merges, out, scale=scale)
+        triton_reduce.reduce(rows, merges, out, scale=scale, measures=measures)
     else:
-        reference.reduce(rows, merges, out, scale=scale)
+        reference.reduce(rows, merges, out, scale=scale, measures=measures)
 
 
-@torch.no_grad()
-def adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """One AdamW step on flat buffers, in place, as torch.optim.AdamW (Loshchilov and Hutter 2019, algorithm 2).
-
-    An element's bits do not depend on how the buffers are sliced, where slices start at multiples of 16 elements and
-    end there or at the buffers' end.
-
-    Args:
-        param, grad, exp_avg, exp_avg_sq: 1-D, contiguous, of one length. On the CPU parameters and states have one
-            dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32. After the call the gradient's
-            content is unspecified.
-        step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller.
-        grad_scale: 0-dim fp32 on the same device that multiplies the gradient (clip coefficient, inverse loss scale),
-            or None.
-        found_inf: 0-dim fp32 on the same device; nonzero leaves parameters and states untouched. Or None.
-    """
-    if _use_triton(param):
-        from kfuse.kernels import triton_adamw
-
-        update = triton_adamw.adamw
-    else:
-        update = reference.adamw
-    update(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
-
-
-@torch.no_grad()
-def sgd(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    first_step: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """One SGD step on flat buffers, in place, as torch.optim.SGD.
-
-    Args:
-        param, grad, momentum_buffer: 1-D, contiguous, of one length; dtypes, slices, and the gradient's fate as for
-            `adamw`. `momentum_buffer` is None exactly when `momentum` is 0.
-        first_step: the buffer becomes the gradient itself, undamped, and its old content is not read. A first step
-            that `found_inf` skips leaves it as it was: start from zeros, and without dampening the next step is right.
-        grad_scale, found_inf: as for `adamw`.
-
-    Raises ValueError when `momentum_buffer` and `momentum` disagree.
-    """
-    if (momentum_buffer is None) != (momentum == 0):
-        raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
-    if _use_triton(param):
-        from kfuse.kernels import triton_sgd
-
-        update = triton_sgd.sgd
-    else:
-        update = reference.sgd
-    update(
-        param,
-        grad,
-        momentum_buffer,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        first_step=first_step,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+def check_merges(name: str, merges: tuple[tuple[int, int], ...], count: int) -> None:
+    """Raises ValueError where a merge does not name two different rows of `count`."""
+    for dst, src in merges:
+        if not (0 <= dst < count and 0 <= src < count and dst != src):
+            raise ValueError(f"{name}: merge ({dst}, {src}) must name two different rows of {count}")

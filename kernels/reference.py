@@ -6,12 +6,17 @@ squares are summed with `vector_norm` over short rows and not with `torch.dot`, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kfuse.kernels.table import BLOCK, CHUNK, PackTable
+from kfuse.kernels.measure import Measures
+from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
+
+SLAB = 16 * BLOCK
+"""Elements of each row that are reduced, then measured, at a time."""
 
 
 def pack(
@@ -67,14 +72,26 @@ def _row_norms(values: Tensor, width: int, full: Tensor, ragged: Tensor) -> None
 
 
 def sum_partials(partials: Tensor, out: Tensor) -> None:
-    if partials.numel() == 0:
+    if partials.shape[-1] == 0:
         out.zero_()
         return
     # torch.sum may split the work between threads; a running sum goes from left to right.
-    out.copy_(partials.cumsum(0, dtype=torch.float64)[-1])
+    out.copy_(partials.cumsum(-1, dtype=torch.float64)[..., -1])
 
 
-def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float) -> None:
+def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float, measures: Measures) -> None:
+    if not measures.any:
+        _merge(rows, merges, out, scale)
+        return
+    for at in range(0, out.numel(), SLAB):  # what has just been added is measured while it is in the cache
+        elements = slice(at, min(at + SLAB, out.numel()))
+        slab = rows[:, elements]
+        contributions = slab.float().clone() if measures.centred or measures.of_rows else slab
+        _merge(slab, merges, out[elements], scale)
+        _measure(contributions, out[elements], scale, measures, elements)
+
+
+def _merge(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, scale: float) -> None:
     values = list((rows if rows.dtype == torch.float32 else rows.float()).unbind(0))
     for dst, src in merges[:-1]:
         values[dst].add_(values[src])
@@ -89,6 +106,37 @@ def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, sc
         total = total.mul_(scale)
     if total is not out:
         out.copy_(total)
+
+
+def _measure(rows: Tensor, out: Tensor, scale: float, measures: Measures, elements: slice) -> None:
+    """Fill the partial sums of these elements' blocks. `rows` are the contributions in fp32."""
+    blocks = slice(elements.start // BLOCK, num_blocks(elements.stop))
+    mean = out.float()
+    if measures.sumsq is not None:
+        block_sumsq(out, measures.sumsq[blocks])
+    if measures.shares is not None and measures.centred:
+        spread = torch.zeros_like(mean)
+        for row, share in zip(rows, measures.shares, strict=True):
+            factor = torch.where(share == 0, 0, scale / share)
+            spread.add_((row * factor).sub_(mean).square_().mul_(share))
+        if measures.variance is not None:
+            _block_sums(spread, measures.variance[blocks])
+        if measures.noise is not None and measures.exp_avg_sq is not None:
+            denominator = measures.exp_avg_sq[elements].sqrt().add_(measures.eps)
+            _block_sums(spread.div_(denominator).div_(denominator), measures.noise[blocks])
+    for k, row in enumerate(rows):
+        if measures.row_sumsq is not None:
+            block_sumsq(row, measures.row_sumsq[k, blocks])
+        if measures.row_dot is not None:
+            _block_sums(row.mul_(mean), measures.row_dot[k, blocks])
+
+
+def _block_sums(values: Tensor, out: Tensor) -> None:
+    """Write the sum of each BLOCK elements of `values` (1-D, fp32), the last one perhaps ragged, to `out`."""
+    full = values.numel() // BLOCK
+    torch.sum(values[: full * BLOCK].view(full, BLOCK), dim=1, out=out[:full])
+    if full < out.numel():
+        torch.sum(values[full * BLOCK :], dim=0, keepdim=True, out=out[full:])
 
 
 def adamw(
@@ -106,12 +154,15 @@ def adamw(
     maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    master: Tensor | None,
+    merges: tuple[tuple[int, int], ...],
 ) -> None:
     if _skipped(found_inf):
         return
+    weights = param if master is None else master
     torch._fused_adamw_(
-        [param],
-        [grad.to(param.dtype)],
+        [weights],
+        [_summed(grad, merges).to(weights.dtype)],
         [exp_avg],
         [exp_avg_sq],
         [],
@@ -126,6 +177,8 @@ def adamw(
         grad_scale=_divisor(grad_scale),
         found_inf=None,
     )
+    if master is not None:
+        param.copy_(master)
 
 
 def sgd(
@@ -142,12 +195,15 @@ def sgd(
     first_step: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    master: Tensor | None,
+    merges: tuple[tuple[int, int], ...],
 ) -> None:
     if _skipped(found_inf):
         return
+    weights = param if master is None else master
     torch._fused_sgd_(
-        [param],
-        [grad.to(param.dtype)],
+        [weights],
+        [_summed(grad, merges).to(weights.dtype)],
         [] if momentum_buffer is None else [momentum_buffer],
         weight_decay=weight_decay,
         momentum=momentum,
@@ -159,6 +215,62 @@ def sgd(
         grad_scale=_divisor(grad_scale),
         found_inf=None,
     )
+    if master is not None:
+        param.copy_(master)
+
+
+def _summed(grad: Tensor, merges: tuple[tuple[int, int], ...]) -> Tensor:
+    """The gradient itself, or the sum of its rows as `reduce` adds them, in fp32."""
+    if grad.dim() == 1:
+        return grad
+    rows = grad.float()
+    _merge(rows, merges, rows[0], 1.0)
+    return rows[0]
+
+
+def lamb(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    table: PackTable,
+    *,
+    step: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    if _skipped(found_inf):
+        return
+    t = step.item()
+    correction1, correction2 = 1 - beta1**t, 1 - beta2**t
+    factor = (-1.0 if maximize else 1.0) * (1.0 if grad_scale is None else grad_scale.item())
+    for numel, offset in zip(table.numels, table.offsets, strict=True):
+        p, g, m, v = (flat[offset : offset + numel] for flat in (param, grad, exp_avg, exp_avg_sq))
+        g = g.float()
+        m.mul_(beta1).add_(g, alpha=(1 - beta1) * factor)
+        v.mul_(beta2).addcmul_(g, g, value=(1 - beta2) * factor**2)
+        update = v.sqrt().div_(correction2**0.5).add_(eps)
+        torch.div(m, update, out=update).div_(correction1).add_(p, alpha=weight_decay)
+        lengths = _norm(p), _norm(update)
+        trust = 1.0 if 0.0 in lengths else lengths[0] / lengths[1]
+        p.sub_(update, alpha=lr * trust)
+
+
+def _norm(values: Tensor) -> float:
+    """The 2-norm from chunks, in an order fixed by the length."""
+    full, ragged = divmod(values.numel(), CHUNK)
+    norms = torch.empty(full + (ragged > 0))
+    _row_norms(values, CHUNK, norms[:full], norms[full:])
+    squares = norms.double().square_()
+    total = torch.empty((), dtype=torch.float64)
+    sum_partials(squares, total)
+    return math.sqrt(total.item())
 
 
 def _skipped(found_inf: Tensor | None) -> bool:

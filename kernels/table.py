@@ -64,6 +64,8 @@ class PackTable:
     """Largest power of two, at most 16, that divides every offset: what the GPU kernel may assume."""
     chunks: Tensor
     """int64 [num_chunks, 4] on `device`: tensor index, start within it, length, start within the flat buffer."""
+    first_chunks: Tensor
+    """int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`."""
     pointers: DevicePointers = field(repr=False, compare=False)
 
     @staticmethod
@@ -77,6 +79,7 @@ class PackTable:
         rows: list[tuple[int, int, int, int]] = []
         flat_sizes: list[int] = []
         sumsq_sizes: list[int] = []
+        first_chunks = [0]
         end = 0
         for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
             if numel < 0 or offset < end:
@@ -87,6 +90,7 @@ class PackTable:
             flat_sizes += [offset - end, numel]
             sumsq_sizes += [numel // CHUNK, int(numel % CHUNK > 0)]
             rows += [(index, at, min(CHUNK, numel - at), offset + at) for at in range(0, numel, CHUNK)]
+            first_chunks.append(len(rows))
             end = offset + numel
         return PackTable(
             numels=tuple(numels),
@@ -98,5 +102,6 @@ class PackTable:
             sumsq_sizes=tuple(sumsq_sizes),
             offset_alignment=math.gcd(16, *offsets),
             chunks=torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device),
+            first_chunks=torch.tensor(first_chunks, dtype=torch.int64).to(device),
             pointers=DevicePointers(),
         )

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton `adamw`: one pass over parameter, gradient and both moments."""
+"""Triton `adamw`: one pass over parameter, gradient (or the contributions it is the sum of) and both moments."""
 
 import math
 
@@ -8,14 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kfuse.kernels import launch
+from kfuse.kernels.triton_reduce import fused_constants, merged
 
-BLOCK = 2048
 THREADS = 256
 
 
 @triton.jit
 def adamw_kernel(
     param,
+    master,
     grad,
     exp_avg,
     exp_avg_sq,
@@ -23,6 +24,7 @@ def adamw_kernel(
     grad_scale,
     found_inf,
     numel,
+    stride,
     lr,
     decay,
     beta1,
@@ -33,6 +35,7 @@ def adamw_kernel(
     log_beta2,
     eps,
     MAXIMIZE: tl.constexpr,
+    PROGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     if found_inf is not None:
@@ -40,8 +43,11 @@ def adamw_kernel(
             return
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
-    p = tl.load(param + index, mask=mask).to(tl.float32)
-    g = tl.load(grad + index, mask=mask).to(tl.float32)
+    if master is not None:
+        p = tl.load(master + index, mask=mask)
+    else:
+        p = tl.load(param + index, mask=mask).to(tl.float32)
+    g = merged(grad, index, mask, tl.zeros((), tl.int64) + stride, PROGRAM)
     m = tl.load(exp_avg + index, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + index, mask=mask).to(tl.float32)
 
@@ -60,6 +66,8 @@ def adamw_kernel(
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.sqrt_rn(correction2)) + eps
     p = p - tl.div_rn(lr, correction1) * tl.div_rn(m, denominator)
 
+    if master is not None:
+        tl.store(master + index, p, mask=mask)
     tl.store(param + index, p.to(param.dtype.element_ty), mask=mask)
     tl.store(exp_avg + index, m.to(exp_avg.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq + index, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
@@ -80,18 +88,24 @@ def adamw(
     maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    master: Tensor | None,
+    merges: tuple[tuple[int, int], ...],
 ) -> None:
     if param.numel() == 0:
         return
-    adamw_kernel[(triton.cdiv(param.numel(), BLOCK),)](
+    rows = grad if grad.dim() == 2 else grad[None]
+    shape = fused_constants(len(rows), rows.element_size(), merges)
+    adamw_kernel[(triton.cdiv(param.numel(), shape["BLOCK"]),)](
         param,
-        grad,
+        master,
+        rows,
         exp_avg,
         exp_avg_sq,
         step,
         grad_scale,
         found_inf,
         param.numel(),
+        rows.stride(0),
         float(lr),
         1.0 - lr * weight_decay,
         float(beta1),
@@ -102,6 +116,6 @@ def adamw(
         math.log(beta2) if beta2 > 0.0 else -math.inf,
         float(eps),
         MAXIMIZE=maximize,
-        BLOCK=BLOCK,
+        **shape,
         **launch.options(THREADS),
     )

@@ -13,38 +13,51 @@ WIDTH = 1024
 
 
 @triton.jit
-def block_sumsq_kernel(flat, out, numel, BLOCK: tl.constexpr):
+def lane_sums(values, LANE: tl.constexpr):
+    """Sums of LANE neighbours, which one thread holds; the rest is added over tiles, and over threads at the end."""
+    return tl.sum(tl.reshape(values, (values.shape[0] // LANE, LANE)), axis=1)
+
+
+@triton.jit
+def block_sumsq_kernel(flat, out, numel, LANE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     start = block.to(tl.int64) * BLOCK
-    length = tl.minimum(numel - start, BLOCK).to(tl.int32)
-    # Split at a multiple of 16 as in `pack`, so that the layout, and with it the order, is the same for every length.
-    whole = length // 16 * 16
-    index = tl.arange(0, BLOCK)
-    value = tl.load(flat + start + index, mask=index < whole, other=0.0).to(tl.float32)
-    total = tl.sum(value * value, axis=0)
-    if whole < length:
-        rest = whole + tl.arange(0, 16)
-        last = tl.load(flat + start + rest, mask=rest < length, other=0.0).to(tl.float32)
-        total += tl.sum(last * last, axis=0)
-    tl.store(out + block, total)
+    squares = tl.zeros((TILE // LANE,), tl.float32)
+    for at in range(0, BLOCK, TILE):
+        index = start + at + tl.arange(0, TILE)
+        value = tl.load(flat + index, mask=index < numel, other=0.0).to(tl.float32)
+        squares += lane_sums(value * value, LANE)
+    tl.store(out + block, tl.sum(squares, axis=0))
 
 
 @triton.jit
 def sum_partials_kernel(partials, out, numel, WIDTH: tl.constexpr):
-    """One program: few values, and one place where the order is decided."""
+    """One program a row: few values, and one place where the order is decided."""
+    row = tl.program_id(0)
+    partials += row.to(tl.int64) * numel
     index = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), dtype=tl.float64)
     start = tl.zeros((), dtype=tl.int32)
     while start < numel:
         total += tl.load(partials + start + index, mask=start + index < numel, other=0.0).to(tl.float64)
         start += WIDTH
-    tl.store(out, tl.sum(total, axis=0))
+    tl.store(out + row, tl.sum(total, axis=0))
+
+
+def tile_size(itemsize: int) -> int:
+    """Elements that one 128-bit access a thread covers."""
+    return THREADS * 16 // itemsize
 
 
 def block_sumsq(flat: Tensor, out: Tensor) -> None:
-    if flat.numel():
-        block_sumsq_kernel[(num_blocks(flat.numel()),)](flat, out, flat.numel(), BLOCK=BLOCK, **launch.options(THREADS))
+    if flat.numel() == 0:
+        return
+    tile = tile_size(flat.element_size())
+    block_sumsq_kernel[(num_blocks(flat.numel()),)](
+        flat, out, flat.numel(), LANE=tile // THREADS, TILE=tile, BLOCK=BLOCK, **launch.options(THREADS)
+    )
 
 
 def sum_partials(partials: Tensor, out: Tensor) -> None:
-    sum_partials_kernel[(1,)](partials, out, partials.numel(), WIDTH=WIDTH, **launch.options(THREADS))
+    if out.numel():
+        sum_partials_kernel[(out.numel(),)](partials, out, partials.shape[-1], WIDTH=WIDTH, **launch.options(THREADS))

@@ -1,24 +1,26 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton `sgd`: one pass over parameter, gradient and momentum."""
+"""Triton `sgd`: one pass over parameter, gradient (or the contributions it is the sum of) and momentum."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kfuse.kernels import launch
+from kfuse.kernels.triton_reduce import fused_constants, merged
 
-BLOCK = 2048
 THREADS = 256
 
 
 @triton.jit
 def sgd_kernel(
     param,
+    master,
     grad,
     momentum_buffer,
     grad_scale,
     found_inf,
     numel,
+    stride,
     lr,
     momentum,
     one_minus_dampening,
@@ -26,6 +28,7 @@ def sgd_kernel(
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     FIRST_STEP: tl.constexpr,
+    PROGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     if found_inf is not None:
@@ -33,8 +36,11 @@ def sgd_kernel(
             return
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
-    p = tl.load(param + index, mask=mask).to(tl.float32)
-    g = tl.load(grad + index, mask=mask).to(tl.float32)
+    if master is not None:
+        p = tl.load(master + index, mask=mask)
+    else:
+        p = tl.load(param + index, mask=mask).to(tl.float32)
+    g = merged(grad, index, mask, tl.zeros((), tl.int64) + stride, PROGRAM)
 
     if grad_scale is not None:
         g = g * tl.load(grad_scale)
@@ -52,7 +58,10 @@ def sgd_kernel(
             g = g + b * momentum
         else:
             g = b
-    tl.store(param + index, (p - lr * g).to(param.dtype.element_ty), mask=mask)
+    p = p - lr * g
+    if master is not None:
+        tl.store(master + index, p, mask=mask)
+    tl.store(param + index, p.to(param.dtype.element_ty), mask=mask)
 
 
 def sgd(
@@ -69,16 +78,22 @@ def sgd(
     first_step: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    master: Tensor | None,
+    merges: tuple[tuple[int, int], ...],
 ) -> None:
     if param.numel() == 0:
         return
-    sgd_kernel[(triton.cdiv(param.numel(), BLOCK),)](
+    rows = grad if grad.dim() == 2 else grad[None]
+    shape = fused_constants(len(rows), rows.element_size(), merges)
+    sgd_kernel[(triton.cdiv(param.numel(), shape["BLOCK"]),)](
         param,
-        grad,
+        master,
+        rows,
         momentum_buffer,
         grad_scale,
         found_inf,
         param.numel(),
+        rows.stride(0),
         float(lr),
         float(momentum),
         1.0 - dampening,
@@ -86,6 +101,6 @@ def sgd(
         NESTEROV=nesterov,
         MAXIMIZE=maximize,
         FIRST_STEP=first_step,
-        BLOCK=BLOCK,
+        **shape,
         **launch.options(THREADS),
     )

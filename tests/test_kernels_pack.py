@@ -162,6 +162,16 @@ def test_non_finite_stays_in_its_chunk(device: str) -> None:
     assert_rounded(flat[2 * CHUNK : 2 * CHUNK + 10], grads[1].double())
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_denormals_are_kept(device: str, scale: float) -> None:
+    table = build([40], device)
+    grad = torch.full((40,), 1e-40, device=device)
+    flat = torch.empty(table.end, device=device)
+    sumsq = run([grad], flat, table, scale)
+    assert torch.equal(flat[:40].double(), (grad.double() * scale).float().double()) and (flat[:40] > 0).all()
+    assert sumsq.item() == 0.0  # the squares are below the smallest of all
+
+
 def test_squares_that_overflow_are_infinite(device: str) -> None:
     table = build([40], device)
     sumsq = run([torch.full((40,), 1e30, device=device)], torch.empty(table.end, device=device), table)

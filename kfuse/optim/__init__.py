@@ -2,8 +2,9 @@
 
 from kfuse.optim.adamw import FusedAdamW
 from kfuse.optim.base import DistributedOptimizer
+from kfuse.optim.lamb import FusedLAMB
 from kfuse.optim.sgd import FusedSGD
 from kfuse.optim.statistics import StepStats
 from kfuse.optim.wrap import Optimizer
 
-__all__ = ["DistributedOptimizer", "FusedAdamW", "FusedSGD", "Optimizer", "StepStats"]
+__all__ = ["DistributedOptimizer", "FusedAdamW", "FusedLAMB", "FusedSGD", "Optimizer", "StepStats"]

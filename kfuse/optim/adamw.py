@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import ParamsT
 
 from kfuse.comm.buckets import Bucket
-from kfuse.kernels import adamw
+from kfuse.kernels import PackTable, adamw
 from kfuse.optim.flat import FlatOptimizer, _Flat
 
 
@@ -51,6 +51,7 @@ class FusedAdamW(FlatOptimizer, AdamW):
     def _update_flat(
         self,
         group: dict[str, Any],
+        table: PackTable,
         param: Tensor,
         grad: Tensor,
         moments: dict[str, Tensor],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.step import Reduced
+from kfuse.kernels import PackTable
 from kfuse.optim.base import DistributedOptimizer
 
 
@@ -84,7 +86,8 @@ class FlatOptimizer(DistributedOptimizer):
                     self._first_update(params, flat, bucket, range(len(params)))
                 flat.steps.add_(advance)
                 grad = bucket.slots[0][: bucket.body]
-                self._update_flat(group, flat.param, grad, flat.moments, flat.steps[0], first, scale, found_inf)
+                whole = bucket.table
+                self._update_flat(group, whole, flat.param, grad, flat.moments, flat.steps[0], first, scale, found_inf)
                 continue
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
             flat.together = False
@@ -97,7 +100,8 @@ class FlatOptimizer(DistributedOptimizer):
                 flat.steps[k].add_(advance)
                 moments = {name: bucket.view(moment)[k].view(-1) for name, moment in flat.moments.items()}
                 param, grad = bucket.view(flat.param)[k].view(-1), bucket.views[k].view(-1)
-                self._update_flat(group, param, grad, moments, flat.steps[k], first, scale, found_inf)
+                alone = _one_tensor(param.numel(), param.device)
+                self._update_flat(group, alone, param, grad, moments, flat.steps[k], first, scale, found_inf)
 
     def _first_update(self, params: list[Parameter], flat: _Flat, bucket: Bucket, which: range | list[int]) -> None:
         for k in which:
@@ -116,6 +120,7 @@ class FlatOptimizer(DistributedOptimizer):
     def _update_flat(
         self,
         group: dict[str, Any],
+        table: PackTable,
         param: Tensor,
         grad: Tensor,
         moments: dict[str, Tensor],
@@ -124,8 +129,17 @@ class FlatOptimizer(DistributedOptimizer):
         scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Updates one flat piece in place. All tensors are fp32 [n]; `step` counts this update already."""
+        """Updates one flat piece in place, whose parameters lie as in `table`. All tensors are fp32 [n].
+
+        `step` counts this update already.
+        """
         raise NotImplementedError
+
+
+@cache
+def _one_tensor(numel: int, device: torch.device) -> PackTable:
+    """The table of a piece that is a single parameter."""
+    return PackTable.build([numel], [0], device)
 
 
 def _skips(found_inf: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 
 from kfuse.comm.buckets import Bucket
-from kfuse.kernels import sgd
+from kfuse.kernels import PackTable, sgd
 from kfuse.optim.flat import FlatOptimizer, _Flat
 
 
@@ -46,6 +46,7 @@ class FusedSGD(FlatOptimizer, SGD):
     def _update_flat(
         self,
         group: dict[str, Any],
+        table: PackTable,
         param: Tensor,
         grad: Tensor,
         moments: dict[str, Tensor],

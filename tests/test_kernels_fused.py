@@ -1,0 +1,153 @@
+"""Updates that add contributions themselves, and 16-bit parameters with fp32 master weights: bits against two phases.
+
+`test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kfuse.kernels import adamw, reduce, sgd
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EXAMPLES = 10 if INTERPRETED else 60
+Merges = tuple[tuple[int, int], ...]
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.parametrize("name", ["adamw", "sgd", "sgd without momentum"]),
+]
+
+
+def normal(*shape: int, seed: int, device: str) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def scalar(value: float, device: str) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def updater(name: str, device: str) -> Callable[..., None]:
+    """update(param, grad, moment, second_moment, step number, **more)"""
+    if name == "adamw":
+        options: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+
+        def update(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: int, **more: Any) -> None:
+            guards = {"grad_scale": None, "found_inf": None} | more
+            adamw(param, grad, m, v, step=scalar(t, device), maximize=False, **options, **guards)
+
+    else:
+        momentum = 0.9 * (name == "sgd")
+        options = {"lr": 0.1, "momentum": momentum, "dampening": 0.0, "weight_decay": 0.01, "nesterov": name == "sgd"}
+
+        def update(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: int, **more: Any) -> None:
+            guards = {"grad_scale": None, "found_inf": None} | more
+            buffer = m if momentum else None
+            sgd(param, grad, buffer, first_step=t == 1 and bool(momentum), maximize=False, **options, **guards)
+
+    return update
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    count=st.integers(1, 8),
+    numel=st.integers(1, 5000),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([None, 0.3]),
+    data=st.data(),
+)
+def test_one_phase_has_the_bits_of_two(
+    device: str, name: str, count: int, numel: int, dtype: torch.dtype, scale: float | None, data: st.DataObject
+) -> None:
+    row = st.integers(0, count - 1)
+    pairs = st.lists(st.tuples(row, row).filter(lambda merge: merge[0] != merge[1]), max_size=9)
+    merges: Merges = tuple(data.draw(pairs)) if count > 1 else ()
+    update = updater(name, device)
+    factor = None if scale is None else scalar(scale, device)
+    results = []
+    for fused in (False, True):
+        param, m, v = (normal(numel, seed=seed, device=device).abs() for seed in range(3))
+        for t in (1, 2):
+            rows = normal(count, numel, seed=10 + t, device=device).to(dtype)
+            if fused:
+                update(param, rows, m, v, t, merges=merges, grad_scale=factor)
+            else:
+                grad = torch.empty(numel, device=device)
+                reduce(rows, merges, grad)
+                update(param, grad, m, v, t, grad_scale=factor)
+        results.append((param, m, v))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_many_contributions(device: str, name: str) -> None:
+    merges = tuple((0, k) for k in range(1, 40))
+    rows = normal(40, 100, seed=0, device=device)
+    grad = torch.empty(100, device=device)
+    reduce(rows.clone(), merges, grad)
+    results = []
+    for given_grad, order in ((grad, ()), (rows, merges)):
+        tensors = [normal(100, seed=seed, device=device).abs() for seed in range(3)]
+        updater(name, device)(tensors[0], given_grad, *tensors[1:], 2, merges=order)
+        results.append(tensors)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numel=st.integers(1, 5000),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    grad_dtype=st.sampled_from(DTYPES),
+)
+def test_master_weights_are_those_of_fp32_parameters(
+    device: str, name: str, numel: int, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> None:
+    update = updater(name, device)
+    plain = [normal(numel, seed=seed, device=device).abs() for seed in range(3)]
+    master, m, v = (tensor.clone() for tensor in plain)
+    param = torch.full((numel,), math.nan, dtype=dtype, device=device)  # it is written, never read
+    for t in (1, 2):
+        grad = normal(numel, seed=10 + t, device=device).to(grad_dtype)
+        update(plain[0], grad.clone(), *plain[1:], t)
+        update(param, grad.clone(), m, v, t, master=master)
+    assert all(torch.equal(one, two) for one, two in zip(plain, (master, m, v), strict=True))
+    if INTERPRETED and dtype == torch.bfloat16:
+        torch.testing.assert_close(param, master.to(dtype), rtol=2**-7, atol=0.0)  # it truncates instead of rounding
+    else:
+        assert torch.equal(param, master.to(dtype))
+
+
+def test_skipped_update_touches_nothing(device: str, name: str) -> None:
+    tensors = [normal(50, seed=seed, device=device).abs() for seed in range(4)]
+    param = torch.ones(50, dtype=torch.bfloat16, device=device)
+    before = [tensor.clone() for tensor in (*tensors, param)]
+    rows = torch.full((2, 50), math.nan, device=device)
+    updater(name, device)(
+        param, rows, *tensors[:2], 1, master=tensors[2], merges=((0, 1),), found_inf=scalar(1.0, device)
+    )
+    assert all(torch.equal(a, b) for a, b in zip((*tensors, param), before, strict=True))
+
+
+def test_errors_name_what_is_wrong(device: str, name: str) -> None:
+    update, good = updater(name, device), torch.zeros(4, device=device)
+    rows = torch.zeros(2, 4, device=device)
+    with pytest.raises(ValueError, match=r"merge \(0, 2\) must name two different rows of 2"):
+        update(good, rows, good, good, 1, merges=((0, 2),))
+    with pytest.raises(ValueError, match=r"got \[4\], \[4\] and 1 merges"):
+        update(good, good, good, good, 1, merges=((0, 1),))
+    with pytest.raises(ValueError, match=r"got \[3\], \[4\] and 0 merges"):
+        update(good, good[:3], good, good, 1)
+    with pytest.raises(ValueError, match=r"master is \[3\], param \[4\]"):
+        update(good, good, good, good, 1, master=good[:3])
+    with pytest.raises(TypeError, match=r"master is torch\.float16, must be torch\.float32"):
+        update(good, good, good, good, 1, master=good.half())
