@@ -2,16 +2,23 @@
 
 Every sum here has an order fixed by the data's shape, whatever the thread count or the memory alignment: that is why
 squares are summed with `vector_norm` over short rows and not with `torch.dot`, whose bits depend on both.
+
+What needs room for intermediate values goes over a stretch of the data at a time, so that they stay in cache. A stretch
+is a whole number of chunks and blocks: it changes no bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from kfuse.kernels.table import BLOCK, CHUNK, PackTable
+from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
+
+STRETCH = 2**18
+"""Elements, 1 MiB of fp32. Shorter ones fit a second-level cache and are slower all the same: each operation has a
+fixed cost of a few microseconds, and below 2**15 elements torch uses one thread."""
 
 
 def pack(
@@ -25,6 +32,8 @@ def pack(
 ) -> None:
     segments = flat[: table.end].split_with_sizes(table.flat_sizes)[1::2]
     norms = sumsq.split_with_sizes(table.sumsq_sizes)
+    scratch = torch.empty(min(STRETCH, table.end), dtype=torch.float32, device=flat.device)
+    direct = flat.dtype == torch.float32 and (scale == 1.0 or not accumulate)
     sumsq.zero_()
     for grad, segment, full, ragged in zip(grads, segments, norms[::2], norms[1::2], strict=True):
         if grad is None:
@@ -32,27 +41,55 @@ def pack(
                 segment.zero_()
             continue
         values = grad.reshape(-1)
-        if values.dtype != torch.float32:
-            values = values.float()
-        _row_norms(values, CHUNK, full, ragged)
-        if scale == 1.0:
-            pass
-        elif segment.dtype == torch.float32 and not accumulate:
-            torch.mul(values, scale, out=segment)
+        if direct and values.dtype == torch.float32:
+            _row_norms(values, CHUNK, full, ragged)
+            if accumulate:
+                segment.add_(values)
+            else:
+                torch.mul(values, scale, out=segment)
             continue
-        else:
-            values.mul_(scale)
-        if accumulate:
-            # Rounded to the buffer's type before the addition, as if it had been packed and added later.
-            segment.add_(values.to(segment.dtype))
-        else:
-            segment.copy_(values)
+        for part, target, norm in _stretches(values, segment, full, ragged):
+            _pack_stretch(part, target, scale, accumulate, norm, scratch[: part.numel()].view(part.shape))
     sumsq.square_()
 
 
+def _stretches(
+    values: Tensor, segment: Tensor, full: Tensor, ragged: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Cuts a tensor, its place in the flat buffer, and its norms: rows of CHUNK elements, then the ragged one."""
+    whole = full.numel() * CHUNK
+    if whole:
+        stretch = STRETCH // CHUNK
+        yield from zip(
+            torch.split(values[:whole].view(-1, CHUNK), stretch),
+            torch.split(segment[:whole].view(-1, CHUNK), stretch),
+            torch.split(full, stretch),
+            strict=True,
+        )
+    if ragged.numel():
+        yield values[whole:].view(1, -1), segment[whole:].view(1, -1), ragged
+
+
+def _pack_stretch(
+    values: Tensor, target: Tensor, scale: float, accumulate: bool, norm: Tensor, scratch: Tensor
+) -> None:
+    if values.dtype != torch.float32:
+        values = scratch.copy_(values)
+    torch.linalg.vector_norm(values, dim=1, out=norm)
+    if scale != 1.0:
+        values = torch.mul(values, scale, out=scratch)
+    if accumulate:
+        # Rounded to the buffer's type before the addition, as if it had been packed and added later.
+        target.add_(values.to(target.dtype))
+    else:
+        target.copy_(values)
+
+
 def block_sumsq(flat: Tensor, out: Tensor) -> None:
-    full = flat.numel() // BLOCK
-    _row_norms(flat.float(), BLOCK, out[:full], out[full:])
+    stretch = max(1, flat.numel()) if flat.dtype == torch.float32 else STRETCH
+    for values, norms in zip(torch.split(flat, stretch), torch.split(out, num_blocks(stretch)), strict=True):
+        full = values.numel() // BLOCK
+        _row_norms(values.float(), BLOCK, norms[:full], norms[full:])
     out.square_()
 
 
@@ -75,20 +112,18 @@ def sum_partials(partials: Tensor, out: Tensor) -> None:
 
 
 def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float) -> None:
-    values = list((rows if rows.dtype == torch.float32 else rows.float()).unbind(0))
-    for dst, src in merges[:-1]:
-        values[dst].add_(values[src])
-    total = values[0]
-    if merges:
-        # The last merge is the only one whose result is wanted elsewhere: write it there and save a pass.
-        dst, src = merges[-1]
-        if dst == 0:
-            in_place = out.dtype == torch.float32 and scale == 1.0
-            total = torch.add(values[0], values[src], out=out if in_place else values[0])
-    if scale != 1.0:
-        total = total.mul_(scale)
-    if total is not out:
-        out.copy_(total)
+    scratch = torch.empty(len(rows), min(STRETCH, out.numel()), dtype=torch.float32, device=rows.device)
+    for target, *parts in zip(*(torch.split(row, STRETCH) for row in (out, *rows.unbind(0))), strict=True):
+        sums = list(scratch[:, : target.numel()].unbind(0))
+        if out.dtype == torch.float32:
+            sums[0] = target
+        values = parts if rows.dtype == torch.float32 else [s.copy_(p) for s, p in zip(sums, parts, strict=True)]
+        for dst, src in merges:
+            values[dst] = torch.add(values[dst], values[src], out=sums[dst])
+        if scale != 1.0:
+            values[0] = torch.mul(values[0], scale, out=sums[0])
+        if values[0] is not target:
+            target.copy_(values[0])
 
 
 def adamw(
