@@ -94,14 +94,14 @@ def _measure(case: Case, dtype: torch.dtype, device: torch.device, options: argp
         del buffers
     del before, expected
     seconds = _time(case, chosen, count, device, options)
-    return {
-        "bytes": case.floor_bytes,
-        "sets": count,
-        "absent": absent,
-        "wrong": wrong,
-        "errors": errors,
-        "seconds": seconds,
-    }
+    found = {"absent": absent, "wrong": wrong, "errors": errors, "seconds": seconds}
+    return {"bytes": case.floor_bytes, "sets": count, **found}
+
+
+def _allowed(name: str, buffer: str, dtype: torch.dtype) -> float:
+    if buffer == "total":
+        return KFUSE_SUM if name == "kfuse" else PEERS_SUM
+    return TOLERANCE[dtype] if name == "kfuse" else max(PEERS_LEAST, TOLERANCE[dtype])
 
 
 def _clone(buffers: Buffers) -> Buffers:
