@@ -10,6 +10,8 @@ is a whole number of chunks and blocks: it changes no bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate as running_sums
 
 import torch
 from torch import Tensor
@@ -112,18 +114,36 @@ def sum_partials(partials: Tensor, out: Tensor) -> None:
 
 
 def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float) -> None:
-    scratch = torch.empty(len(rows), min(STRETCH, out.numel()), dtype=torch.float32, device=rows.device)
-    for target, *parts in zip(*(torch.split(row, STRETCH) for row in (out, *rows.unbind(0))), strict=True):
-        sums = list(scratch[:, : target.numel()].unbind(0))
+    program, depth = _postfix(len(rows), merges)
+    one_pass = len(merges) <= 1 and rows.dtype == out.dtype == torch.float32 and scale == 1.0
+    stretch = max(1, out.numel()) if one_pass else STRETCH
+    scratch = torch.empty(depth, min(stretch, out.numel()), dtype=torch.float32, device=rows.device)
+    for target, *parts in zip(*(torch.split(row, stretch) for row in (out, *rows.unbind(0))), strict=True):
+        slots = list(scratch[:, : target.numel()].unbind(0))  # for the sum at each place of the stack
         if out.dtype == torch.float32:
-            sums[0] = target
-        values = parts if rows.dtype == torch.float32 else [s.copy_(p) for s, p in zip(sums, parts, strict=True)]
-        for dst, src in merges:
-            values[dst] = torch.add(values[dst], values[src], out=sums[dst])
-        if scale != 1.0:
-            values[0] = torch.mul(values[0], scale, out=sums[0])
-        if values[0] is not target:
-            target.copy_(values[0])
+            slots[0] = target
+        stack: list[Tensor] = []
+        for item in program:
+            if item is None:
+                right = stack.pop()
+                stack[-1] = torch.add(stack[-1], right, out=slots[len(stack) - 1])
+            else:
+                part = parts[item]
+                stack.append(part if part.dtype == torch.float32 else slots[len(stack)].copy_(part))
+        total = stack[0] if scale == 1.0 else torch.mul(stack[0], scale, out=slots[0])
+        if total is not target:
+            target.copy_(total)
+
+
+@cache
+def _postfix(count: int, merges: tuple[tuple[int, int], ...]) -> tuple[tuple[int | None, ...], int]:
+    """What the merges leave in row 0, as a postfix expression (None adds the two values before it), and the most values
+    it holds at a time. In this order few sums are unfinished, and they stay in cache."""
+    rows: list[tuple[int | None, ...]] = [(row,) for row in range(count)]
+    for dst, src in merges:
+        rows[dst] = (*rows[dst], *rows[src], None)
+    held = running_sums(-1 if item is None else 1 for item in rows[0])
+    return rows[0], max(held)
 
 
 def adamw(
