@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import command, machine, versions
 from numpy.typing import NDArray
 from step_variants import Settings
-
-import kfuse
 
 PAIRS = (
     ("allreduce", "allreduce-no-stats"),
@@ -55,9 +49,9 @@ def report(outcome: dict[str, Any], settings: Settings, rounds: int, steps: int,
         return
     record = {
         "benchmark": "step",
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": _machine(),
-        "versions": _versions(),
+        "command": command(),
+        "machine": machine(),
+        "versions": versions(("torch", "numpy", "fairscale")),
         "settings": {**asdict(settings), "rounds": rounds, "steps": steps, "parameters": outcome["parameters"]},
         "variants": variants,
         "pairs": pairs,
@@ -112,35 +106,3 @@ def _print(
 
 def _ratio(ratio: dict[str, float]) -> tuple[str, str]:
     return f"{ratio['median']:.3f}", f"{ratio['low']:.3f}-{ratio['high']:.3f}"
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-    }
-
-
-def _cpu() -> str:
-    """The processor's name, family and model (virtual machines shorten the name)."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    values = {key.strip(): value.strip() for key, value in fields.items()}
-    name = values.get("model name", platform.machine())
-    return f"{name} (family {values.get('cpu family', '?')}, model {values.get('model', '?')})"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "kfuse": kfuse.__version__}
-    for package in ("torch", "numpy", "fairscale"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found

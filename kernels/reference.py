@@ -2,18 +2,27 @@
 
 Every sum here has an order fixed by the data's shape, whatever the thread count or the memory alignment: that is why
 squares are summed with `vector_norm` over short rows and not with `torch.dot`, whose bits depend on both.
+
+What needs room for intermediate values goes over a stretch of the data at a time, so that they stay in cache. A stretch
+is a whole number of chunks and blocks: it changes no bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate as running_sums
 
 import torch
 from torch import Tensor
 
 from kfuse.kernels.measure import Measures
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
+
+STRETCH = 2**18
+"""Elements, 1 MiB of fp32. Shorter ones fit a second-level cache and are slower all the same: each operation has a
+fixed cost of a few microseconds, and below 2**15 elements torch uses one thread."""
 
 SLAB = 16 * BLOCK
 """Elements of each row that are reduced, then measured, at a time."""
@@ -30,6 +39,8 @@ def pack(
 ) -> None:
     segments = flat[: table.end].split_with_sizes(table.flat_sizes)[1::2]
     norms = sumsq.split_with_sizes(table.sumsq_sizes)
+    scratch = torch.empty(min(STRETCH, table.end), dtype=torch.float32, device=flat.device)
+    direct = flat.dtype == torch.float32 and (scale == 1.0 or not accumulate)
     sumsq.zero_()
     for grad, segment, full, ragged in zip(grads, segments, norms[::2], norms[1::2], strict=True):
         if grad is None:
@@ -37,27 +48,55 @@ def pack(
                 segment.zero_()
             continue
         values = grad.reshape(-1)
-        if values.dtype != torch.float32:
-            values = values.float()
-        _row_norms(values, CHUNK, full, ragged)
-        if scale == 1.0:
-            pass
-        elif segment.dtype == torch.float32 and not accumulate:
-            torch.mul(values, scale, out=segment)
+        if direct and values.dtype == torch.float32:
+            _row_norms(values, CHUNK, full, ragged)
+            if accumulate:
+                segment.add_(values)
+            else:
+                torch.mul(values, scale, out=segment)
             continue
-        else:
-            values.mul_(scale)
-        if accumulate:
-            # Rounded to the buffer's type before the addition, as if it had been packed and added later.
-            segment.add_(values.to(segment.dtype))
-        else:
-            segment.copy_(values)
+        for part, target, norm in _stretches(values, segment, full, ragged):
+            _pack_stretch(part, target, scale, accumulate, norm, scratch[: part.numel()].view(part.shape))
     sumsq.square_()
 
 
+def _stretches(
+    values: Tensor, segment: Tensor, full: Tensor, ragged: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Cuts a tensor, its place in the flat buffer, and its norms: rows of CHUNK elements, then the ragged one."""
+    whole = full.numel() * CHUNK
+    if whole:
+        stretch = STRETCH // CHUNK
+        yield from zip(
+            torch.split(values[:whole].view(-1, CHUNK), stretch),
+            torch.split(segment[:whole].view(-1, CHUNK), stretch),
+            torch.split(full, stretch),
+            strict=True,
+        )
+    if ragged.numel():
+        yield values[whole:].view(1, -1), segment[whole:].view(1, -1), ragged
+
+
+def _pack_stretch(
+    values: Tensor, target: Tensor, scale: float, accumulate: bool, norm: Tensor, scratch: Tensor
+) -> None:
+    if values.dtype != torch.float32:
+        values = scratch.copy_(values)
+    torch.linalg.vector_norm(values, dim=1, out=norm)
+    if scale != 1.0:
+        values = torch.mul(values, scale, out=scratch)
+    if accumulate:
+        # Rounded to the buffer's type before the addition, as if it had been packed and added later.
+        target.add_(values.to(target.dtype))
+    else:
+        target.copy_(values)
+
+
 def block_sumsq(flat: Tensor, out: Tensor) -> None:
-    full = flat.numel() // BLOCK
-    _row_norms(flat.float(), BLOCK, out[:full], out[full:])
+    stretch = max(1, flat.numel()) if flat.dtype == torch.float32 else STRETCH
+    for values, norms in zip(torch.split(flat, stretch), torch.split(out, num_blocks(stretch)), strict=True):
+        full = values.numel() // BLOCK
+        _row_norms(values.float(), BLOCK, norms[:full], norms[full:])
     out.square_()
 
 
@@ -85,27 +124,47 @@ def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, sc
         return
     for at in range(0, out.numel(), SLAB):  # what has just been added is measured while it is in the cache
         elements = slice(at, min(at + SLAB, out.numel()))
-        slab = rows[:, elements]
-        contributions = slab.float().clone() if measures.centred or measures.of_rows else slab
-        _merge(slab, merges, out[elements], scale)
+        contributions = rows[:, elements].float()
+        if out.data_ptr() == rows.data_ptr():  # the first of them is about to be overwritten
+            contributions = contributions.clone()
+        _merge(rows[:, elements], merges, out[elements], scale)
         _measure(contributions, out[elements], scale, measures, elements)
 
 
 def _merge(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, scale: float) -> None:
-    values = list((rows if rows.dtype == torch.float32 else rows.float()).unbind(0))
-    for dst, src in merges[:-1]:
-        values[dst].add_(values[src])
-    total = values[0]
-    if merges:
-        # The last merge is the only one whose result is wanted elsewhere: write it there and save a pass.
-        dst, src = merges[-1]
-        if dst == 0:
-            in_place = out.dtype == torch.float32 and scale == 1.0
-            total = torch.add(values[0], values[src], out=out if in_place else values[0])
-    if scale != 1.0:
-        total = total.mul_(scale)
-    if total is not out:
-        out.copy_(total)
+    """Adds up the rows as `merges` say and writes the scaled sum. `out` may be the first row; the others stay."""
+    program, depth = _postfix(len(rows), merges)
+    if program.count(0) > 1 and out.data_ptr() == rows.data_ptr():  # the first row is needed again after it was written
+        rows = rows.clone()
+    one_pass = len(merges) <= 1 and rows.dtype == out.dtype == torch.float32 and scale == 1.0
+    stretch = max(1, out.numel()) if one_pass else STRETCH
+    scratch = torch.empty(depth, min(stretch, out.numel()), dtype=torch.float32, device=rows.device)
+    for target, *parts in zip(*(torch.split(row, stretch) for row in (out, *rows.unbind(0))), strict=True):
+        slots = list(scratch[:, : target.numel()].unbind(0))  # for the sum at each place of the stack
+        if out.dtype == torch.float32:
+            slots[0] = target
+        stack: list[Tensor] = []
+        for item in program:
+            if item is None:
+                right = stack.pop()
+                stack[-1] = torch.add(stack[-1], right, out=slots[len(stack) - 1])
+            else:
+                part = parts[item]
+                stack.append(part if part.dtype == torch.float32 else slots[len(stack)].copy_(part))
+        total = stack[0] if scale == 1.0 else torch.mul(stack[0], scale, out=slots[0])
+        if total is not target:
+            target.copy_(total)
+
+
+@cache
+def _postfix(count: int, merges: tuple[tuple[int, int], ...]) -> tuple[tuple[int | None, ...], int]:
+    """What the merges leave in row 0, as a postfix expression (None adds the two values before it), and the most values
+    it holds at a time. In this order few sums are unfinished, and they stay in cache."""
+    rows: list[tuple[int | None, ...]] = [(row,) for row in range(count)]
+    for dst, src in merges:
+        rows[dst] = (*rows[dst], *rows[src], None)
+    held = running_sums(-1 if item is None else 1 for item in rows[0])
+    return rows[0], max(held)
 
 
 def _measure(rows: Tensor, out: Tensor, scale: float, measures: Measures, elements: slice) -> None:
@@ -128,7 +187,7 @@ def _measure(rows: Tensor, out: Tensor, scale: float, measures: Measures, elemen
         if measures.row_sumsq is not None:
             block_sumsq(row, measures.row_sumsq[k, blocks])
         if measures.row_dot is not None:
-            _block_sums(row.mul_(mean), measures.row_dot[k, blocks])
+            _block_sums(row * mean, measures.row_dot[k, blocks])
 
 
 def _block_sums(values: Tensor, out: Tensor) -> None:

@@ -8,6 +8,7 @@ The gradient reduction itself yields the gradient noise scale and variance; poli
     kf.fit(model, data, opt, kf.Hook(kf.GNSPolicy()))
 """
 
+from kfuse import nn
 from kfuse.comm.group import CommError
 from kfuse.comm.step import CommOptions
 from kfuse.fit import Hook, fit
@@ -65,6 +66,7 @@ __all__ = [
     "grad_variance",
     "init",
     "local_rank",
+    "nn",
     "rank",
     "resize",
     "set_batch_size",

@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
-@pytest.mark.parametrize("family", ["pack", "partials", "reduce", "measures", "optimizers", "fused", "lamb"])
+@pytest.mark.parametrize("family", ["pack", "partials", "reduce", "measures", "optimizers", "fused", "lamb", "norm"])
 def test_triton_code_in_the_interpreter(family: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / f"test_kernels_{family}.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -1,0 +1,265 @@
+"""The kernels beside their peers and the hardware's limit: the time a copy takes for the same bytes.
+
+    python benchmarks/kernels.py --json benchmarks/results/kernels_cpu.json --plot benchmarks/results/kernels_cpu.png
+
+Every contestant's result is checked against float64 first. Then they take turns in blocks, in an order shuffled anew
+each round, with a plain copy among them; ratios are formed within a round, and reported are their medians. A block runs
+through several sets of buffers, together far larger than a last-level cache. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from kernels_cases import CASES, Buffers, Case, ends
+from kernels_report import report
+from kernels_shapes import MODELS, Layout, flat
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PEERS = ("eager", "compile", "torch", "apex", "transformer-engine", "deepspeed")
+DEFAULT_SIZES = {"cpu": "1,8,64,256,resnet50,gpt2", "cuda": "1,16,64,256,1024,4096,resnet50,gpt2"}
+CACHE_BYTES = 2**28
+"""The sets of buffers that take turns are at least this large together: four times a large last-level cache."""
+COPY_BYTES = 2**31
+"""A copy moves at most this much; longer times are extrapolated."""
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
+KFUSE_SUM, PEERS_SUM = 1e-5, 2e-2
+"""Allowed errors of sums of squares. Peers may use a single fp32 accumulator: their errors are in the JSON file."""
+PEERS_LEAST = 1e-3
+"""Peers may differ by this anyway: what they clip with is such a sum."""
+
+
+def main() -> None:
+    options = _arguments()
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    results: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    cases = [(k, s, d) for k in options.kernels for d in options.dtypes for s in options.sizes]
+    with _progress(len(cases)) as say:
+        for kernel, layout, dtype in cases:
+            name = f"{kernel} {dtype} {layout.name}"
+            say(name)
+            try:
+                case = CASES[kernel](layout, DTYPES[dtype], device)
+                measured = _measure(case, DTYPES[dtype], device, options)
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                left_out.append(f"{name}: {str(error).splitlines()[0]}")
+                continue
+            finally:
+                torch.compiler.reset()  # else its limit on recompiling one function would be met
+                gc.collect()
+            results.append({"kernel": kernel, "dtype": dtype, "size": layout.name, **measured})
+    wrong = report(results, left_out, options)
+    sys.exit(1 if wrong else 0)
+
+
+def _measure(case: Case, dtype: torch.dtype, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """Checks and times one case; returns seconds a round of each contestant and of the copy."""
+    chosen = {name: run for name, run in case.runs.items() if name == "kfuse" or name in options.peers}
+    absent = {name: why for name, why in case.absent.items() if name in options.peers}
+    wrong: dict[str, str] = {}
+    errors: dict[str, dict[str, float]] = {}
+    before = case.make()
+    size = sum(value.nbytes for value in before.values() if isinstance(value, torch.Tensor))
+    count = max(1, min(64, -(-CACHE_BYTES // size)))
+    _require_memory((count + 1) * size + 2 * min(case.floor_bytes, COPY_BYTES), device)
+    expected = case.expected(before)
+    for name in list(chosen):
+        buffers = _clone(before)
+        try:
+            chosen[name](buffers)
+        except (RuntimeError, TypeError) as failure:  # torch.compile without a compiler, another library's own check
+            absent[name] = str(failure).splitlines()[0][:200]
+            del chosen[name]
+            continue
+        errors[name] = _errors(buffers, expected)
+        for buffer, error in errors[name].items():
+            if not error <= _allowed(name, buffer, dtype):
+                wrong[name] = f"{buffer} differs from float64 by {error:.1e}"
+                chosen.pop(name, None)
+        del buffers
+    del before, expected
+    seconds = _time(case, chosen, count, device, options)
+    found = {"absent": absent, "wrong": wrong, "errors": errors, "seconds": seconds}
+    return {"bytes": case.floor_bytes, "sets": count, **found}
+
+
+def _allowed(name: str, buffer: str, dtype: torch.dtype) -> float:
+    if buffer == "total":
+        return KFUSE_SUM if name == "kfuse" else PEERS_SUM
+    return TOLERANCE[dtype] if name == "kfuse" else max(PEERS_LEAST, TOLERANCE[dtype])
+
+
+def _clone(buffers: Buffers) -> Buffers:
+    """A copy in which views lie where they lay; keys that hold lists of views are cut from the copied flat buffers."""
+    copies: dict[int, torch.Tensor] = {}
+    out: Buffers = {}
+    for key, value in buffers.items():
+        if isinstance(value, torch.Tensor):
+            out[key] = copies[value.untyped_storage().data_ptr()] = value.clone()
+    for key, value in buffers.items():
+        if isinstance(value, list):
+            source = copies[value[0].untyped_storage().data_ptr()]
+            out[key] = [source.as_strided(v.shape, v.stride(), v.storage_offset()) for v in value]
+    return out
+
+
+def _errors(buffers: Buffers, expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of each buffer, relative to its largest expected value."""
+    return {
+        name: float((ends(buffers[name]) - value).abs().max() / value.abs().max()) for name, value in expected.items()
+    }
+
+
+def _require_memory(needed: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if needed > 0.8 * free:
+        raise MemoryError(f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free")
+
+
+def _time(
+    case: Case, runs: dict[str, Callable[[Buffers], Any]], count: int, device: torch.device, o: argparse.Namespace
+) -> dict[str, list[float]]:
+    sets = [case.make() for _ in range(count)]
+    copied = min(case.floor_bytes, COPY_BYTES) // 2
+    pairs = max(1, min(64, CACHE_BYTES // (2 * copied)))
+    copies = [[torch.zeros(copied, dtype=torch.uint8, device=device) for _ in range(2)] for _ in range(pairs)]
+    longer = case.floor_bytes / (2 * copied)
+    contestants: dict[str, Callable[[int], Any]] = {"copy": lambda k: copies[k % pairs][0].copy_(copies[k % pairs][1])}
+    for name, run in runs.items():
+        contestants[name] = partial(_turn, run, sets)
+    clock = _cuda_seconds if device.type == "cuda" else _seconds
+    repeats = {}
+    for name, turn in contestants.items():
+        clock(turn, 0, count)  # every set once: memory is touched, peers' optimizers are made
+        repeats[name] = max(1, round(o.block_ms / 1e3 / max(1e-7, clock(turn, 0, 3) / 3)))
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    order = random.Random(0)
+    at = dict.fromkeys(contestants, 0)
+    for _ in range(o.rounds):
+        names = list(contestants)
+        order.shuffle(names)
+        for name in names:
+            elapsed = clock(contestants[name], at[name], repeats[name]) / repeats[name]
+            seconds[name].append(elapsed * (longer if name == "copy" else 1.0))
+            at[name] += repeats[name]
+    return seconds
+
+
+def _turn(run: Callable[[Buffers], Any], sets: list[Buffers], k: int) -> None:
+    run(sets[k % len(sets)])
+
+
+def _seconds(run: Callable[[int], Any], first: int, count: int) -> float:
+    started = time.perf_counter()
+    for k in range(first, first + count):
+        run(k)
+    return time.perf_counter() - started
+
+
+def _cuda_seconds(run: Callable[[int], Any], first: int, count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    start.record()
+    for k in range(first, first + count):
+        run(k)
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Calls back before each case. Without rich, which a bare GPU machine may lack, a line each."""
+    done = 0
+    try:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    except ImportError:
+
+        def line(name: str) -> None:
+            nonlocal done
+            done += 1
+            print(f"[{done}/{total}] {name}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def advance(name: str) -> None:
+            nonlocal done
+            progress.update(task, description=name, completed=done)
+            done += 1
+
+        yield advance
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = _Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--sizes", help=f"MB of fp32 parameters, or {', '.join(MODELS)}; comma-separated")
+    parser.add_argument("--dtypes", type=_among(DTYPES), default=("fp32",), help="of gradients: fp32,bf16,fp16")
+    parser.add_argument("--kernels", type=_among(CASES), default=tuple(CASES), help=", ".join(CASES))
+    parser.add_argument("--peers", type=_among(PEERS), default=PEERS, help=", ".join(PEERS))
+    parser.add_argument("--threads", type=int, help="of torch on the CPU")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--block-ms", type=float, default=10.0, help="a contestant's turn lasts about this long")
+    parser.add_argument("--json", type=Path, help="write settings, machine and all measurements here")
+    parser.add_argument("--plot", type=Path, help="write a picture here: fraction of the copy's speed over size")
+    options = parser.parse_args()
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; allowed here is cpu")
+    try:
+        options.sizes = [_layout(size) for size in (options.sizes or DEFAULT_SIZES[options.device]).split(",")]
+    except ValueError as error:
+        parser.error(f"argument --sizes: {error}")
+    if options.rounds < 3 or not options.block_ms > 0 or (options.threads is not None and options.threads < 1):
+        parser.error("--rounds must be 3 or more, --block-ms above 0, --threads 1 or more")
+    return options
+
+
+def _layout(text: str) -> Layout:
+    if text in MODELS:
+        return MODELS[text]()
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"{text!r} is neither a number of MB nor one of {', '.join(MODELS)}")
+    return flat(int(text))
+
+
+def _among(allowed: Any) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        for name in chosen:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(allowed)}")
+        return chosen
+
+    return names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What the kernel benchmark says: one table, a JSON file, and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from machine import command, machine, versions
+
+Result = dict[str, Any]
+PACKAGES = ("torch", "triton", "numpy", "apex", "transformer-engine", "deepspeed")
+
+
+def report(results: list[Result], left_out: list[str], options: argparse.Namespace) -> bool:
+    """Prints the table, writes what was asked for, and says whether any contestant was wrong."""
+    for result in results:
+        result["summary"] = _summary(result["seconds"], result["bytes"])
+    _print(results, left_out, options)
+    if options.json is not None:
+        record = {
+            "benchmark": "kernels",
+            "command": command(),
+            "machine": machine(),
+            "versions": versions(PACKAGES),
+            "settings": {
+                "device": options.device,
+                "threads": torch.get_num_threads(),
+                "rounds": options.rounds,
+                "block_ms": options.block_ms,
+            },
+            "left_out": left_out,
+            "results": [_rounded(result) for result in results],
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if options.plot is not None:
+        _plot(results, options)
+    return any(result["wrong"] for result in results)
+
+
+def _summary(seconds: dict[str, list[float]], moved: int) -> dict[str, dict[str, float]]:
+    """For each contestant the median time, GB/s, and within rounds its share of the copy's speed and ours to it."""
+    ours = seconds.get("kfuse")
+    summary = {}
+    for name, times in seconds.items():
+        summary[name] = {
+            "us": 1e6 * median(times),
+            "gb_per_s": moved / median(times) / 1e9,
+            "of_copy": median(copy / time for copy, time in zip(seconds["copy"], times, strict=True)),
+        }
+        if ours is not None:
+            summary[name]["kfuse_to_it"] = median(a / b for a, b in zip(ours, times, strict=True))
+    return summary
+
+
+def _rounded(result: Result) -> Result:
+    summary = {name: {key: round(v, 4) for key, v in of.items()} for name, of in result["summary"].items()}
+    seconds = {name: [round(1e6 * s, 2) for s in times] for name, times in result["seconds"].items()}
+    kept = {key: value for key, value in result.items() if key not in ("seconds", "summary")}
+    return kept | {"summary": summary, "us_by_round": seconds}
+
+
+def _print(results: list[Result], left_out: list[str], options: argparse.Namespace) -> None:
+    """Plain text: a bare machine with a GPU may have no rich."""
+    peers = [name for name in options.peers if any(name in result["seconds"] for result in results)]
+    threads = f", {torch.get_num_threads()} threads" if options.device == "cpu" else ""
+    print(f"kfuse's kernels on {options.device}{threads}: medians of {options.rounds} rounds")
+    print("of copy: speed as a share of a plain copy's of as many bytes; the last columns: kfuse's time to the peer's")
+    heads = ["kernel", "dtype", "size", "GB/s", "copy GB/s", "of copy", *peers]
+    rows = [heads]
+    for result in results:
+        summary = result["summary"]
+        row = [result["kernel"], result["dtype"], result["size"]]
+        if "kfuse" in summary:
+            ours = summary["kfuse"]
+            row += [f"{ours['gb_per_s']:.1f}", f"{summary['copy']['gb_per_s']:.1f}", f"{ours['of_copy']:.2f}"]
+            row += [f"{summary[peer]['kfuse_to_it']:.2f}" if peer in summary else "-" for peer in peers]
+        else:
+            row += ["WRONG"] + [""] * (2 + len(peers))
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
+        print("  ".join(left + right))
+    notes = {f"{n} is absent from {r['kernel']} {r['dtype']}: {why}" for r in results for n, why in r["absent"].items()}
+    wrong = [f"WRONG: {n} in {_name(r)} {why}" for r in results for n, why in r["wrong"].items()]
+    for line in [*wrong, *(f"left out: {line}" for line in left_out), *sorted(notes)]:
+        print(line)
+
+
+def _name(result: Result) -> str:
+    return f"{result['kernel']} {result['dtype']} {result['size']}"
+
+
+def _plot(results: list[Result], options: argparse.Namespace) -> None:
+    """A panel a kernel: share of the copy's speed over size, the contestants beside each other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys((result["kernel"], result["dtype"]) for result in results))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.4 * columns, 3.2 * rows), squeeze=False, sharey=True)
+    names = [name for name in ("kfuse", *options.peers) if any(name in r["seconds"] for r in results)]
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        mine = [r for r in results if (r["kernel"], r["dtype"]) == panel]
+        sizes = [r["size"] for r in mine]
+        for name in names:
+            shares = [r["summary"][name]["of_copy"] if name in r["summary"] else float("nan") for r in mine]
+            bold = {"linewidth": 2.5, "zorder": 3} if name == "kfuse" else {"linewidth": 1.2}
+            axis.plot(range(len(sizes)), shares, marker="o", markersize=4, label=name, **bold)
+        axis.axhline(1.0, color="grey", linestyle=":", linewidth=1)
+        axis.set_xticks(range(len(sizes)), sizes, rotation=30, fontsize=8)
+        axis.set_title(" ".join(panel), fontsize=10)
+        axis.set_ylim(bottom=0)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_axis_off()
+    for row in axes:
+        row[0].set_ylabel("share of copy's speed")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, bbox_to_anchor=(0.5, -0.03))
+    figure.tight_layout()
+    Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.plot, dpi=130, bbox_inches="tight")

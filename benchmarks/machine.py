@@ -1,0 +1,57 @@
+"""What every measurement records: the machine and the versions it holds for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kfuse
+
+
+def machine() -> dict[str, Any]:
+    found = {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        found["cuda"] = torch.version.cuda or torch.version.hip
+    return found
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    found = {"python": platform.python_version(), "kfuse": kfuse.__version__}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def command() -> str:
+    return shlex.join(["python", *sys.argv])
+
+
+def _cpu() -> str:
+    """The processor's name, family and model (virtual machines shorten the name)."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    values = {key.strip(): value.strip() for key, value in fields.items()}
+    name = values.get("model name", platform.machine())
+    return f"{name} (family {values.get('cpu family', '?')}, model {values.get('model', '?')})"
