@@ -133,7 +133,6 @@ def _measured_variants() -> Iterator[Variant]:
         (8, "fp32", "variance", centred),
         (8, "bf16", "variance", centred),
         (16, "fp32", "variance", centred),
-        (32, "fp32", "variance", centred),
         (8, "fp32", "cosines", of_rows),
         (8, "fp32", "everything", everything),
         (8, "bf16", "everything", everything),

@@ -61,8 +61,8 @@ def test_every_kernel_is_compiled_for_every_target(kernel: str) -> None:
 
 def test_bytes_are_read_off_the_code() -> None:
     """A kernel that lost its alignment, and with it wide accesses, does not pass for one at the floor."""
-    narrow = replace(VARIANTS["block_sumsq fp32"], arguments={"flat": "*fp32", "out": "*fp32", "numel": "fp32"})
-    report = aot.inspect(narrow, "sm_90")
+    packed = VARIANTS["pack fp32->fp32"]
+    report = aot.inspect(replace(packed, flags=packed.flags | {"OFFSET_ALIGNMENT": 1}), "sm_90")
     assert report.bytes_per_element < report.floor
 
 
