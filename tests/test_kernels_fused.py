@@ -21,7 +21,7 @@ from kfuse.kernels import adamw, reduce, sgd
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EXAMPLES = 10 if INTERPRETED else 60
+EXAMPLES = 5 if INTERPRETED else 60
 Merges = tuple[tuple[int, int], ...]
 
 pytestmark = [

@@ -97,7 +97,7 @@ def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 16])
+@pytest.mark.parametrize("count", [1, 3, 8, 16])
 def test_matches_oracle(device: str, count: int, dtype: torch.dtype) -> None:
     rows, shares = contributions(count, BLOCK + 77, device)
     rows = rows.to(dtype)
