@@ -43,7 +43,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 from checkpoint_fuzz import fuzz  # noqa: E402
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, words  # noqa: E402
 from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
-from warm import WarmLauncher, preload  # noqa: E402
+from warm import WarmLauncher  # noqa: E402
 
 from kfuse.comm import transports  # noqa: E402
 from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
@@ -132,7 +132,6 @@ def picture(samples: list[Sample], spare_from: int, path: Path) -> None:
 
 def soak(args: argparse.Namespace, console: Console) -> int:
     spare_from = min(20, args.events // 10)
-    preload("soak_worker")
     with tempfile.TemporaryDirectory() as name, Progress(*COLUMNS, console=console) as bar:
         directory = Path(name)
         wishes = directory / "wishes.json"

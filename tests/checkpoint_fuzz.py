@@ -28,7 +28,7 @@ from elastic_job import (
     wait_until,
     words,
 )
-from warm import CONTEXT, WarmLauncher, preload
+from warm import CONTEXT, WarmLauncher
 
 from kfuse.elastic.supervisor import Elasticity, Supervisor
 
@@ -59,7 +59,6 @@ def fuzz(directory: Path, kills: int, seed: int, done: Callable[[], Any] = lambd
     run on one worker, and the ledger exact.
     """
     chance, started, mid_write = random.Random(seed), time.perf_counter(), 0
-    preload("chaos", "checkpoint_fuzz", "sklearn.datasets")
     steps = f"train.steps={kills * STEPS_A_KILL}"
     undisturbed = [*TRAINING, steps, "workers.count=1", override("+policy.directory", str(directory / "none"))]
     slow = [override("+policy.directory", str(directory / "none")), override("+policy.pace_s", _PACE_S)]

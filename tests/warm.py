@@ -7,16 +7,17 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def preload(*modules: str) -> None:
-    """Before the first start: what the process that is forked imports. Its environment is this process's of then."""
-    CONTEXT.set_forkserver_preload(["__main__", "kfuse.worker", *modules])
+CONTEXT.set_forkserver_preload(
+    ["__main__", "kfuse.worker", "kfuse.elastic.supervisor", "elastic_job", "chaos", "soak_worker", "sklearn.datasets"]
+)  # what there is of them; in the environment at the first start
 
 
 class WarmProcess:
@@ -57,19 +58,23 @@ class WarmLauncher:
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> WarmProcess:
-        process = CONTEXT.Process(target=_work, args=({"TORCH_CPP_LOG_LEVEL": "ERROR", **env}, str(self._log)))
+        return WarmProcess(self.fork(work, env, self._log))
+
+    def fork(self, target: Callable[..., None], *args: Any) -> ForkServerProcess:
+        process = CONTEXT.Process(target=target, args=args, daemon=True)
         process.start()
         with self.pids.open("a") as file:
             file.write(f"{process.pid}\n")
-        return WarmProcess(process)
+        return process
 
     async def close(self) -> None:
         pass
 
 
-def _work(env: dict[str, str], log: str) -> None:
+def work(env: Mapping[str, str], log: Path) -> None:
+    """In the forked process: becomes a worker, and ends with its status."""
     os.setsid()
-    os.environ.update(env)
+    os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", **env})
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):
         os.dup2(stream, standard)
