@@ -8,7 +8,8 @@ import os
 import runpy
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,24 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 CONTEXT.set_forkserver_preload(
-    ["__main__", "kfuse.worker", "kfuse.elastic.supervisor", "elastic_job", "chaos", "soak_worker", "sklearn.datasets"]
+    [
+        "__main__",
+        "kfuse.worker",
+        "kfuse.elastic.supervisor",
+        "elastic_job",
+        "chaos",
+        "soak_worker",
+        "sklearn.datasets",
+        "torch._dynamo",
+    ]
 )  # what there is of them; in the environment at the first start
 
 
+Context = ForkContext | ForkServerContext
+
+
 class WarmProcess:
-    def __init__(self, process: ForkServerProcess) -> None:
+    def __init__(self, process: BaseProcess) -> None:
         self._process = process
         self._status: int | None = None
 
@@ -38,6 +51,7 @@ class WarmProcess:
             await ended.wait()
         finally:
             loop.remove_reader(self._process.sentinel)
+        self._process.join()  # no wait: its end of the pipe is closed
         self._status = self._process.exitcode
         assert self._status is not None
         self._process.close()
@@ -51,8 +65,9 @@ class WarmProcess:
 class WarmLauncher:
     """Each worker runs what `python -m kfuse.worker` runs; what it prints is added to `log`, its pid to `pids`."""
 
-    def __init__(self, log: Path) -> None:
-        self._log, self.pids = log, log.with_suffix(".pids")
+    def __init__(self, log: Path, context: Context = CONTEXT) -> None:
+        """context: "fork" for a process that is itself forked, and has no other threads as it starts workers."""
+        self._log, self.pids, self._context = log, log.with_suffix(".pids"), context
 
     async def open(self) -> str:
         return "127.0.0.1"
@@ -60,8 +75,8 @@ class WarmLauncher:
     async def start(self, env: Mapping[str, str]) -> WarmProcess:
         return WarmProcess(self.fork(work, env, self._log))
 
-    def fork(self, target: Callable[..., None], *args: Any) -> ForkServerProcess:
-        process = CONTEXT.Process(target=target, args=args, daemon=True)
+    def fork(self, target: Callable[..., None], *args: Any) -> BaseProcess:
+        process = self._context.Process(target=target, args=args, daemon=True)
         process.start()
         with self.pids.open("a") as file:
             file.write(f"{process.pid}\n")
