@@ -11,7 +11,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,14 @@ class Session:
         if workers is not None and self.control_client is not None and self.group.rank == 0:
             with contextlib.suppress(ControlError):  # as in `report`
                 self.control_client.send("resize", workers=workers)
+
+    def asked(self) -> dict[str, float]:
+        """What is asked for and not yet announced: without it a resumed run would decide otherwise."""
+        return asdict(replace(self._pending, generation=0, stop=0))
+
+    def ask_again(self, asked: dict[str, Any]) -> None:
+        """Takes over another's `asked`."""
+        self._pending = Control(**asked)
 
     def take_control(self) -> Control:
         """The control word of the step under way (engine, on the leader)."""
