@@ -43,7 +43,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 from checkpoint_fuzz import fuzz  # noqa: E402
 from elastic_job import Job, assert_exact, assert_same_steps, compose, override, words  # noqa: E402
 from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
-from warm import WarmLauncher, preload  # noqa: E402
+from warm import WarmLauncher  # noqa: E402
 
 from kfuse.comm import transports  # noqa: E402
 from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
@@ -52,7 +52,7 @@ TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.02 lr.base=0.003 lr.scaling=adascale train.clip_norm=0.5 model=mlp",
     "model.hidden=[64] model.dropout=0.1 data._target_=soak_worker.blobs policy._target_=soak_worker.Obedient",
     f"batch.size=32 batch.micro=4 batch.max=64 train.eval_every=50 workers.max={MOST} observe.ledger=true",
-    "workers.threads=1 elastic.max_failures=12 elastic.heartbeat_timeout_s=3 train.epochs=1000000",
+    "workers.threads=1 elastic.max_failures=12 elastic.heartbeat_timeout_s=5 train.epochs=1000000",
 )
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 SLACK = {"fds": 4.0, "threads": 4.0, "keys": 4.0}
@@ -132,7 +132,6 @@ def picture(samples: list[Sample], spare_from: int, path: Path) -> None:
 
 def soak(args: argparse.Namespace, console: Console) -> int:
     spare_from = min(20, args.events // 10)
-    preload("soak_worker")
     with tempfile.TemporaryDirectory() as name, Progress(*COLUMNS, console=console) as bar:
         directory = Path(name)
         wishes = directory / "wishes.json"
@@ -158,14 +157,15 @@ def soak(args: argparse.Namespace, console: Console) -> int:
         assert_exact(job)
         assert_same_steps(job, alone)
         sha256 = job.summary["params_sha256"]
-        strangers = recorder.lost - set(events.struck)
-        assert not strangers, f"workers {sorted(strangers)} were lost, though nothing struck them"
     watched = [sample for sample in events.samples if sample.event >= spare_from]
     assert len({sample.witness_pid for sample in watched}) == 1, "the witness changed"
     rows = verdicts(watched)
     flat = all(row["flat"] for row in rows.values())
+    unexpected = [how for pid, how in recorder.lost.items() if pid not in events.struck]
     events_ = f"{args.events} events in {wall_s:.0f} s, {steps} steps"
     report(console, rows, f"{events_}: same bits as undisturbed, exact ledger")
+    for how in unexpected:
+        console.print(f"a worker that nothing had struck {how}")
     if args.picture:
         picture(events.samples, spare_from, args.picture)
     if args.json:
@@ -178,11 +178,12 @@ def soak(args: argparse.Namespace, console: Console) -> int:
             "params_sha256": sha256,
             "watched_from_event": spare_from,
             "flat": flat,
+            "unexpected_losses": unexpected,
             "resources": rows,
             "samples": [asdict(sample) for sample in events.samples],
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if flat else 1
+    return 0 if flat and not unexpected else 1
 
 
 def checkpoints(args: argparse.Namespace, console: Console) -> int:

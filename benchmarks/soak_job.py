@@ -33,7 +33,8 @@ class Recorder:
     def __init__(self, directory: Path) -> None:
         self.directory = RunDirectory(directory, tensorboard=False, ledger=True)
         self.step = -1
-        self.lost: set[int] = set()
+        self.lost: dict[int, str] = {}
+        """How each lost worker ended, by pid."""
         self.changes: list[dict[str, Any]] = []
         self.stirred = asyncio.Event()
 
@@ -44,7 +45,7 @@ class Recorder:
         if kind == "metrics":
             self.step = max(self.step, data["step"])
         elif kind == "event" and data["kind"] == "failure":
-            self.lost.add(data["pid"])
+            self.lost[data["pid"]] = data["how"]
         elif kind == "event" and data["kind"] in ("view", "decision"):
             self.changes.append(data)
         self.stirred.set()

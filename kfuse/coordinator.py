@@ -215,6 +215,7 @@ class Coordinator:
             "policy": self.policy.state_dict(),
             "topology": (self.session.topology, self.session.tree),
             "workers_asked": self.session.workers_asked,
+            "asked": self.session.asked(),
             "recent": list(self.reports.recent),
         }
 
@@ -228,6 +229,7 @@ class Coordinator:
         self.policy.load_state_dict(state["policy"])
         self.session.use_transport(*state["topology"])
         self.session.workers_asked = state["workers_asked"]
+        self.session.ask_again(state["asked"])
         self.reports.recent.clear()
         self.reports.recent.extend(state["recent"])
 

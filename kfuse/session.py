@@ -132,6 +132,14 @@ class Session:
             with contextlib.suppress(ControlError):  # as in `report`
                 self.control_client.send(what, **fields)
 
+    def asked(self) -> dict[str, float]:
+        """What is asked for and not yet announced: without it a resumed run would decide otherwise."""
+        return dataclasses.asdict(dataclasses.replace(self._pending, generation=0, stop=0))
+
+    def ask_again(self, asked: dict[str, Any]) -> None:
+        """Takes over another's `asked`."""
+        self._pending = Control(**asked)
+
     def take_control(self) -> Control:
         """The control word of the step under way (engine, on the leader)."""
         client = self.control_client

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -28,7 +29,7 @@ from elastic_job import (
     wait_until,
     words,
 )
-from warm import CONTEXT, WarmLauncher, preload
+from warm import CONTEXT, WarmLauncher
 
 from kfuse.elastic.supervisor import Elasticity, Supervisor
 
@@ -59,22 +60,21 @@ def fuzz(directory: Path, kills: int, seed: int, done: Callable[[], Any] = lambd
     run on one worker, and the ledger exact.
     """
     chance, started, mid_write = random.Random(seed), time.perf_counter(), 0
-    preload("chaos", "checkpoint_fuzz", "sklearn.datasets")
     steps = f"train.steps={kills * STEPS_A_KILL}"
     undisturbed = [*TRAINING, steps, "workers.count=1", override("+policy.directory", str(directory / "none"))]
     slow = [override("+policy.directory", str(directory / "none")), override("+policy.pace_s", _PACE_S)]
-    often = ["checkpoint.every_steps=1", "checkpoint.keep=2", "workers.count=2"]
+    often = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.resume=auto", "workers.count=2"]
     with patch.dict(os.environ, environment()):
         _finish(_start(directory / "alone", undisturbed))
         job, alone = Job(directory / "run"), Job(directory / "alone")
         for _ in range(kills):
-            process = _start(job.directory, [*TRAINING, steps, *often, *slow])
-            seen = job.directory / "metrics.jsonl"
-            before = seen.stat().st_mtime_ns if seen.exists() else 0
-            wait_until("a step", lambda: seen.exists() and seen.stat().st_mtime_ns > before)  # noqa: B023
-            time.sleep(chance.uniform(0, _LONGEST_LIFE_S))  # not for correctness: any instant will do
-            assert process.is_alive(), "the job came to its end before it was killed"
-            _kill(process, job.directory)
+            process, before = _start(job.directory, [*TRAINING, steps, *often, *slow]), len(job.views)
+            try:
+                wait_until("workers", lambda: len(job.views) > before)  # noqa: B023
+                time.sleep(chance.uniform(0, _LONGEST_LIFE_S))  # not for correctness: any instant will do
+                assert process.is_alive(), "the job came to its end before it was killed"
+            finally:
+                _kill(process, job.directory)
             mid_write += any((job.directory / "checkpoints").glob(".step-*"))
             done()
         _finish(_start(job.directory, [*TRAINING, steps, *often, *slow]))
@@ -95,7 +95,7 @@ def _start(directory: Path, overrides: list[str]) -> ForkServerProcess:
 def _supervise(directory: str, config: dict[str, Any]) -> None:
     path = Path(directory)
     elasticity = Elasticity(**{name: config["workers"][name] for name in ("count", "min", "max")}, **config["elastic"])
-    launcher = WarmLauncher(path.with_suffix(".log"))
+    launcher = WarmLauncher(path.with_suffix(".log"), multiprocessing.get_context("fork"))
     supervisor = Supervisor(launcher, {**config, "run_dir": directory}, _Sink(Job(path)), elasticity)
     asyncio.run(supervisor.run())
 

@@ -12,13 +12,11 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfuse.elastic.launchers import LocalLauncher
-from kfuse.elastic.launchers.local import LocalProcess
+from warm import WarmLauncher, WarmProcess, work
 
 _NETWORK = "10.213.77"
 _CLONE_NEWNET = 0x40000000
@@ -94,7 +92,7 @@ def _sh(command: str) -> None:
     subprocess.run(command.split(), capture_output=True, text=True, check=True, timeout=20)
 
 
-class FarProcess(LocalProcess):
+class FarProcess(WarmProcess):
     """As on a host that may be cut off: no signal of ours gets there, and no word of a bad end comes back."""
 
     def kill(self) -> None:
@@ -107,23 +105,25 @@ class FarProcess(LocalProcess):
         return status
 
 
-class HostLauncher(LocalLauncher):
+class HostLauncher(WarmLauncher):
     """Starts each worker on the next host; what it prints goes to worker-N.log in `logs`."""
 
     def __init__(self, address: str, hosts: list[Host], logs: Path) -> None:
-        super().__init__()
+        super().__init__(logs / "worker.log")
         self._address, self._hosts, self._logs = address, hosts, logs
-        self.started: list[LocalProcess] = []
+        self._started = 0
 
     async def open(self) -> str:
         return self._address
 
     async def start(self, env: Mapping[str, str]) -> FarProcess:
-        number = len(self.started)
+        number = self._started
+        self._started += 1
         host = self._hosts[number % len(self._hosts)]
-        log = self._logs / f"worker-{number}.log"
-        script = f'exec ip netns exec {host.name} {sys.executable} -m kfuse.worker > "{log}" 2>&1'
-        self._command = ["sh", "-c", script]
-        process = await super().start(env)
-        self.started.append(process)
-        return FarProcess(process._process)
+        return FarProcess(self.fork(_work_inside, host, env, self._logs / f"worker-{number}.log"))
+
+
+def _work_inside(host: Host, env: Mapping[str, str], log: Path) -> None:
+    with open(f"/run/netns/{host.name}") as there:
+        _enter(there.fileno())
+    work(env, log)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from elastic_job import Job, assert_same_training, override, run_job, words
 from hosts import HostLauncher, network, why_not
+from warm import WarmLauncher
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=3 model=mlp data=digits model.hidden=[24]",
@@ -28,7 +29,8 @@ def _namespaces() -> None:
 
 def test_hosts_that_are_cut_off_are_left_behind(tmp_path: Path) -> None:
     """Of three, the leader's falls silent, then another's link goes down; the last one ends with the same bits."""
-    alone = run_job(tmp_path / "alone", [*TRAINING, override("+policy.directory", str(tmp_path / "none"))])
+    quiet = override("+policy.directory", str(tmp_path / "none"))
+    alone = run_job(tmp_path / "alone", [*TRAINING, quiet], launcher=WarmLauncher(tmp_path / "alone.log"))
     policy = [override("+policy.directory", str(tmp_path / "events")), override("+policy.events", CUTS)]
     with network(3) as (first, hosts):
         launcher = HostLauncher(first.address, hosts, tmp_path)

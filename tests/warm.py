@@ -7,20 +7,34 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import AsyncIterator, Mapping
-from multiprocessing.context import ForkServerProcess
+from collections.abc import AsyncIterator, Callable, Mapping
+from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def preload(*modules: str) -> None:
-    """Before the first start: what the process that is forked imports. Its environment is this process's of then."""
-    CONTEXT.set_forkserver_preload(["__main__", "kfuse.worker", *modules])
+CONTEXT.set_forkserver_preload(
+    [
+        "__main__",
+        "kfuse.worker",
+        "kfuse.elastic.supervisor",
+        "elastic_job",
+        "chaos",
+        "soak_worker",
+        "sklearn.datasets",
+        "torch._dynamo",
+    ]
+)  # what there is of them; in the environment at the first start
+
+
+Context = ForkContext | ForkServerContext
 
 
 class WarmProcess:
-    def __init__(self, process: ForkServerProcess) -> None:
+    def __init__(self, process: BaseProcess) -> None:
         self._process = process
         self._status: int | None = None
 
@@ -37,6 +51,7 @@ class WarmProcess:
             await ended.wait()
         finally:
             loop.remove_reader(self._process.sentinel)
+        self._process.join()  # no wait: its end of the pipe is closed
         self._status = self._process.exitcode
         assert self._status is not None
         self._process.close()
@@ -50,26 +65,31 @@ class WarmProcess:
 class WarmLauncher:
     """Each worker runs what `python -m kfuse.worker` runs; what it prints is added to `log`, its pid to `pids`."""
 
-    def __init__(self, log: Path) -> None:
-        self._log, self.pids = log, log.with_suffix(".pids")
+    def __init__(self, log: Path, context: Context = CONTEXT) -> None:
+        """context: "fork" for a process that is itself forked, and has no other threads as it starts workers."""
+        self._log, self.pids, self._context = log, log.with_suffix(".pids"), context
 
     async def open(self) -> str:
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> WarmProcess:
-        process = CONTEXT.Process(target=_work, args=({"TORCH_CPP_LOG_LEVEL": "ERROR", **env}, str(self._log)))
+        return WarmProcess(self.fork(work, env, self._log))
+
+    def fork(self, target: Callable[..., None], *args: Any) -> BaseProcess:
+        process = self._context.Process(target=target, args=args, daemon=True)
         process.start()
         with self.pids.open("a") as file:
             file.write(f"{process.pid}\n")
-        return WarmProcess(process)
+        return process
 
     async def close(self) -> None:
         pass
 
 
-def _work(env: dict[str, str], log: str) -> None:
+def work(env: Mapping[str, str], log: Path) -> None:
+    """In the forked process: becomes a worker, and ends with its status."""
     os.setsid()
-    os.environ.update(env)
+    os.environ.update({"TORCH_CPP_LOG_LEVEL": "ERROR", **env})
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):
         os.dup2(stream, standard)
