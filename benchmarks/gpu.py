@@ -75,8 +75,10 @@ def _parts(device: str, out: Path) -> list[Part]:
         return ["--json", str(out / f"{name}_{device}.json")]
 
     check = script("gpu_check.py", "--device", device)
-    sizes = "16,64,1024,resnet50,gpt2" if gpu else "1"
-    kernels = script("kernels.py", "--device", device, "--sizes", sizes, "--rounds", "7" if gpu else "3")
+    sizes = "64,1024,gpt2,resnet50,16" if gpu else "1"  # in the order of what must be known
+    rounds, limit_s = "7" if gpu else "3", str(140 * patience)
+    options = ["--device", device, "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s]
+    kernels = script("kernels.py", *options)
     ranks = script("gpu_ranks.py", "--device", device)
     parts = [
         Part("kernels are right", [*check, *result("check")], 45 * patience),

@@ -48,11 +48,15 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     results: list[dict[str, Any]] = []
     left_out: list[str] = []
-    cases = [(k, s, d) for k in options.kernels for d in options.dtypes for s in options.sizes]
+    cases = [(k, s, d) for s in options.sizes for d in options.dtypes for k in options.kernels]
+    started = time.monotonic()
     with _progress(len(cases)) as say:
         for kernel, layout, dtype in cases:
             name = f"{kernel} {dtype} {layout.name}"
             say(name)
+            if options.limit_s is not None and time.monotonic() - started > options.limit_s:
+                left_out.append(f"{name}: not begun within {options.limit_s:.0f} s (--limit-s)")
+                continue
             try:
                 case = CASES[kernel](layout, DTYPES[dtype], device)
                 measured = _measure(case, DTYPES[dtype], device, options)
@@ -63,6 +67,7 @@ def main() -> None:
                 torch.compiler.reset()  # else its limit on recompiling one function would be met
                 gc.collect()
             results.append({"kernel": kernel, "dtype": dtype, "size": layout.name, **measured})
+    results.sort(key=lambda result: (options.kernels.index(result["kernel"]), options.dtypes.index(result["dtype"])))
     wrong = report(results, left_out, options)
     sys.exit(1 if wrong else 0)
 
@@ -227,6 +232,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of torch on the CPU")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--block-ms", type=float, default=10.0, help="a contestant's turn lasts about this long")
+    parser.add_argument("--limit-s", type=float, help="begin no further case after this many seconds")
     parser.add_argument("--json", type=Path, help="write settings, machine and all measurements here")
     parser.add_argument("--plot", type=Path, help="write a picture here: fraction of the copy's speed over size")
     options = parser.parse_args()

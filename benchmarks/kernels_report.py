@@ -119,9 +119,9 @@ def _plot(results: list[Result], options: argparse.Namespace) -> None:
         axis.axhline(1.0, color="grey", linestyle=":", linewidth=1)
         axis.set_xticks(range(len(sizes)), sizes, rotation=30, fontsize=8)
         axis.set_title(" ".join(panel), fontsize=10)
-        axis.set_ylim(bottom=0)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
+    axes[0][0].set_ylim(bottom=0)  # of all panels; only now is their range known
     for row in axes:
         row[0].set_ylabel("share of copy's speed")
     handles, labels = axes.flat[0].get_legend_handles_labels()

@@ -48,7 +48,8 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """The gradients of `norm_forward`, and each example's part in those of weight and bias.
 
-    The order of all sums depends on the shapes alone: the same input gives the same bits.
+    The same input gives the same bits. On a GPU the order of all sums depends on the shapes alone; on a CPU it is
+    torch's own, and depends on the number of threads as that of other layers does.
 
     Args:
         dy, x: [examples, tokens, width], contiguous; `mean` and `rstd` are `norm_forward`'s for its rows.

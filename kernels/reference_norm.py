@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LONG = 2**14
+"""Elements of an example from which a call of its own pays off."""
+
 
 def norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centred: bool
@@ -24,6 +27,8 @@ def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     shape = (*x.shape[:2], 1)
+    if mean is not None and x[0:1].numel() >= LONG:
+        return _layer_norm_by_example(dy, x, weight, mean.view(shape), rstd.view(shape), with_bias)
     g, normal = dy.float(), x.float()
     if mean is not None:
         normal = normal - mean.view(shape)
@@ -39,3 +44,20 @@ def norm_backward(
         dx -= wg.mean(2, keepdim=True)
     dx = dx.mul_(rstd.view(shape)).to(x.dtype)
     return dx, weight_sums.sum(0), None if bias_sums is None else bias_sums.sum(0), squares
+
+
+def _layer_norm_by_example(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, with_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """torch's fused backward, an example at a time: what it sums over is then the example."""
+    scale = weight.float()
+    parts = [
+        torch.ops.aten.native_layer_norm_backward(g.float(), v.float(), [len(scale)], m, r, scale, scale, [True] * 3)
+        for g, v, m, r in zip(dy, x, mean, rstd, strict=True)
+    ]
+    weight_sums, bias_sums = (torch.stack([part[k] for part in parts]) for k in (1, 2))
+    squares = weight_sums.square().sum(1)
+    if with_bias:
+        squares += bias_sums.square().sum(1)
+    dx = torch.stack([part[0] for part in parts]).to(x.dtype)
+    return dx, weight_sums.sum(0), bias_sums.sum(0) if with_bias else None, squares

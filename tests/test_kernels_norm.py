@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import kfuse as kf
+from kfuse.kernels import reference_norm
 from kfuse.kernels.norm import norm_backward, norm_forward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,6 +104,13 @@ def test_gradients_and_per_example_norms(
     device: str, kind: str, shape: tuple[int, ...], width: tuple[int, ...]
 ) -> None:
     check(kind, shape, width, device)
+
+
+def test_examples_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What long examples get on the CPU."""
+    monkeypatch.setattr(reference_norm, "LONG", 1)
+    for kind in LAYERS:
+        check(kind, (3, 7), (12,), device)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
