@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kfuse.kernels import reference
 from kfuse.kernels.measure import NOTHING, Measures
+from kfuse.kernels.merges import check_merges
 from kfuse.kernels.table import PackTable, num_blocks
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -151,10 +152,3 @@ def reduce(
         triton_reduce.reduce(rows, merges, out, scale=scale, measures=measures)
     else:
         reference.reduce(rows, merges, out, scale=scale, measures=measures)
-
-
-def check_merges(name: str, merges: tuple[tuple[int, int], ...], count: int) -> None:
-    """Raises ValueError where a merge does not name two different rows of `count`."""
-    for dst, src in merges:
-        if not (0 <= dst < count and 0 <= src < count and dst != src):
-            raise ValueError(f"{name}: merge ({dst}, {src}) must name two different rows of {count}")

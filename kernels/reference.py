@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import accumulate as running_sums
 
 import torch
 from torch import Tensor
 
 from kfuse.kernels.measure import Measures
+from kfuse.kernels.merges import ADD, postfix
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 
 STRETCH = 2**18
@@ -133,9 +133,10 @@ def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, sc
 
 def _merge(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, scale: float) -> None:
     """Adds up the rows as `merges` say and writes the scaled sum. `out` may be the first row; the others stay."""
-    program, depth = _postfix(len(rows), merges)
+    program = postfix(len(rows), merges)
     if program.count(0) > 1 and out.data_ptr() == rows.data_ptr():  # the first row is needed again after it was written
         rows = rows.clone()
+    depth = max(running_sums(-1 if item == ADD else 1 for item in program))
     one_pass = len(merges) <= 1 and rows.dtype == out.dtype == torch.float32 and scale == 1.0
     stretch = max(1, out.numel()) if one_pass else STRETCH
     scratch = torch.empty(depth, min(stretch, out.numel()), dtype=torch.float32, device=rows.device)
@@ -145,7 +146,7 @@ def _merge(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, scale
             slots[0] = target
         stack: list[Tensor] = []
         for item in program:
-            if item is None:
+            if item == ADD:
                 right = stack.pop()
                 stack[-1] = torch.add(stack[-1], right, out=slots[len(stack) - 1])
             else:
@@ -154,17 +155,6 @@ def _merge(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, scale
         total = stack[0] if scale == 1.0 else torch.mul(stack[0], scale, out=slots[0])
         if total is not target:
             target.copy_(total)
-
-
-@cache
-def _postfix(count: int, merges: tuple[tuple[int, int], ...]) -> tuple[tuple[int | None, ...], int]:
-    """What the merges leave in row 0, as a postfix expression (None adds the two values before it), and the most values
-    it holds at a time. In this order few sums are unfinished, and they stay in cache."""
-    rows: list[tuple[int | None, ...]] = [(row,) for row in range(count)]
-    for dst, src in merges:
-        rows[dst] = (*rows[dst], *rows[src], None)
-    held = running_sums(-1 if item is None else 1 for item in rows[0])
-    return rows[0], max(held)
 
 
 def _measure(rows: Tensor, out: Tensor, scale: float, measures: Measures, elements: slice) -> None:

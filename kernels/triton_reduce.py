@@ -4,7 +4,6 @@
 What is measured on the way is compiled in as well: an output that is not given costs nothing.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from kfuse.kernels import launch
 from kfuse.kernels.measure import Measures
+from kfuse.kernels.merges import postfix
 from kfuse.kernels.table import BLOCK
 from kfuse.kernels.triton_partials import THREADS, lane_sums, tile_size
 
 PLAIN_TILE = 2048
 HELD_ROWS = 8
-ADD = -1
 
 
 @triton.jit
@@ -133,15 +132,6 @@ def reduce_kernel(
             tl.store(row_sumsq + k * tl.num_programs(0) + block, tl.sum(row_squares[k], axis=0))
         if row_dot is not None:
             tl.store(row_dot + k * tl.num_programs(0) + block, tl.sum(row_dots[k], axis=0))
-
-
-@cache
-def postfix(count: int, merges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """What the merges leave in row 0, as a postfix expression: row numbers, and ADD for the two values before it."""
-    rows: list[tuple[int, ...]] = [(row,) for row in range(count)]
-    for dst, src in merges:
-        rows[dst] = (*rows[dst], *rows[src], ADD)
-    return rows[0]
 
 
 def constants(

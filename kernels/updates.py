@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kfuse.kernels import reference
-from kfuse.kernels.dispatch import DTYPES, check_merges, use_triton
+from kfuse.kernels.dispatch import DTYPES, use_triton
+from kfuse.kernels.merges import check_merges
 from kfuse.kernels.table import PackTable
 
 
