@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 _SLICE = timedelta(milliseconds=20)
+_CUDA_SLICE_S = 20e-6
 _LATE_GRACE_S = 5.0  # ranks that wait for the same one time out at about the same time
 
 _OPS: dict[str, Any] = {
@@ -47,21 +48,27 @@ class Pending:
     def wait(self) -> None:
         """Returns when all messages are through. Raises CommError on failure or after the group's timeout.
 
-        On a CUDA device this orders the current stream after the messages and does not block the host.
+        On a CUDA device this orders the current stream after the messages. The host is blocked only where the group may
+        change: what a lost worker leaves of a reduction must not get as far as the parameters.
         """
         for work, peer in self.works:
+            if self.group.polls:
+                self._wait_one(work, peer)
             if self.group.device.type == "cuda":
                 work.wait()
-            else:
-                self._wait_one(work, peer)
         self.group.under_way.discard(self)
 
     def _wait_one(self, work: Any, peer: int | None) -> None:
         whom = self.group.others if peer is None else f"rank {peer}"
         while True:
-            with contextlib.suppress(RuntimeError):  # a timeout, or a failure that the next lines look at
-                work.wait(_SLICE)
-                return
+            if self.group.device.type == "cuda":  # NCCL's own wait has no slices
+                if work.is_completed():
+                    return
+                time.sleep(_CUDA_SLICE_S)
+            else:
+                with contextlib.suppress(RuntimeError):  # a timeout, or a failure that the next lines look at
+                    work.wait(_SLICE)
+                    return
             if work.is_completed():
                 try:
                     work.wait()  # it may have come through since: then this returns
@@ -101,6 +108,8 @@ class Group:
         self.under_way: set[Pending] = set()
         self.device = device or torch.device("cpu")
         self.check = check or (lambda: None)
+        self.polls = check is not None or self.device.type != "cuda"
+        """Whether waiting blocks the host, which looks for news of the view meanwhile."""
         self._store = store
         self._pg: Any = None
         self._share_pg: Any = None
@@ -143,6 +152,11 @@ class Group:
         if errors:
             raise CommError(f"connecting to {self.others}: {_first_line(errors[0])}")
         return made
+
+    def abort(self) -> None:
+        """Before the next group is formed: ends messages under way that would hold the device for ever (NCCL)."""
+        if self.device.type == "cuda" and self._pg is not None:
+            self._pg.abort()
 
     def retire(self) -> None:
         """Drops this group as soon as it can be: dropping one with a message under way would block.

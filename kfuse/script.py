@@ -3,30 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import sys
 import time
 from pathlib import Path
 
-from kfuse.elastic.launchers import LocalLauncher
+from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
+from kfuse.elastic.launchers.agent import AgentError, offer
 from kfuse.elastic.supervisor import Elasticity
 from kfuse.observe import Display, RunDirectory
 from kfuse.run import Reports, supervise
+
+_EXAMPLES = """\
+on one machine:
+  kfuse-run --workers 2 --max-workers 4 train.py --my-option
+on several, with the script at the same place and the same token file on each:
+  kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers 8 train.py     on the first, whose address it is
+  kfuse-run --join 10.0.0.1:29400 --token-file job.token                            on each of the others
+"""
+_LEAST_TOKEN = 16
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: the script's own success (0) or failure (1), 2 for wrong arguments, 130 after Ctrl-C."""
     args = _parse(sys.argv[1:] if argv is None else argv)
+    if args.join is not None:
+        return _join(args)
     run_dir = args.run_dir or Path("runs", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
     reports = Reports(RunDirectory(run_dir, tensorboard=True, ledger=False), Display(progress=not args.quiet))
-    launcher = LocalLauncher([sys.executable, str(args.script), *args.arguments])
+    command = [sys.executable, str(args.script), *args.arguments]
+    launcher: Launcher = LocalLauncher(command)
+    if args.listen is not None:
+        host, port = args.listen
+        launcher = HostsLauncher(command, host, port, args.token, args.slots)
     elasticity = Elasticity(args.workers, args.min_workers, args.max_workers, replace=not args.no_replace)
     return supervise(launcher, {"run_dir": str(run_dir.absolute())}, reports, elasticity)
+
+
+def _join(args: argparse.Namespace) -> int:
+    host, port = args.join
+    try:
+        asyncio.run(offer(host, port, args.token, args.slots))
+    except AgentError as error:
+        print(f"kfuse-run: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="kfuse-run",
         description="Runs a training script that uses kf.fit or kf.DataLoader on workers that may come and go.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workers", type=int, default=1, help="processes at first (default 1)")
     parser.add_argument("--min-workers", type=int, default=1, help="policies never go below it (default 1)")
@@ -34,7 +66,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-replace", action="store_true", help="restore lost workers only up to --min-workers")
     parser.add_argument("--run-dir", type=Path, help="where metrics and events go (default runs/DATE/TIME)")
     parser.add_argument("--quiet", action="store_true", help="show only the script's own output and the summary")
-    parser.add_argument("script", type=Path, help="a Python file")
+    parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
+    parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
+    parser.add_argument("--token-file", type=Path, help="holds the job's secret; needed with --listen and --join")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--slots", type=int, default=cores, help="workers that this host takes (default: its cores)")
+    parser.add_argument("script", type=Path, nargs="?", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     args = parser.parse_args(argv)
     args.max_workers = max(args.workers, args.min_workers) if args.max_workers is None else args.max_workers
@@ -43,9 +80,35 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             f"--workers {args.workers}: allowed is --min-workers {args.min_workers} (at least 1) "
             f"to --max-workers {args.max_workers}"
         )
-    if not args.script.is_file():
-        parser.error(f"{args.script}: no such file; a Python script is needed")
+    if args.slots < 1:
+        parser.error(f"--slots {args.slots}: allowed is at least 1")
+    if args.listen is not None or args.join is not None:
+        args.token = _token(parser, args.token_file)
+    if args.join is not None:
+        if args.script is not None or args.listen is not None:
+            parser.error("--join: the supervisor has the script; allowed with it are --token-file and --slots")
+    elif args.script is None or not args.script.is_file():
+        parser.error(f"{args.script or 'script'}: no such file; a Python script is needed")
     return args
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 <= int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text}: allowed is HOST:PORT")
+    return host, int(port)
+
+
+def _token(parser: argparse.ArgumentParser, file: Path | None) -> str:
+    if file is None:
+        parser.error("--token-file: needed with --listen and --join; any secret of 16 characters or more")
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"--token-file {file}: cannot be read: {error}")
+    if len(token) < _LEAST_TOKEN:
+        parser.error(f"--token-file {file}: allowed is a secret of {_LEAST_TOKEN} characters or more")
+    return token
 
 
 if __name__ == "__main__":

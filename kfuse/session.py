@@ -199,6 +199,7 @@ class Session:
             self.left = True
             return False
         old = self.group
+        old.abort()
         self.group = _form_group(view, rank, old, self.check)
         old.retire()
         self.view = view

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from elastic_job import Job, assert_same_training, compose, override, run_job, words
+from warm import WarmLauncher
 
 DIGITS = words(
     "model=mlp data=digits model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4",
@@ -43,7 +44,9 @@ def run(directory: Path, settings: list[str], workers: int = 1, events: list[dic
     """A job with these faults, all of which have struck by its end, and were seen for what they were."""
     marks, events = directory.parent / f"{directory.name}-events", events or []
     policy = [override("+policy.directory", str(marks)), override("+policy.events", events)]
-    job = run_job(directory, [*ALWAYS, *settings, *policy, f"workers.count={workers}"])
+    log = directory.with_suffix(".log")
+    job = run_job(directory, [*ALWAYS, *settings, *policy, f"workers.count={workers}"], launcher=WarmLauncher(log))
+    job.lines = log.read_text().splitlines()
     struck = {path.name: json.loads(path.read_text())["pid"] for path in marks.glob("event-*")}
     assert set(struck) == {f"event-{i}" for i in range(len(events))}, job.told()
     seen = {failure["pid"]: failure["how"] for failure in job.of_kind("failure")}

@@ -34,6 +34,8 @@ Context = ForkContext | ForkServerContext
 
 
 class WarmProcess:
+    running = True
+
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
         self._status: int | None = None

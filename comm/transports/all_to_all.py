@@ -71,7 +71,7 @@ class AllToAll:
     def poll(self) -> None:
         for key, message in self._messages.items():
             if message.shared is None:
-                if self._stream is None and not all(e.done() for e in message.exchanges):
+                if self._group.polls and not all(e.done() for e in message.exchanges):
                     break  # shards are shared in the order of launches on every rank
                 self._share(key, message)
 

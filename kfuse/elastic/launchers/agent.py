@@ -1,0 +1,130 @@
+"""A host's agent: starts and kills workers there for a supervisor elsewhere, and passes on what they print.
+
+agent -> supervisor: hello (token, slots), line (worker, text), ended (worker, status), alive.
+supervisor -> agent: welcome, start (worker, command, env, folder), kill (worker), alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from typing import Any
+
+from kfuse.elastic import protocol
+from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
+
+_CONNECT_S = 60.0
+_SILENCE_S = 10.0
+_LAST_WORDS_S = 20.0  # for workers that have lost their supervisor, too: they write a checkpoint
+
+
+class AgentError(RuntimeError):
+    """The supervisor cannot be reached, refused us, or went away."""
+
+
+async def offer(host: str, port: int, token: str, slots: int, dies_with_us: bool = True) -> None:
+    """Runs workers for the supervisor at host:port, as many as `slots` at a time, until it says that the job is over.
+
+    dies_with_us: they end with this process, however it ends. Raises AgentError; no worker is left behind.
+    """
+    reader, writer = await _connect(host, port)
+    agent, why = _Agent(writer, dies_with_us), ""
+    beating: asyncio.Task[None] | None = None
+    try:
+        agent.send("hello", token=token, slots=slots)
+        if not await reader.readline():
+            raise AgentError(f"the supervisor at {host}:{port} refused this host: is the token its own?")
+        beating = asyncio.create_task(beat(writer))  # not before: the hello is one line
+        while line := await reader.readline():
+            message = protocol.decode(line)
+            if message["type"] == "over":
+                return
+            await agent.obey(message)
+        await agent.ended(_LAST_WORDS_S)
+    except (OSError, ValueError) as error:
+        why = f": {error}"
+        await agent.ended(_LAST_WORDS_S)
+    finally:
+        if beating is not None:
+            beating.cancel()
+        agent.kill_all()
+        writer.close()
+    raise AgentError(f"the supervisor at {host}:{port} is gone{why}")
+
+
+async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Hosts come up in any order: the supervisor is waited for."""
+    deadline = asyncio.get_running_loop().time() + _CONNECT_S
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(host, port, limit=protocol.MAX_LINE)
+            break
+        except OSError as error:
+            if asyncio.get_running_loop().time() > deadline:
+                raise AgentError(f"no supervisor at {host}:{port} within {_CONNECT_S:.0f} s: {error}") from error
+            await asyncio.sleep(0.2)
+    expect_answers(writer)
+    return reader, writer
+
+
+def expect_answers(writer: asyncio.StreamWriter) -> None:
+    """Ends the connection where what we send is not acknowledged for a while: a host that is cut off says nothing."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        raw = writer.get_extra_info("socket")
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _SILENCE_S))
+
+
+async def beat(writer: asyncio.StreamWriter) -> None:
+    """Says something now and then, so that a dead connection is noticed."""
+    while not writer.is_closing():
+        writer.write(protocol.encode({"type": "alive"}))
+        await asyncio.sleep(protocol.HEARTBEAT_S)
+
+
+class _Agent:
+    def __init__(self, writer: asyncio.StreamWriter, dies_with_us: bool) -> None:
+        self._writer, self._dies_with_us = writer, dies_with_us
+        self._processes: dict[int, LocalProcess] = {}
+        self._watching: set[asyncio.Task[None]] = set()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(protocol.encode({"type": kind, **fields}))
+
+    async def obey(self, message: dict[str, Any]) -> None:
+        number = message.get("worker")
+        if message["type"] == "start" and isinstance(number, int):
+            folder = message["folder"] if os.path.isdir(message["folder"]) else None
+            launcher = LocalLauncher(message["command"], folder=folder, dies_with_us=self._dies_with_us)
+            try:
+                process = await launcher.start(message["env"])
+            except OSError as error:
+                self.send("line", worker=number, text=f"{message['command'][0]}: {error}")
+                self.send("ended", worker=number, status=127)
+                return
+            self._processes[number] = process
+            watching = asyncio.create_task(self._watch(number, process))
+            self._watching.add(watching)
+            watching.add_done_callback(self._watching.discard)
+        elif message["type"] == "kill" and number in self._processes:
+            self._processes[number].kill()
+
+    async def _watch(self, number: int, process: LocalProcess) -> None:
+        async for line in process.lines():
+            self.send("line", worker=number, text=line)
+        status = await process.wait()
+        del self._processes[number]
+        self.send("ended", worker=number, status=status)
+
+    async def ended(self, timeout_s: float) -> None:
+        """Returns when all workers have ended, or after the timeout."""
+        waits = [asyncio.ensure_future(process.wait()) for process in self._processes.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=timeout_s)
+
+    def kill_all(self) -> None:
+        for process in list(self._processes.values()):
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
