@@ -157,6 +157,7 @@ def soak(args: argparse.Namespace, console: Console) -> int:
         assert_exact(job)
         assert_same_steps(job, alone)
         sha256 = job.summary["params_sha256"]
+        errors = (directory / "soak.log").read_text().split("Traceback (most recent call last):")[1:]
     watched = [sample for sample in events.samples if sample.event >= spare_from]
     assert len({sample.witness_pid for sample in watched}) == 1, "the witness changed"
     rows = verdicts(watched)
@@ -166,6 +167,10 @@ def soak(args: argparse.Namespace, console: Console) -> int:
     report(console, rows, f"{events_}: same bits as undisturbed, exact ledger")
     for how in unexpected:
         console.print(f"a worker that nothing had struck {how}")
+    if unexpected:
+        for error in errors:
+            if "struck by the soak" not in error:
+                console.print(error, markup=False, highlight=False)
     if args.picture:
         picture(events.samples, spare_from, args.picture)
     if args.json:

@@ -159,15 +159,13 @@ class Group:
             self._pg.abort()
 
     def retire(self) -> None:
-        """Drops this group as soon as it can be: dropping one with a message under way would block.
+        """Drops this group as soon as it can be (see `drop_retired`): with a message under way that would block.
 
         A message to a dead peer fails at once; one between survivors fails when the other side drops its group, or
         after the timeout.
         """
         _RETIRED.append(self)
-        for group in [g for g in _RETIRED if all(pending.done() for pending in g.under_way)]:
-            group.under_way.clear()  # each knows its group: a circle would keep both, and sockets and threads, for long
-            _RETIRED.remove(group)
+        drop_retired()
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         """Starts an in-place all-reduce; "avg" sums (the caller divides)."""
@@ -233,6 +231,13 @@ class Group:
 
 
 _RETIRED: list[Group] = []
+
+
+def drop_retired() -> None:
+    """Drops the retired groups that can be dropped by now; to be called now and then."""
+    for group in [g for g in _RETIRED if all(pending.done() for pending in g.under_way)]:
+        group.under_way.clear()  # each knows its group: a circle would keep both, and sockets and threads, for long
+        _RETIRED.remove(group)
 
 
 def _broadcast_from(source: int) -> Any:

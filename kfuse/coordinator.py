@@ -19,7 +19,7 @@ from torch import nn
 from kfuse import balance
 from kfuse.checkpoints import Checkpoints
 from kfuse.comm import transports
-from kfuse.comm.group import CommError
+from kfuse.comm.group import CommError, drop_retired
 from kfuse.comm.tail import Control
 from kfuse.data import Dataset, EpochSampler
 from kfuse.elastic import state as transfer
@@ -154,6 +154,7 @@ class Coordinator:
         """Writes a checkpoint if one is due, and moves to the view that the leader announced, if there is one."""
         if self.session.elastic:
             self.session.check()
+            drop_retired()
         self.checkpoints.save_when_due(self.position.step, self._state)
         view = self.session.view
         if view is None or self.position.generation <= view.generation:

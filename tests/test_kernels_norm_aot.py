@@ -7,11 +7,12 @@ import pytest
 pytest.importorskip("triton")
 
 from kfuse.kernels import aot, triton_norm
+from kfuse.kernels.aot_variants import Variant
 
 WIDTH, BLOCK = 768, 1024
 
 
-def variant(kind: str, dtype: str, centred: bool) -> aot.Variant:
+def variant(kind: str, dtype: str, centred: bool) -> Variant:
     threads = int(triton_norm._options(BLOCK)["num_warps"]) * triton_norm.launch.WARP_SIZE
     mean = {"mean": "*fp32"} if centred else {}
     if kind == "forward":
@@ -19,12 +20,12 @@ def variant(kind: str, dtype: str, centred: bool) -> aot.Variant:
         arguments = {"x": f"*{dtype}", "weight": "*fp32", **bias, "y": f"*{dtype}", **mean, "rstd": "*fp32"}
         flags = {"CENTRED": centred, "BLOCK": BLOCK}
         arguments |= {"width": "i32", "eps": "fp32"}
-        return aot.Variant(f"norm {kind}", triton_norm.norm_forward_kernel, arguments, flags, threads, BLOCK)
+        return Variant(f"norm {kind}", triton_norm.norm_forward_kernel, arguments, flags, threads, BLOCK)
     arguments = {"dy": f"*{dtype}", "x": f"*{dtype}", "weight": "*fp32", **mean, "rstd": "*fp32", "dx": f"*{dtype}"}
     arguments |= {"weight_parts": "*fp32"} | ({"bias_parts": "*fp32"} if centred else {})
     arguments |= {"tokens": "i32", "width": "i32"}
     flags = {"ROWS": triton_norm.ROWS, "CENTRED": centred, "BLOCK": BLOCK}
-    return aot.Variant(f"norm {kind}", triton_norm.norm_backward_kernel, arguments, flags, threads, BLOCK)
+    return Variant(f"norm {kind}", triton_norm.norm_backward_kernel, arguments, flags, threads, BLOCK)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
@@ -32,5 +33,5 @@ def variant(kind: str, dtype: str, centred: bool) -> aot.Variant:
 @pytest.mark.parametrize(("dtype", "centred"), [("fp32", True), ("bf16", False)])
 def test_no_spills_and_wide_access(kind: str, dtype: str, centred: bool, target: str) -> None:
     report = aot.inspect(variant(kind, dtype, centred), target)
-    assert report.spill_bytes == 0
-    assert report.loads.get(128, 0) >= 2 and report.stores.get(128, 0) >= 1
+    assert report.binary.spill_bytes == 0
+    assert report.binary.loads.get(128, 0) >= 2 and report.binary.stores.get(128, 0) >= 1
