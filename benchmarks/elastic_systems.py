@@ -75,12 +75,13 @@ class Torchft(System):
     """A lighthouse with short timeouts, and a launcher that restarts a dead replica at once."""
 
     def _start(self) -> None:
+        os.environ.setdefault("RUST_LOG", "error")  # read as it is loaded; its replicas inherit it
         from torchft.coordination import LighthouseServer
 
         self._lighthouse = LighthouseServer(
             bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=10, heartbeat_timeout_ms=1000
         )
-        self._env |= {"TORCHFT_LIGHTHOUSE": self._lighthouse.address(), "RUST_LOG": "error"}
+        self._env |= {"TORCHFT_LIGHTHOUSE": self._lighthouse.address(), "RUST_LOG": os.environ["RUST_LOG"]}
         for _ in range(WORKERS):
             self._replica()
 

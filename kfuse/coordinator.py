@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,20 +18,18 @@ from torch import nn
 
 from kfuse import balance
 from kfuse.checkpoints import Checkpoints
-from kfuse.comm import transports
 from kfuse.comm.group import CommError, drop_retired
-from kfuse.comm.tail import Control
 from kfuse.data import Dataset, EpochSampler
+from kfuse.decisions import Decisions
 from kfuse.elastic import state as transfer
 from kfuse.elastic.control import ControlError
 from kfuse.evaluation import params_sha256
 from kfuse.lr import LRSchedule
-from kfuse.optim import DistributedOptimizer, StepStats
+from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.position import Phase, Position, Settings, StepSamples
 from kfuse.reports import Reporter
 from kfuse.session import STOP_REASONS, Session
-from kfuse.signals import Decision, Signals
 
 
 class Left(Exception):
@@ -56,6 +54,7 @@ class Coordinator:
         self.schedule, self.settings = schedule, settings
         self.reports = Reporter(session, settings)
         self.position = Position(settings.batch_size, settings.sync_every)
+        self._decisions = Decisions(session, policy, schedule, settings, self.reports)
         self._train = train
         self._sampler = EpochSampler(len(train), settings.seed)
         self._ratios = [group["lr"] / schedule.base if schedule.base else 1.0 for group in opt.param_groups]
@@ -251,15 +250,10 @@ class Coordinator:
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
-        workers = self._workers()
+        workers = self.session.workers
         relative = balance.relative_throughput(self.position.throughput, workers)
         shares = balance.shares(relative) if self.settings.balance else None
         return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
-
-    def _workers(self) -> list[int]:
-        """The numbers of the view's workers, in rank order."""
-        view = self.session.view
-        return list(range(self.session.group.size)) if view is None else [member.worker for member in view.members]
 
     def end_step(self, samples: StepSamples, step_time_s: float, data_wait_s: float) -> None:
         """The optimizer has stepped: the position moves on."""
@@ -273,7 +267,7 @@ class Coordinator:
             "lr_scale": at.lr_scale,
             "batch_size": at.batch_size,
             "workers": samples.workers,
-            "members": self._workers(),
+            "members": self.session.workers,
             "step_time_s": step_time_s,
             "data_wait_s": data_wait_s,
         }
@@ -360,110 +354,13 @@ class Coordinator:
             return "epochs"
         return None
 
-    # -- statistics and decisions ---------------------------------------------------------------------------------
-
     def read_statistics(self, lag: int = 1) -> None:
         """Takes in what has arrived of all steps but the newest `lag`: reports it, decides on it, obeys the leader."""
         for stats in self.opt.statistics.read(lag):
             context = self._contexts.pop(stats.step)
-            at = self.position
-            at.throughput = balance.measured(at.throughput, context.pop("members"), stats.seconds)
-            self._report_stragglers()
-            at.mean_grad_sq, at.mean_grad_variance = stats.mean_grad_sq, stats.mean_grad_variance
-            at.loss = stats.loss
+            self._decisions.take_in(self.position, stats, context.pop("members"))
             used = None
             if self.settings.ledger:
                 used = self._samples(context["epoch"], context["cursor"], round(stats.samples))
             self.reports.step(stats, context, used)
-            decision = self.policy.decide(self._signals(stats, context))
-            if decision is not None and not decision.is_empty:
-                self._ask(decision)
-            self._apply(stats.control, stats.step)
-
-    def _report_stragglers(self) -> None:
-        """An event for each worker that has become one; it is no news again until it has been well for once."""
-        at, workers = self.position, self._workers()
-        relative = balance.relative_throughput(at.throughput, workers)
-        for rank, (worker, ratio) in enumerate(zip(workers, relative, strict=True)):
-            if ratio is not None and ratio < balance.SLOW and worker not in at.stragglers:
-                self._event("straggler", worker=worker, rank=rank, throughput=ratio)
-        at.stragglers = balance.stragglers(workers, relative, at.stragglers)
-
-    def _signals(self, stats: StepStats, context: dict[str, Any]) -> Signals:
-        shared = ("loss", "grad_norm", "grad_sq", "grad_variance", "mean_grad_sq", "mean_grad_variance")
-        noise = ("noise_scale", "noise_scale_low", "noise_scale_high", "micro_batches")
-        return Signals(
-            step=stats.step,
-            micro_batch=self.settings.micro_batch,
-            throughput=tuple(balance.relative_throughput(self.position.throughput, self._workers())),
-            eval_accuracy=self.position.accuracy,
-            bounds=self.settings.bounds,
-            **{name: context[name] for name in ("epoch", "samples", "lr", "lr_scale", "batch_size", "workers")},
-            **{name: getattr(stats, name) for name in shared + noise},
-        )
-
-    def _ask(self, decision: Decision) -> None:
-        """Every worker decides, so that each one's policy has the same state; the leader's word counts."""
-        if decision.workers is not None and not self.session.elastic:
-            size = self.session.group.size
-            if decision.workers != size and self.session.workers_asked in (0, size):  # so it is said once
-                self._event("clipped", note=f"workers {decision.workers}: this job's number of workers is fixed")
-            self.session.ask(workers=decision.workers)
-            decision = replace(decision, workers=None)
-        decision, notes = decision.clipped(self.settings.bounds)
-        for note in notes:
-            self._event("clipped", note=note)
-        if decision.workers is not None and decision.workers != self.session.workers_asked:
-            self.session.ask(workers=decision.workers)
-        if decision.replace is not None:
-            self._replace(decision.replace)
-        sync = decision.sync
-        if sync is not None and sync > 1 and self.session.comm.reproducible:
-            self._event("clipped", note=f"sync {sync} clipped to 1: comm.reproducible=true")
-            sync = None
-        self.session.ask(
-            batch_size=decision.batch_size, lr_scale=decision.lr_scale, topology=decision.topology, sync=sync
-        )
-
-    def _replace(self, rank: int) -> None:
-        workers = self._workers()
-        if not (self.session.elastic and 0 <= rank < len(workers)):
-            self._event("clipped", note=f"replace {rank}: allowed are ranks 0 to {len(workers) - 1} of an elastic job")
-        else:
-            self.session.ask(replace=workers[rank])
-
-    def _apply(self, control: Control, step: int) -> None:
-        """The leader's word: in force from the next step on, on every worker."""
-        at = self.position
-        before = (at.batch_size, at.lr_scale)
-        statistics = (at.mean_grad_sq, at.mean_grad_variance)
-        lr_before = self.schedule.lr(at.schedule, at.batch_size, at.lr_scale, *statistics)
-        bounds = self.settings.bounds
-        wanted = control.batch_size or at.batch_size
-        at.batch_size = min(max(wanted, bounds.batch_min), bounds.batch_max)
-        if at.batch_size != wanted:
-            self._event("clipped", note=f"batch_size {wanted} clipped to {at.batch_size}")
-        at.lr_scale = control.lr_scale or at.lr_scale
-        if before != (at.batch_size, at.lr_scale):
-            lr = self.schedule.lr(at.schedule, at.batch_size, at.lr_scale, *statistics)
-            changes: dict[str, list[float]] = {"batch_size": [before[0], at.batch_size], "lr": [lr_before, lr]}
-            changed = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
-            self._event("decision", **changed)
-        topology, tree = self.session.topology, self.session.tree
-        if control.transport:
-            topology = transports.NAMES[control.transport - 1]
-            self._event("decision", topology=topology)
-        if control.tree:
-            tree = transports.TREES[control.tree - 1]
-            self._event("decision", tree=tree)
-        if control.transport or control.tree:
-            self.session.use_transport(topology, tree)
-        if control.sync_every and control.sync_every != at.sync_every:
-            self._event("decision", sync=[at.sync_every, control.sync_every])
-            at.sync_every = control.sync_every
-        if step >= at.resumed_at:
-            at.generation = control.generation or at.generation
-            at.stop = control.stop or at.stop
-
-    def _event(self, kind: str, **fields: Any) -> None:
-        self.reports.event(self.position.step, kind, **fields)
+            self._decisions.decide(self.position, stats, context)

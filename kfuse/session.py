@@ -77,6 +77,11 @@ class Session:
         return sum(member.host == here for member in self.view.members[: self.group.rank])
 
     @property
+    def workers(self) -> list[int]:
+        """The numbers of the view's workers, in rank order."""
+        return list(range(self.group.size)) if self.view is None else [member.worker for member in self.view.members]
+
+    @property
     def elastic(self) -> bool:
         """Whether the number of workers can change."""
         return self.control_client is not None

@@ -1,0 +1,131 @@
+"""From what a step measured to what is asked for, announced and obeyed.
+
+Every worker goes through this with the same values, so all come to the same end; only the leader's wishes are heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kfuse import balance
+from kfuse.comm import transports
+from kfuse.comm.tail import Control
+from kfuse.lr import LRSchedule
+from kfuse.optim import StepStats
+from kfuse.policies import BasePolicy
+from kfuse.position import Position, Settings
+from kfuse.reports import Reporter
+from kfuse.session import Session
+from kfuse.signals import Decision, Signals
+
+
+class Decisions:
+    """The policy's part in a run. The position is given, and changed, with each call."""
+
+    def __init__(
+        self, session: Session, policy: BasePolicy, schedule: LRSchedule, settings: Settings, reports: Reporter
+    ) -> None:
+        self._session, self._policy, self._schedule = session, policy, schedule
+        self._settings, self._reports = settings, reports
+
+    def take_in(self, at: Position, stats: StepStats, workers: Sequence[int]) -> None:
+        """The position learns what a step measured; `workers` are the numbers of those who made it, in rank order."""
+        at.throughput = balance.measured(at.throughput, workers, stats.seconds)
+        self._report_stragglers(at)
+        at.mean_grad_sq, at.mean_grad_variance = stats.mean_grad_sq, stats.mean_grad_variance
+        at.loss = stats.loss
+
+    def decide(self, at: Position, stats: StepStats, context: dict[str, Any]) -> None:
+        """The policy decides, for a later step; what the leader announced with this one comes into force."""
+        decision = self._policy.decide(self._signals(at, stats, context))
+        if decision is not None and not decision.is_empty:
+            self._ask(at, decision)
+        self._apply(at, stats.control, stats.step)
+
+    def _report_stragglers(self, at: Position) -> None:
+        """An event for each worker that has become one; it is no news again until it has been well for once."""
+        workers = self._session.workers
+        relative = balance.relative_throughput(at.throughput, workers)
+        for rank, (worker, ratio) in enumerate(zip(workers, relative, strict=True)):
+            if ratio is not None and ratio < balance.SLOW and worker not in at.stragglers:
+                self._reports.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
+        at.stragglers = balance.stragglers(workers, relative, at.stragglers)
+
+    def _signals(self, at: Position, stats: StepStats, context: dict[str, Any]) -> Signals:
+        shared = ("loss", "grad_norm", "grad_sq", "grad_variance", "mean_grad_sq", "mean_grad_variance")
+        noise = ("noise_scale", "noise_scale_low", "noise_scale_high", "micro_batches")
+        return Signals(
+            step=stats.step,
+            micro_batch=self._settings.micro_batch,
+            throughput=tuple(balance.relative_throughput(at.throughput, self._session.workers)),
+            eval_accuracy=at.accuracy,
+            bounds=self._settings.bounds,
+            **{name: context[name] for name in ("epoch", "samples", "lr", "lr_scale", "batch_size", "workers")},
+            **{name: getattr(stats, name) for name in shared + noise},
+        )
+
+    def _ask(self, at: Position, decision: Decision) -> None:
+        """Every worker decides, so that each one's policy has the same state; the leader's word counts."""
+        if decision.workers is not None and not self._session.elastic:
+            size = self._session.group.size
+            if decision.workers != size and self._session.workers_asked in (0, size):  # so it is said once
+                note = f"workers {decision.workers}: this job's number of workers is fixed"
+                self._reports.event(at.step, "clipped", note=note)
+            self._session.ask(workers=decision.workers)
+            decision = replace(decision, workers=None)
+        decision, notes = decision.clipped(self._settings.bounds)
+        for note in notes:
+            self._reports.event(at.step, "clipped", note=note)
+        if decision.workers is not None and decision.workers != self._session.workers_asked:
+            self._session.ask(workers=decision.workers)
+        if decision.replace is not None:
+            self._replace(at, decision.replace)
+        sync = decision.sync
+        if sync is not None and sync > 1 and self._session.comm.reproducible:
+            self._reports.event(at.step, "clipped", note=f"sync {sync} clipped to 1: comm.reproducible=true")
+            sync = None
+        self._session.ask(
+            batch_size=decision.batch_size, lr_scale=decision.lr_scale, topology=decision.topology, sync=sync
+        )
+
+    def _replace(self, at: Position, rank: int) -> None:
+        workers = self._session.workers
+        if not (self._session.elastic and 0 <= rank < len(workers)):
+            note = f"replace {rank}: allowed are ranks 0 to {len(workers) - 1} of an elastic job"
+            self._reports.event(at.step, "clipped", note=note)
+        else:
+            self._session.ask(replace=workers[rank])
+
+    def _apply(self, at: Position, control: Control, step: int) -> None:
+        """The leader's word: in force from the next step on, on every worker."""
+        before = (at.batch_size, at.lr_scale)
+        statistics = (at.mean_grad_sq, at.mean_grad_variance)
+        lr_before = self._schedule.lr(at.schedule, at.batch_size, at.lr_scale, *statistics)
+        bounds = self._settings.bounds
+        wanted = control.batch_size or at.batch_size
+        at.batch_size = min(max(wanted, bounds.batch_min), bounds.batch_max)
+        if at.batch_size != wanted:
+            self._reports.event(at.step, "clipped", note=f"batch_size {wanted} clipped to {at.batch_size}")
+        at.lr_scale = control.lr_scale or at.lr_scale
+        if before != (at.batch_size, at.lr_scale):
+            lr = self._schedule.lr(at.schedule, at.batch_size, at.lr_scale, *statistics)
+            changes: dict[str, list[float]] = {"batch_size": [before[0], at.batch_size], "lr": [lr_before, lr]}
+            changed = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
+            self._reports.event(at.step, "decision", **changed)
+        topology, tree = self._session.topology, self._session.tree
+        if control.transport:
+            topology = transports.NAMES[control.transport - 1]
+            self._reports.event(at.step, "decision", topology=topology)
+        if control.tree:
+            tree = transports.TREES[control.tree - 1]
+            self._reports.event(at.step, "decision", tree=tree)
+        if control.transport or control.tree:
+            self._session.use_transport(topology, tree)
+        if control.sync_every and control.sync_every != at.sync_every:
+            self._reports.event(at.step, "decision", sync=[at.sync_every, control.sync_every])
+            at.sync_every = control.sync_every
+        if step >= at.resumed_at:
+            at.generation = control.generation or at.generation
+            at.stop = control.stop or at.stop
