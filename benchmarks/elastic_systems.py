@@ -42,7 +42,8 @@ class System:
     def tend(self) -> None:
         """Called often: restarts what nobody else does. Raises RuntimeError if the job has ended."""
         if any(process.poll() is not None for process in self._processes):
-            raise RuntimeError(f"{self.name} ended: see {self.directory / 'output'}")
+            said = (self.directory / "output").read_text().splitlines()[-10:]
+            raise RuntimeError("\n".join([f"{self.name} ended:", *said]))
 
     def stop(self) -> None:
         for process in self._processes:
