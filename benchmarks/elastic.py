@@ -132,7 +132,8 @@ class Job:
         asked = time.time()
         self.log.update()
         before = {line.pid for line in self.log.since(asked - 1.0)}
-        (self.directory / "workers").write_text(str(workers))
+        (self.directory / "wish").write_text(str(workers))
+        os.replace(self.directory / "wish", self.directory / "workers")  # it is read at every step
         self.await_all(asked, workers)
         lines = self.log.since(asked)
         stayed = [pid for pid in before if sum(line.pid == pid for line in lines) > 1 and lines[-1].workers == workers]
