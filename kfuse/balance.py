@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-DECAY = 0.9
+DECAY = 0.98
 SLOW = 0.8  # of the median's throughput: below it a worker is a straggler
 _WELL = 0.9
 WARM = 10  # steps before a worker's throughput counts

@@ -55,10 +55,10 @@ def test_shares_follow_speed_where_someone_is_slow(throughput: list[float]) -> N
 def test_a_change_of_speed_is_followed() -> None:
     known = after(100, [0.1, 0.1])
     assert balance.shares(balance.relative_throughput(known, [0, 1])) is None
-    known = after(30, [0.1, 0.4], known)
+    known = after(250, [0.1, 0.4], known)
     _, slow = balance.relative_throughput(known, [0, 1])
     assert slow == pytest.approx(0.25, abs=0.05)
-    assert balance.shares([1.0, slow]) == (16, 5)
+    assert balance.shares([1.0, slow]) == (16, 4)
 
 
 def test_who_is_lost_is_forgotten_and_who_is_new_waited_for() -> None:
