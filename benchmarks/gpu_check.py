@@ -15,7 +15,21 @@ import torch
 from machine import machine, versions
 from torch import Tensor
 
-from kfuse.kernels import BLOCK, CHUNK, PackTable, adamw, block_sumsq, num_blocks, pack, reduce, sgd, sum_partials
+from kfuse.kernels import (
+    BLOCK,
+    CHUNK,
+    AdamOptions,
+    PackTable,
+    SGDOptions,
+    adamw,
+    block_sumsq,
+    num_blocks,
+    pack,
+    reduce,
+    sgd,
+    sum_partials,
+)
+from kfuse.kernels.merges import balanced
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -67,8 +81,7 @@ def check_block_sumsq(device: torch.device, numel: int, dtype: torch.dtype) -> s
 
 def check_reduce(device: torch.device, numel: int, dtype: torch.dtype, count: int) -> str | None:
     rows = torch.randn(count, numel, device=device).to(dtype)
-    steps = [1 << level for level in range(count.bit_length()) if 1 << level < count]
-    merges = tuple((dst, dst + step) for step in steps for dst in range(0, count - step, 2 * step))
+    merges = balanced(count)
     values = list(rows.float().unbind(0))
     for dst, src in merges:
         values[dst] = values[dst] + values[src]
@@ -83,15 +96,15 @@ def check_adamw(device: torch.device, numel: int, dtype: torch.dtype) -> str | N
     p64, g64, m64, v64 = (t.double() for t in (param, grad, m, v))
     scale = torch.tensor(0.4, device=device)
     g64 = g64 * scale.double()
-    hyper = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "maximize": False}
+    options = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1)
     step, fine = torch.tensor(3.0, device=device), torch.zeros((), device=device)
-    adamw(param, grad, m, v, step=step, grad_scale=scale, found_inf=fine, **hyper)  # type: ignore[arg-type]
+    adamw(param, grad, m, v, options, step=step, grad_scale=scale, found_inf=fine)
     m64 = 0.9 * m64 + 0.1 * g64
     v64 = 0.99 * v64 + 0.01 * g64.square()
     p64 = p64 * (1 - 1e-3) - 1e-2 / (1 - 0.9**3) * m64 / ((v64 / (1 - 0.99**3)).sqrt() + 1e-6)
     kept = [t.clone() for t in (param, m, v)]
     bad = torch.ones((), device=device)
-    adamw(param, grad, m, v, step=step, grad_scale=scale, found_inf=bad, **hyper)  # type: ignore[arg-type]
+    adamw(param, grad, m, v, options, step=step, grad_scale=scale, found_inf=bad)
     if not all(torch.equal(a, b) for a, b in zip(kept, (param, m, v), strict=True)):
         return "found_inf did not skip"
     return _near("param", param, p64, 2e-6, 1e-6) or _near("exp_avg", m, m64, 2e-6, 1e-6) or _near("v", v, v64, 2e-6)
@@ -101,8 +114,7 @@ def check_sgd(device: torch.device, numel: int, dtype: torch.dtype) -> str | Non
     param, grad, buffer = (torch.randn(numel, device=device) for _ in range(3))
     grad = grad.to(dtype)
     p64, g64, b64 = (t.double() for t in (param, grad, buffer))
-    hyper = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": True, "maximize": False}
-    sgd(param, grad, buffer, first_step=False, grad_scale=None, found_inf=None, **hyper)  # type: ignore[arg-type]
+    sgd(param, grad, buffer, SGDOptions(lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True), first_step=False)
     g64 = g64 + 0.01 * p64
     b64 = 0.9 * b64 + g64
     p64 = p64 - 0.1 * (g64 + 0.9 * b64)

@@ -17,7 +17,18 @@ from kernels_peers import BETA1, BETA2, DECAY, EPS, LR, MAX_NORM, MOMENTUM, STEP
 from kernels_shapes import Layout
 from torch import Tensor
 
-from kfuse.kernels import adamw, block_sumsq, num_blocks, pack, reduce, sgd, sum_partials
+from kfuse.kernels import (
+    AdamOptions,
+    SGDOptions,
+    adamw,
+    block_sumsq,
+    num_blocks,
+    pack,
+    reduce,
+    sgd,
+    sum_partials,
+)
+from kfuse.kernels.merges import balanced
 from kfuse.kernels.norm import norm_backward, norm_forward
 
 Buffers = dict[str, Any]
@@ -93,8 +104,7 @@ def accumulate_case(layout: Layout, dtype: torch.dtype, device: torch.device) ->
 
 def reduce_case(count: int) -> Callable[..., Case]:
     """`count` contributions along the canonical tree."""
-    steps = [1 << level for level in range(count.bit_length() - 1)]
-    merges = tuple((dst, dst + step) for step in steps for dst in range(0, count, 2 * step))
+    merges = balanced(count)
 
     def case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
         def make() -> Buffers:
@@ -201,12 +211,10 @@ def optimizer_case(name: str, clip: bool) -> Callable[..., Case]:
 
 
 def _update(name: str, buffers: list[Tensor], step: Tensor, scale: Tensor | None) -> None:
-    common: dict[str, Any] = {"weight_decay": DECAY, "maximize": False, "grad_scale": scale, "found_inf": None}
     if name == "adamw":
-        adamw(*buffers, step=step, lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, **common)  # type: ignore[arg-type]
+        adamw(*buffers, AdamOptions(LR, BETA1, BETA2, EPS, DECAY), step=step, grad_scale=scale)  # type: ignore[misc, call-arg]
     else:
-        more = {"momentum": MOMENTUM, "dampening": 0.0, "nesterov": False, "first_step": False}
-        sgd(*buffers, lr=LR, **more, **common)  # type: ignore[arg-type]
+        sgd(*buffers, SGDOptions(LR, MOMENTUM, weight_decay=DECAY), first_step=False, grad_scale=scale)  # type: ignore[misc, call-arg]
 
 
 def _adamw_formula(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:

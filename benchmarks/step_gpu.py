@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -39,7 +40,7 @@ SIZES = {  # layers, heads, width, tokens a sequence, sequences a micro-batch
 }
 
 
-class Variant:
+class Variant(ABC):
     """A model of its own; `step` trains on the next batch and returns the mean loss, on the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -65,8 +66,8 @@ class Variant:
         self.steps += 1
         return loss
 
-    def train(self) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def train(self) -> Tensor: ...
 
 
 class Model(Variant):

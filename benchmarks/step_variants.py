@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Settings:
     seed: int = 0
 
 
-class Variant:
+class Variant(ABC):
     """One replica. `step` trains on the next batch.
 
     `exposed_s` is what the last step spent between the moment its last gradient existed and the moment backward
@@ -88,7 +89,7 @@ class Variant:
         self._steps += 1
         return total / count
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027
         """Before the step's first forward."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
@@ -98,9 +99,9 @@ class Variant:
         """The loss is its mean over the micro-batch; gradients shall be those of the mean over the step."""
         (loss / self.settings.micro_batches if self.settings.micro_batches > 1 else loss).backward()
 
+    @abstractmethod
     def update(self) -> None:
         """Updates the parameters and drops the gradients."""
-        raise NotImplementedError
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 import triton.language as tl
 
 from kfuse.kernels import triton_adamw, triton_lamb, triton_pack, triton_partials, triton_reduce, triton_sgd
+from kfuse.kernels.merges import balanced
 from kfuse.kernels.table import BLOCK, CHUNK
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -171,12 +172,6 @@ def _reduce(
         registers=triton_reduce.registers(count, BYTES[rows], bool(measures), of_rows),
         everywhere=everywhere,
     )
-
-
-def balanced(count: int) -> tuple[tuple[int, int], ...]:
-    """Merges along the binary tree over `count` rows."""
-    steps = [1 << level for level in range(count.bit_length()) if 1 << level < count]
-    return tuple((dst, dst + step) for step in steps for dst in range(0, count - step, 2 * step))
 
 
 def _adamw_variants() -> Iterator[Variant]:

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate as running_sums
 
 import torch
 from torch import Tensor
 
 from kfuse.kernels.measure import Measures
-from kfuse.kernels.merges import ADD, postfix
+from kfuse.kernels.merges import together
+from kfuse.kernels.options import AdamOptions, SGDOptions
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 
-STRETCH = 2**18
-"""Elements, 1 MiB of fp32. Shorter ones fit a second-level cache and are slower all the same: each operation has a
+STRETCH = 2**19
+"""Elements, 2 MiB of fp32. Shorter ones fit a second-level cache and are slower all the same: each operation has a
 fixed cost of a few microseconds, and below 2**15 elements torch uses one thread."""
+
+ROOM = 2**20
+"""Elements of all rows together that are added up at a time."""
+
+FIRST = slice(0, 1, 1)
 
 SLAB = 16 * BLOCK
 """Elements of each row that are reduced, then measured, at a time."""
@@ -124,36 +129,34 @@ def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, sc
         return
     for at in range(0, out.numel(), SLAB):  # what has just been added is measured while it is in the cache
         elements = slice(at, min(at + SLAB, out.numel()))
-        contributions = rows[:, elements].float()
-        if out.data_ptr() == rows.data_ptr():  # the first of them is about to be overwritten
-            contributions = contributions.clone()
+        contributions = rows[:, elements].to(torch.float32, copy=True)
         _merge(rows[:, elements], merges, out[elements], scale)
         _measure(contributions, out[elements], scale, measures, elements)
 
 
 def _merge(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, scale: float) -> None:
-    """Adds up the rows as `merges` say and writes the scaled sum. `out` may be the first row; the others stay."""
-    program = postfix(len(rows), merges)
-    if program.count(0) > 1 and out.data_ptr() == rows.data_ptr():  # the first row is needed again after it was written
-        rows = rows.clone()
-    depth = max(running_sums(-1 if item == ADD else 1 for item in program))
-    one_pass = len(merges) <= 1 and rows.dtype == out.dtype == torch.float32 and scale == 1.0
-    stretch = max(1, out.numel()) if one_pass else STRETCH
-    scratch = torch.empty(depth, min(stretch, out.numel()), dtype=torch.float32, device=rows.device)
-    for target, *parts in zip(*(torch.split(row, stretch) for row in (out, *rows.unbind(0))), strict=True):
-        slots = list(scratch[:, : target.numel()].unbind(0))  # for the sum at each place of the stack
-        if out.dtype == torch.float32:
-            slots[0] = target
-        stack: list[Tensor] = []
-        for item in program:
-            if item == ADD:
-                right = stack.pop()
-                stack[-1] = torch.add(stack[-1], right, out=slots[len(stack) - 1])
+    """Adds up the rows as `merges` say, in place, and writes the scaled sum; `out` may be the first row."""
+    operations = together(merges)
+    width = max(1, ROOM // len(rows))
+    scratch = None
+    if rows.dtype != torch.float32:
+        scratch = torch.empty(len(rows), min(width, out.numel()), dtype=torch.float32, device=rows.device)
+    for part, target in zip(torch.split(rows, width, dim=1), torch.split(out, width), strict=True):
+        if scratch is not None:
+            part = scratch[:, : target.numel()].copy_(part)
+        for destinations, sources in operations[:-1]:
+            part[destinations].add_(part[sources])
+        total = part[0]
+        if operations:
+            destinations, sources = operations[-1]
+            written = target if destinations == FIRST and target.dtype == torch.float32 else None
+            if written is None:
+                part[destinations].add_(part[sources])
             else:
-                part = parts[item]
-                stack.append(part if part.dtype == torch.float32 else slots[len(stack)].copy_(part))
-        total = stack[0] if scale == 1.0 else torch.mul(stack[0], scale, out=slots[0])
-        if total is not target:
+                total = torch.add(part[0], part[sources.start], out=written)
+        if scale != 1.0:
+            total = torch.mul(total, scale, out=target if target.dtype == torch.float32 else part[0])
+        if total.data_ptr() != target.data_ptr():
             target.copy_(total)
 
 
@@ -193,14 +196,8 @@ def adamw(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
+    options: AdamOptions,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     master: Tensor | None,
@@ -216,13 +213,13 @@ def adamw(
         [exp_avg_sq],
         [],
         [step],
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
         amsgrad=False,
-        maximize=maximize,
+        maximize=options.maximize,
         grad_scale=_divisor(grad_scale),
         found_inf=None,
     )
@@ -234,13 +231,7 @@ def sgd(
     param: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
+    options: SGDOptions,
     first_step: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -254,12 +245,12 @@ def sgd(
         [weights],
         [_summed(grad, merges).to(weights.dtype)],
         [] if momentum_buffer is None else [momentum_buffer],
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=lr,
-        dampening=dampening,
-        nesterov=nesterov,
-        maximize=maximize,
+        weight_decay=options.weight_decay,
+        momentum=options.momentum,
+        lr=options.lr,
+        dampening=options.dampening,
+        nesterov=options.nesterov,
+        maximize=options.maximize,
         is_first_step=first_step,
         grad_scale=_divisor(grad_scale),
         found_inf=None,
@@ -283,32 +274,26 @@ def lamb(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     table: PackTable,
-    *,
+    options: AdamOptions,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     if _skipped(found_inf):
         return
-    t = step.item()
+    t, beta1, beta2 = step.item(), options.beta1, options.beta2
     correction1, correction2 = 1 - beta1**t, 1 - beta2**t
-    factor = (-1.0 if maximize else 1.0) * (1.0 if grad_scale is None else grad_scale.item())
+    factor = (-1.0 if options.maximize else 1.0) * (1.0 if grad_scale is None else grad_scale.item())
     for numel, offset in zip(table.numels, table.offsets, strict=True):
         p, g, m, v = (flat[offset : offset + numel] for flat in (param, grad, exp_avg, exp_avg_sq))
         g = g.float()
         m.mul_(beta1).add_(g, alpha=(1 - beta1) * factor)
         v.mul_(beta2).addcmul_(g, g, value=(1 - beta2) * factor**2)
-        update = v.sqrt().div_(correction2**0.5).add_(eps)
-        torch.div(m, update, out=update).div_(correction1).add_(p, alpha=weight_decay)
+        update = v.sqrt().div_(correction2**0.5).add_(options.eps)
+        torch.div(m, update, out=update).div_(correction1).add_(p, alpha=options.weight_decay)
         lengths = _norm(p), _norm(update)
         trust = 1.0 if 0.0 in lengths else lengths[0] / lengths[1]
-        p.sub_(update, alpha=lr * trust)
+        p.sub_(update, alpha=options.lr * trust)
 
 
 def _norm(values: Tensor) -> float:

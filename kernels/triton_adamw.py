@@ -1,13 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton `adamw`: one pass over parameter, gradient (or the contributions it is the sum of) and both moments."""
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kfuse.kernels import launch
+from kfuse.kernels.options import AdamOptions
 from kfuse.kernels.triton_reduce import fused_constants, merged
 
 THREADS = 256
@@ -78,14 +77,8 @@ def adamw(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
+    options: AdamOptions,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     master: Tensor | None,
@@ -106,16 +99,15 @@ def adamw(
         found_inf,
         param.numel(),
         rows.stride(0),
-        float(lr),
-        1.0 - lr * weight_decay,
-        float(beta1),
-        float(beta2),
-        1.0 - beta1,
-        1.0 - beta2,
-        math.log(beta1) if beta1 > 0.0 else -math.inf,
-        math.log(beta2) if beta2 > 0.0 else -math.inf,
-        float(eps),
-        MAXIMIZE=maximize,
+        float(options.lr),
+        1.0 - options.lr * options.weight_decay,
+        float(options.beta1),
+        float(options.beta2),
+        1.0 - options.beta1,
+        1.0 - options.beta2,
+        *options.log_betas,
+        float(options.eps),
+        MAXIMIZE=options.maximize,
         **shape,
         **launch.options(THREADS),
     )

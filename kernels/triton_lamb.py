@@ -5,14 +5,13 @@ The update's direction is formed twice from the moments instead of being stored:
 needs no buffer, and leaves the gradient's dtype free.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kfuse.kernels import launch
+from kfuse.kernels.options import AdamOptions
 from kfuse.kernels.table import CHUNK, PackTable
 from kfuse.kernels.triton_partials import lane_sums
 
@@ -180,14 +179,8 @@ def lamb(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     table: PackTable,
-    *,
+    options: AdamOptions,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
@@ -195,7 +188,6 @@ def lamb(
         return
     partials = torch.empty(2, table.num_chunks, device=param.device)
     trust = torch.empty(len(table.numels), device=param.device)
-    logs = (math.log(beta1) if beta1 > 0.0 else -math.inf, math.log(beta2) if beta2 > 0.0 else -math.inf)
     lamb_moments_kernel[(table.num_chunks,)](
         table.chunks,
         param,
@@ -206,14 +198,14 @@ def lamb(
         step,
         grad_scale,
         found_inf,
-        float(beta1),
-        float(beta2),
-        1.0 - beta1,
-        1.0 - beta2,
-        *logs,
-        float(eps),
-        float(weight_decay),
-        MAXIMIZE=maximize,
+        float(options.beta1),
+        float(options.beta2),
+        1.0 - options.beta1,
+        1.0 - options.beta2,
+        *options.log_betas,
+        float(options.eps),
+        float(options.weight_decay),
+        MAXIMIZE=options.maximize,
         OFFSET_ALIGNMENT=table.offset_alignment,
         **MOMENTS_SHAPE,
         **launch.options(THREADS),
@@ -229,10 +221,10 @@ def lamb(
         trust,
         step,
         found_inf,
-        float(lr),
-        *logs,
-        float(eps),
-        float(weight_decay),
+        float(options.lr),
+        *options.log_betas,
+        float(options.eps),
+        float(options.weight_decay),
         OFFSET_ALIGNMENT=table.offset_alignment,
         CHUNK=CHUNK,
         **launch.options(THREADS),

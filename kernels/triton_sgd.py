@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kfuse.kernels import launch
+from kfuse.kernels.options import SGDOptions
 from kfuse.kernels.triton_reduce import fused_constants, merged
 
 THREADS = 256
@@ -68,13 +69,7 @@ def sgd(
     param: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
+    options: SGDOptions,
     first_step: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -94,12 +89,12 @@ def sgd(
         found_inf,
         param.numel(),
         rows.stride(0),
-        float(lr),
-        float(momentum),
-        1.0 - dampening,
-        float(weight_decay),
-        NESTEROV=nesterov,
-        MAXIMIZE=maximize,
+        float(options.lr),
+        float(options.momentum),
+        1.0 - options.dampening,
+        float(options.weight_decay),
+        NESTEROV=options.nesterov,
+        MAXIMIZE=options.maximize,
         FIRST_STEP=first_step,
         **shape,
         **launch.options(THREADS),

@@ -8,6 +8,7 @@ from torch import Tensor
 from kfuse.kernels import reference
 from kfuse.kernels.dispatch import DTYPES, use_triton
 from kfuse.kernels.merges import check_merges
+from kfuse.kernels.options import AdamOptions, SGDOptions
 from kfuse.kernels.table import PackTable
 
 
@@ -17,16 +18,11 @@ def adamw(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    options: AdamOptions,
     *,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
     master: Tensor | None = None,
     merges: tuple[tuple[int, int], ...] = (),
 ) -> None:
@@ -57,23 +53,7 @@ def adamw(
         update = triton_adamw.adamw
     else:
         update = reference.adamw
-    update(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        master=master,
-        merges=merges,
-    )
+    update(param, grad, exp_avg, exp_avg_sq, options, step, grad_scale, found_inf, master, merges)
 
 
 @torch.no_grad()
@@ -81,16 +61,11 @@ def sgd(
     param: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
+    options: SGDOptions,
     *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
     first_step: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
     master: Tensor | None = None,
     merges: tuple[tuple[int, int], ...] = (),
 ) -> None:
@@ -105,8 +80,9 @@ def sgd(
 
     Raises ValueError when `momentum_buffer` and `momentum` disagree, and as `adamw` does.
     """
-    if (momentum_buffer is None) != (momentum == 0):
-        raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
+    if (momentum_buffer is None) != (options.momentum == 0):
+        forbidden = "not " * (options.momentum == 0)
+        raise ValueError(f"sgd: momentum is {options.momentum}, so momentum_buffer must {forbidden}be given")
     _check("sgd", param, grad, master, merges)
     if use_triton(param):
         from kfuse.kernels import triton_sgd
@@ -114,22 +90,7 @@ def sgd(
         update = triton_sgd.sgd
     else:
         update = reference.sgd
-    update(
-        param,
-        grad,
-        momentum_buffer,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        first_step=first_step,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        master=master,
-        merges=merges,
-    )
+    update(param, grad, momentum_buffer, options, first_step, grad_scale, found_inf, master, merges)
 
 
 def _check(name: str, param: Tensor, grad: Tensor, master: Tensor | None, merges: tuple[tuple[int, int], ...]) -> None:
@@ -153,16 +114,11 @@ def lamb(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     table: PackTable,
+    options: AdamOptions,
     *,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One LAMB step (You et al. 2020, algorithm 2, phi the identity) on a bucket's flat buffers, in place.
 
@@ -190,19 +146,4 @@ def lamb(
         update = triton_lamb.lamb
     else:
         update = reference.lamb
-    update(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        table,
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    update(param, grad, exp_avg, exp_avg_sq, table, options, step, grad_scale, found_inf)

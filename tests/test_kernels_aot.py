@@ -132,8 +132,8 @@ def compile_only(self, *args, grid, warmup, **options):
 
 JITFunction.run = compile_only
 
-from kfuse.kernels import Measures, PackTable, triton_adamw, triton_lamb, triton_pack, triton_partials
-from kfuse.kernels import triton_reduce, triton_sgd
+from kfuse.kernels import AdamOptions, Measures, PackTable, SGDOptions
+from kfuse.kernels import triton_adamw, triton_lamb, triton_pack, triton_partials, triton_reduce, triton_sgd
 for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     table = PackTable.build([numel, 3], [0, 96], torch.device("cpu"))
     sumsq = torch.zeros(table.num_chunks)
@@ -146,17 +146,14 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     for measures in (Measures(), Measures(sumsq=one), every):
         triton_reduce.reduce(rows, ((1, 2), (0, 1)), torch.zeros(numel), scale=0.5, measures=measures)
     p, g, m, v = torch.ones(4, numel)
-    one, common = torch.ones(()), {"lr": 1, "weight_decay": 0, "maximize": False}
+    one = torch.ones(())
+    adam, momentum = AdamOptions(lr=1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0), SGDOptions(lr=1, momentum=0)
     for guard in (one, None):
-        guards = {"grad_scale": guard, "found_inf": guard, "master": None, "merges": ()}
-        triton_adamw.adamw(p, g, m, v, step=one, beta1=0.9, beta2=0.99, eps=1e-8, **common, **guards)
+        triton_adamw.adamw(p, g, m, v, adam, one, guard, guard, None, ())
         alone = PackTable.build([numel], [0], torch.device("cpu"))
-        of_lamb = {"grad_scale": guard, "found_inf": guard}
-        triton_lamb.lamb(p, g, m, v, alone, step=one, beta1=0.9, beta2=0.99, eps=1e-8, **common, **of_lamb)
+        triton_lamb.lamb(p, g, m, v, alone, adam, one, guard, guard)
         for buffer in (m, None):
-            triton_sgd.sgd(
-                p, g, buffer, momentum=0, dampening=0, nesterov=False, first_step=False, **common, **guards
-            )
+            triton_sgd.sgd(p, g, buffer, momentum, False, guard, guard, None, ())
 assert len(compiled) == 36 and {registers for _, registers in compiled} == {128}, compiled
 """
 

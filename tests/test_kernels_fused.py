@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfuse.kernels import adamw, reduce, sgd
+from kfuse.kernels import AdamOptions, SGDOptions, adamw, reduce, sgd
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
@@ -41,20 +41,17 @@ def scalar(value: float, device: str) -> Tensor:
 def updater(name: str, device: str) -> Callable[..., None]:
     """update(param, grad, moment, second_moment, step number, **more)"""
     if name == "adamw":
-        options: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+        adam = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
         def update(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: int, **more: Any) -> None:
-            guards = {"grad_scale": None, "found_inf": None} | more
-            adamw(param, grad, m, v, step=scalar(t, device), maximize=False, **options, **guards)
+            adamw(param, grad, m, v, adam, step=scalar(t, device), **more)
 
     else:
         momentum = 0.9 * (name == "sgd")
-        options = {"lr": 0.1, "momentum": momentum, "dampening": 0.0, "weight_decay": 0.01, "nesterov": name == "sgd"}
+        options = SGDOptions(lr=0.1, momentum=momentum, weight_decay=0.01, nesterov=name == "sgd")
 
         def update(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: int, **more: Any) -> None:
-            guards = {"grad_scale": None, "found_inf": None} | more
-            buffer = m if momentum else None
-            sgd(param, grad, buffer, first_step=t == 1 and bool(momentum), maximize=False, **options, **guards)
+            sgd(param, grad, m if momentum else None, options, first_step=t == 1 and bool(momentum), **more)
 
     return update
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfuse.kernels import adamw, sgd
+from kfuse.kernels import AdamOptions, SGDOptions, adamw, sgd
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
@@ -51,12 +51,20 @@ def scalar(value: float, device: str) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
+def update_adamw(*flats: Tensor, step: Tensor, grad_scale: Any, found_inf: Any, **options: Any) -> None:
+    adamw(*flats, AdamOptions(**options), step=step, grad_scale=grad_scale, found_inf=found_inf)  # type: ignore[misc, call-arg]
+
+
+def update_sgd(*flats: Any, first_step: bool, grad_scale: Any, found_inf: Any, **options: Any) -> None:
+    sgd(*flats, SGDOptions(**options), first_step=first_step, grad_scale=grad_scale, found_inf=found_inf)  # type: ignore[misc]
+
+
 def train_adamw(numel: int, device: str, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     param = normal(numel, 0, device)
     exp_avg, exp_avg_sq = torch.zeros_like(param), torch.zeros_like(param)
     for step in range(1, STEPS + 1):
         grad = normal(numel, step, device)
-        adamw(param, grad, exp_avg, exp_avg_sq, step=scalar(step, device), **options)
+        update_adamw(param, grad, exp_avg, exp_avg_sq, step=scalar(step, device), **options)
     return param, exp_avg, exp_avg_sq
 
 
@@ -64,7 +72,7 @@ def train_sgd(numel: int, device: str, options: dict[str, Any]) -> tuple[Tensor,
     param = normal(numel, 0, device)
     buffer = torch.full_like(param, math.nan) if options["momentum"] else None
     for step in range(1, STEPS + 1):
-        sgd(param, normal(numel, step, device), buffer, first_step=step == 1, **options)
+        update_sgd(param, normal(numel, step, device), buffer, first_step=step == 1, **options)
     return param, buffer
 
 
@@ -122,7 +130,7 @@ def test_adamw_bias_correction_at_any_step(device: str, step: int) -> None:
     param = torch.zeros(16, device=device)
     moments = [torch.zeros(16, device=device) for _ in range(2)]
     options = ADAMW | {"eps": 0.0, "weight_decay": 0.0, "lr": 1.0}
-    adamw(param, torch.full((16,), 3.0, device=device), *moments, step=scalar(step, device), **options)
+    update_adamw(param, torch.full((16,), 3.0, device=device), *moments, step=scalar(step, device), **options)
     expected = -0.1 / (1 - 0.9**step) * math.sqrt((1 - 0.999**step) / 0.001)
     torch.testing.assert_close(param, torch.full_like(param, expected), rtol=2e-6, atol=0.0)
 
@@ -159,8 +167,8 @@ def test_found_inf_leaves_everything_untouched(device: str, found_inf: float) ->
     tensors = [normal(50, seed, device).abs() for seed in range(4)]
     before = [tensor.clone() for tensor in tensors]
     options = ADAMW | {"found_inf": bad, "grad_scale": scalar(math.inf, device)}
-    adamw(*tensors, step=scalar(1, device), **options)
-    sgd(tensors[0], tensors[1], tensors[2], first_step=True, **(SGD | {"found_inf": bad}))
+    update_adamw(*tensors, step=scalar(1, device), **options)
+    update_sgd(tensors[0], tensors[1], tensors[2], first_step=True, **(SGD | {"found_inf": bad}))
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
@@ -168,7 +176,7 @@ def test_zero_grad_scale_takes_no_gradient(device: str) -> None:
     param = normal(50, 0, device)
     expected = param.clone()
     options = SGD | {"momentum": 0.0, "weight_decay": 0.0, "grad_scale": scalar(0.0, device)}
-    sgd(param, normal(50, 1, device), None, first_step=False, **options)
+    update_sgd(param, normal(50, 1, device), None, first_step=False, **options)
     assert torch.equal(param, expected)
 
 
@@ -180,9 +188,9 @@ def test_bits_do_not_depend_on_slices_or_threads(device: str, name: str) -> None
             part = [tensor[start:stop] for tensor in tensors]
             scale = scalar(0.37, device)
             if name == "adamw":
-                adamw(*part, step=scalar(3, device), **(ADAMW | {"grad_scale": scale}))
+                update_adamw(*part, step=scalar(3, device), **(ADAMW | {"grad_scale": scale}))
             else:
-                sgd(*part[:3], first_step=False, **(SGD | {"grad_scale": scale, "nesterov": True}))
+                update_sgd(*part[:3], first_step=False, **(SGD | {"grad_scale": scale, "nesterov": True}))
         del tensors[1]  # the gradient's content is unspecified
         return tensors
 
@@ -199,7 +207,7 @@ def test_bits_do_not_depend_on_slices_or_threads(device: str, name: str) -> None
 def test_non_finite_gradient_stays_in_its_element(device: str) -> None:
     param, grad, exp_avg, exp_avg_sq = (normal(64, seed, device).abs() for seed in range(4))
     grad[5] = math.nan
-    adamw(param, grad, exp_avg, exp_avg_sq, step=scalar(1, device), **ADAMW)
+    update_adamw(param, grad, exp_avg, exp_avg_sq, step=scalar(1, device), **ADAMW)
     assert param.isnan().nonzero().flatten().tolist() == [5]
 
 
@@ -208,21 +216,21 @@ def test_gradient_of_another_dtype(device: str) -> None:
     results = []
     for given in (grad.clone(), grad.float()):
         param, exp_avg, exp_avg_sq = (torch.ones(40, device=device) for _ in range(3))
-        adamw(param, given, exp_avg, exp_avg_sq, step=scalar(1, device), **ADAMW)
-        sgd(param, given, None, first_step=False, **(SGD | {"momentum": 0.0}))
+        update_adamw(param, given, exp_avg, exp_avg_sq, step=scalar(1, device), **ADAMW)
+        update_sgd(param, given, None, first_step=False, **(SGD | {"momentum": 0.0}))
         results.append(param)
     torch.testing.assert_close(*results, rtol=1e-6, atol=0.0)
 
 
 def test_empty_shard(device: str) -> None:
     empty = [torch.empty(0, device=device) for _ in range(4)]
-    adamw(*empty, step=scalar(1, device), **ADAMW)
-    sgd(*empty[:3], first_step=False, **SGD)
+    update_adamw(*empty, step=scalar(1, device), **ADAMW)
+    update_sgd(*empty[:3], first_step=False, **SGD)
 
 
 def test_sgd_refuses_a_missing_or_needless_buffer(device: str) -> None:
     param = torch.zeros(4, device=device)
     with pytest.raises(ValueError, match=r"momentum is 0\.9, so momentum_buffer must be given"):
-        sgd(param, param.clone(), None, first_step=True, **SGD)
+        update_sgd(param, param.clone(), None, first_step=True, **SGD)
     with pytest.raises(ValueError, match=r"momentum is 0\.0, so momentum_buffer must not be given"):
-        sgd(param, param.clone(), param.clone(), first_step=True, **(SGD | {"momentum": 0.0}))
+        update_sgd(param, param.clone(), param.clone(), first_step=True, **(SGD | {"momentum": 0.0}))

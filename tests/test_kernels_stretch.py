@@ -37,7 +37,8 @@ def everything(dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stretches_change_no_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = everything(dtype)
+    assert reference.STRETCH % BLOCK == reference.STRETCH % CHUNK == 0
     monkeypatch.setattr(reference, "STRETCH", CHUNK)
+    monkeypatch.setattr(reference, "ROOM", CHUNK)
     for a, b in zip(whole, everything(dtype), strict=True):
         assert torch.equal(a, b)
-    assert reference.STRETCH % BLOCK == 0

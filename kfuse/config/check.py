@@ -206,6 +206,12 @@ def _check_optimizer(node: Any, lr: float) -> None:
             except Exception as error:
                 raise _failed("optimizer", node, error) from error
             return
+    check = getattr(factory, "check_arguments", None)
+    if check is not None:
+        try:
+            check(lr=lr, **targets.arguments(node))
+        except Exception as error:
+            raise _failed("optimizer", node, error) from error
 
 
 def _check_decay(values: Mapping[str, Any], samples: int) -> None:

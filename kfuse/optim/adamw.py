@@ -5,23 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.optimizer import ParamsT
 
-from kfuse.comm.buckets import Bucket
-from kfuse.kernels import PackTable, adamw
-from kfuse.optim.flat import FlatOptimizer, _Flat
+from kfuse.kernels import adamw
+from kfuse.optim.adam import AdamMoments, adam_options
+from kfuse.optim.flat import Piece
 
 
-class FusedAdamW(FlatOptimizer, AdamW):
+class FusedAdamW(AdamMoments, AdamW):
     """torch.optim.AdamW, data-parallel: reduces, measures, clips and updates in one go.
 
     Same arithmetic and same state_dict as torch's. Parameters must be fp32. `clip_norm` clips the global norm of the
     mean gradient; `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation.
     """
-
-    _moment_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -44,35 +41,8 @@ class FusedAdamW(FlatOptimizer, AdamW):
             raise ValueError("this state was saved with amsgrad=True: FusedAdamW has no amsgrad")
         super().load_state_dict(state_dict)
 
-    def _publish(self, p: Parameter, flat: _Flat, bucket: Bucket, k: int) -> None:
-        super()._publish(p, flat, bucket, k)
-        self.state[p]["step"] = flat.steps[k]
-
-    def _update_flat(
-        self,
-        group: dict[str, Any],
-        table: PackTable,
-        param: Tensor,
-        grad: Tensor,
-        moments: dict[str, Tensor],
-        step: Tensor,
-        first: bool,
-        scale: Tensor | None,
-        found_inf: Tensor | None,
+    def _update_piece(
+        self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        beta1, beta2 = group["betas"]
-        adamw(
-            param,
-            grad,
-            moments["exp_avg"],
-            moments["exp_avg_sq"],
-            step=step,
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            grad_scale=scale,
-            found_inf=found_inf,
-        )
+        options, (m, v) = adam_options(group), piece.moments.values()
+        adamw(piece.param, piece.grad, m, v, options, step=piece.step, grad_scale=scale, found_inf=found_inf)

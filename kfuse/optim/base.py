@@ -6,6 +6,7 @@ global batch (a view of its bucket), as with DistributedDataParallel. `step()` t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from kfuse.optim.statistics import Statistics, StepStats
 from kfuse.session import Session, current
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(torch.optim.Optimizer, ABC):
     """Mix-in over a torch optimizer. Subclasses say how one bucket is updated."""
 
     _step_supports_amp_scaling = True  # GradScaler then hands us its scale and its verdict instead of unscaling
@@ -200,9 +201,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return torch.nn.utils.get_total_norm(grads).double()
         return record[t.TAIL_SLOTS].sqrt()
 
+    @abstractmethod
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Updates all parameters whose `.grad` is set. `scale` multiplies gradients; non-zero `found_inf` skips."""
-        raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets every `p.grad` to None, whatever `set_to_none`: gradients live in the buckets.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,6 +30,20 @@ class _Flat:
     """Whether the parameter has state (torch makes it at the first update)."""
     together: bool
     """All of the bucket's parameters have had the same updates, so that one call can do them all."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one call updates: a bucket, or one parameter of it. All tensors are flat fp32 of one length."""
+
+    table: PackTable
+    """Where the parameters lie."""
+    param: Tensor
+    grad: Tensor
+    moments: dict[str, Tensor]
+    step: Tensor
+    """0-dim fp32, the number of this update, counted already."""
+    first: bool
 
 
 class FlatOptimizer(DistributedOptimizer):
@@ -86,8 +101,8 @@ class FlatOptimizer(DistributedOptimizer):
                     self._first_update(params, flat, bucket, range(len(params)))
                 flat.steps.add_(advance)
                 grad = bucket.slots[0][: bucket.body]
-                whole = bucket.table
-                self._update_flat(group, whole, flat.param, grad, flat.moments, flat.steps[0], first, scale, found_inf)
+                whole = Piece(bucket.table, flat.param, grad, flat.moments, flat.steps[0], first)
+                self._update_piece(whole, group, scale, found_inf)
                 continue
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
             flat.together = False
@@ -100,8 +115,9 @@ class FlatOptimizer(DistributedOptimizer):
                 flat.steps[k].add_(advance)
                 moments = {name: bucket.view(moment)[k].view(-1) for name, moment in flat.moments.items()}
                 param, grad = bucket.view(flat.param)[k].view(-1), bucket.views[k].view(-1)
-                alone = _one_tensor(param.numel(), param.device)
-                self._update_flat(group, alone, param, grad, moments, flat.steps[k], first, scale, found_inf)
+                table = _one_tensor(param.numel(), param.device)
+                alone = Piece(table, param, grad, moments, flat.steps[k], first)
+                self._update_piece(alone, group, scale, found_inf)
 
     def _first_update(self, params: list[Parameter], flat: _Flat, bucket: Bucket, which: range | list[int]) -> None:
         for k in which:
@@ -117,23 +133,11 @@ class FlatOptimizer(DistributedOptimizer):
                 view.copy_(p.data)
                 p.data = view
 
-    def _update_flat(
-        self,
-        group: dict[str, Any],
-        table: PackTable,
-        param: Tensor,
-        grad: Tensor,
-        moments: dict[str, Tensor],
-        step: Tensor,
-        first: bool,
-        scale: Tensor | None,
-        found_inf: Tensor | None,
+    @abstractmethod
+    def _update_piece(
+        self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Updates one flat piece in place, whose parameters lie as in `table`. All tensors are fp32 [n].
-
-        `step` counts this update already.
-        """
-        raise NotImplementedError
+        """Updates it in place, by its group's settings."""
 
 
 @cache

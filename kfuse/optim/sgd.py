@@ -10,8 +10,8 @@ from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 
 from kfuse.comm.buckets import Bucket
-from kfuse.kernels import PackTable, sgd
-from kfuse.optim.flat import FlatOptimizer, _Flat
+from kfuse.kernels import SGDOptions, sgd
+from kfuse.optim.flat import FlatOptimizer, Piece, _Flat
 
 
 class FusedSGD(FlatOptimizer, SGD):
@@ -43,30 +43,24 @@ class FusedSGD(FlatOptimizer, SGD):
         if self.param_groups[self._group_of[bucket.layout.params[k]]]["momentum"] != 0:
             super()._publish(p, flat, bucket, k)
 
-    def _update_flat(
-        self,
-        group: dict[str, Any],
-        table: PackTable,
-        param: Tensor,
-        grad: Tensor,
-        moments: dict[str, Tensor],
-        step: Tensor,
-        first: bool,
-        scale: Tensor | None,
-        found_inf: Tensor | None,
+    def _update_piece(
+        self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        momentum = group["momentum"]
+        options = SGDOptions(
+            float(group["lr"]),
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            group["nesterov"],
+            group["maximize"],
+        )
+        buffer = piece.moments["momentum_buffer"] if options.momentum != 0 else None
         sgd(
-            param,
-            grad,
-            moments["momentum_buffer"] if momentum != 0 else None,
-            lr=float(group["lr"]),
-            momentum=momentum,
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            first_step=first,
+            piece.param,
+            piece.grad,
+            buffer,
+            options,
+            first_step=piece.first,
             grad_scale=scale,
             found_inf=found_inf,
         )
