@@ -254,7 +254,9 @@ def _process_group(
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+        group = dist.ProcessGroupNCCL(store, rank, size, nccl)
+        group.eager_connect_single_device(device)  # here, where waiting for the others can be given up
+        return group
     backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     gloo = backend._Options()
     gloo._devices = [backend.create_device(hostname=hostname) if hostname else backend.create_default_device()]

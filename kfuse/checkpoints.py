@@ -66,6 +66,11 @@ class Checkpoints:
         if step != self._written and self._save(step, state) and self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
 
+    def close(self) -> None:
+        """Waits for the one under way, however long it takes."""
+        if self._writer is not None:
+            self._writer.close()
+
     def _save(self, step: int, state: State) -> bool:
         assert self._settings is not None
         if self._session.group.rank != 0:

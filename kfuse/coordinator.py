@@ -160,6 +160,7 @@ class Coordinator:
             return
         started = time.perf_counter()
         if not self.session.switch(self.position.generation):
+            self.checkpoints.close()
             raise Left
         self._synchronize(time.perf_counter() - started)
 
@@ -312,8 +313,9 @@ class Coordinator:
 
     def conclude(self, wall_s: float, facts: Mapping[str, float] | None = None) -> None:
         """Training is over: sees to it that the summary arrives. `over` is then set."""
-        if self.position.stop:
-            self.checkpoints.save_last(self.position.step, self._state)
+        self.checkpoints.save_last(self.position.step, self._state)
+        if not self.position.stop:  # then there is no hurry
+            self.checkpoints.close()
         self.read_statistics(lag=0)
         self.result = self.summary(wall_s, facts)
         self.reports.summary(self.result)

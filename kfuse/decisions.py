@@ -86,9 +86,11 @@ class Decisions:
         if sync is not None and sync > 1 and self._session.comm.reproducible:
             self._reports.event(at.step, "clipped", note=f"sync {sync} clipped to 1: comm.reproducible=true")
             sync = None
-        self._session.ask(
-            batch_size=decision.batch_size, lr_scale=decision.lr_scale, topology=decision.topology, sync=sync
-        )
+        self._session.ask(batch_size=decision.batch_size, lr_scale=decision.lr_scale, sync=sync)
+        try:
+            self._session.ask(topology=decision.topology)
+        except ValueError as error:
+            self._reports.event(at.step, "clipped", note=f"{error}; it stays as it is")
 
     def _replace(self, at: Position, rank: int) -> None:
         workers = self._session.workers

@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import operator
 import os
+import signal
 import socket
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from kfuse.comm import transports
 from kfuse.comm.group import CommError, Group
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 Record = Callable[[str, dict[str, Any]], None]
 
+_ARRIVED = "arrived"  # in a view's store, once somebody comes from the view before
+_SLICE = timedelta(milliseconds=20)
 STOP_REASONS = ("", "interrupted", "terminated")  # Control.stop is an index into these
 
 
@@ -106,7 +111,8 @@ class Session:
         """What the leader announces with the next step. Other workers' wishes go nowhere: one voice decides.
 
         `replace`: the number, not the rank, of a worker whose place a new one is to take.
-        Raises ValueError for a topology or tree that does not exist, and for what reproducible sums rule out.
+        Raises TypeError where `workers` is not a whole number, ValueError for a topology or tree that does not exist,
+        and for what reproducible sums rule out.
         """
         if batch_size is not None:
             self._pending = dataclasses.replace(self._pending, batch_size=batch_size)
@@ -126,8 +132,8 @@ class Session:
                 raise ValueError(f"sync {sync}: comm.reproducible=true synchronises at every step")
             self._pending = dataclasses.replace(self._pending, sync_every=sync)
         if workers is not None:
-            self.workers_asked = workers
-            self._order("resize", workers=workers)
+            self.workers_asked = operator.index(workers)
+            self._order("resize", workers=self.workers_asked)
         if replace is not None:
             self._order("replace", worker=replace)
 
@@ -177,7 +183,7 @@ class Session:
         """
         client = self._client()
         client.send("ready")
-        self._enter(client.await_first_view())
+        self._enter(client.await_first_view(), new=True)
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
@@ -196,7 +202,7 @@ class Session:
             client.send("broken", generation=generation, why=str(error))
         return self._enter(client.await_recovery(generation, 2 * self.group.timeout_s + 10))
 
-    def _enter(self, view: View) -> bool:
+    def _enter(self, view: View, new: bool = False) -> bool:
         client = self._client()
         rank = view.rank_of(client.worker)
         self._generation = view.generation
@@ -205,7 +211,7 @@ class Session:
             return False
         old = self.group
         old.abort()
-        self.group = _form_group(view, rank, old, self.check)
+        self.group = _form_group(view, rank, old, self.check, new)
         old.retire()
         self.view = view
         self._regroup()
@@ -276,8 +282,16 @@ def init(comm: CommOptions | None = None, timeout_s: float = 60.0) -> Session:
 def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
     """The session of a worker that a supervisor started; it is alone until `join`."""
     global _current
+    _leave_sigterm_to_the_supervisor()
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
     return _current
+
+
+def _leave_sigterm_to_the_supervisor() -> None:
+    """Where a whole job gets SIGTERM (Slurm, systemd), the supervisor sees to a checkpoint first."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def meet(meeting: Rendezvous, comm: CommOptions, timeout_s: float, record: Record | None = None) -> Session:
@@ -310,14 +324,26 @@ def reset() -> None:
     _current = None
 
 
-def _form_group(view: View, rank: int, old: Group, check: Callable[[], None]) -> Group:
-    """The group of a view, with the old group's device and timeout."""
+def _form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool) -> Group:
+    """The group of a view, with the old group's device and timeout.
+
+    `new`: this worker was in no view before. It learns of one that takes it in as soon as that is proposed; the others
+    come when they have made the steps until then, however long those take.
+    """
     if view.size == 1:
         return Group(device=old.device, timeout_s=old.timeout_s, check=check)
     host, port = view.store
     try:
         store = TCPStore(host, port, None, False, timedelta(seconds=old.timeout_s), wait_for_workers=False)
         address = own_address(host, port)
+        if not new:
+            store.set(_ARRIVED, "")
+        while new and view.reason in ("grow", "replace") and not store.check([_ARRIVED]):
+            check()
+            with contextlib.suppress(DistStoreError):
+                store.wait([_ARRIVED], _SLICE)
+    except (CommError, ControlError):
+        raise
     except (RuntimeError, OSError) as error:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
     hosts = [member.host for member in view.members]

@@ -13,6 +13,7 @@ from kfuse import targets
 from kfuse.comm.step import CommOptions
 from kfuse.coordinator import Coordinator
 from kfuse.data import DataSplit, as_dataset
+from kfuse.elastic import protocol
 from kfuse.loop import Loop
 from kfuse.lr import LRSchedule
 from kfuse.objective import default_loss
@@ -29,13 +30,13 @@ def comm_options(config: dict[str, Any]) -> CommOptions:
 
 
 def set_threads(config: dict[str, Any]) -> None:
-    """CPU threads: as configured; else the machine's shared out among the most workers it may have.
+    """CPU threads: as configured; else what the launcher set aside, or the machine's shared out among all workers.
 
     A matrix product's bits depend on the number of threads, so reproducible runs take one on any number of workers.
     """
     workers = config["workers"]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun says how many there are
-    shared = max(1, (os.cpu_count() or 1) // here)
+    shared = int(os.environ.get(protocol.ENV_THREADS, max(1, (os.cpu_count() or 1) // here)))
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 

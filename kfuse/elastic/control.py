@@ -49,7 +49,7 @@ class ControlClient:
                 raise ControlError(f"the supervisor at {host}:{port} refused this worker")
             welcome = protocol.decode(line)
             self.job: dict[str, Any] = welcome["job"]
-            _expect_answers(self._socket, welcome["silence_s"])
+            protocol.expect_answers(self._socket, welcome["silence_s"])
         except OSError as error:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
         self._socket.settimeout(None)
@@ -166,15 +166,6 @@ class ControlClient:
             except ControlError:
                 break
         faulthandler.cancel_dump_traceback_later()
-
-
-def _expect_answers(connection: socket.socket, silence_s: float) -> None:
-    """Ends the connection where what we send (heartbeats, if nothing else) is not acknowledged for so long.
-
-    Otherwise a host that is cut off without a word would wait for a quarter of an hour. Linux has the means.
-    """
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
 def _generation(view: View) -> int:

@@ -1,13 +1,15 @@
 """What the supervisor and its workers say to each other: one JSON object a line over TCP.
 
 worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive, broken (generation, why),
-resize (workers), replace (worker), record (kind, data), done.
+resize (workers), replace (worker), record (kind, data).
 supervisor -> worker: welcome (job), view, stop (reason), over.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ HEARTBEAT_S = 0.5
 ENV_CONTROL = "KFUSE_CONTROL"  # host:port of the supervisor
 ENV_TOKEN = "KFUSE_TOKEN"  # the job's secret
 ENV_WORKER = "KFUSE_WORKER"  # this worker's number, never reused
+ENV_THREADS = "KFUSE_THREADS"  # CPU threads that a launcher has set aside for it
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,29 @@ class View:
 
 def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def who(hello: dict[str, Any]) -> tuple[int, int, str]:
+    """A worker's number, pid and host. Raises ValueError where they are not there."""
+    try:
+        return int(hello["worker"]), int(hello["pid"]), str(hello["host"])
+    except (KeyError, TypeError) as error:
+        raise ValueError("a hello that is no worker's") from error
+
+
+def tell(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
+    """Writes a message, unless the connection is closing."""
+    if not writer.is_closing():
+        writer.write(encode({"type": kind, **fields}))
+
+
+def expect_answers(connection: socket.socket, silence_s: float) -> None:
+    """Ends the connection where what we send (heartbeats, if nothing else) is not acknowledged for so long.
+
+    Otherwise a host that is cut off without a word would be waited for a quarter of an hour. Linux has the means.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
 def decode(line: bytes) -> dict[str, Any]:

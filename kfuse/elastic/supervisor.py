@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _STOP_GRACE_S = 20.0
 _BROKEN_GRACE_S = 0.1  # a lost connection is mostly a death that is about to be reported
+_LAST_WORDS_S = 1.0
 _KILL_GRACE_S = 1.0  # for word of a killed process's end: from a host that is cut off there is none
 
 
@@ -50,8 +51,9 @@ class Elasticity:
     """Restore the wanted number of workers after a loss; otherwise only `min`."""
     heartbeat_timeout_s: float = 10.0
     """A worker that shows no life for this long is killed."""
-    max_failures: int = 3
-    """Losses in a row, without a step completed in between, after which the job is given up."""
+    max_failures: int = 5
+    """Losses in a row, without a step completed in between, after which the job is given up. Workers lost together,
+    as with a host, are one."""
     boot_timeout_s: float = 120.0
     restart: bool = False
     """If all workers are lost: start anew, from the last checkpoint."""
@@ -107,7 +109,7 @@ class Supervisor:
             return self._stopping
         finally:
             heartbeats.cancel()
-            for worker in self._workers.values():
+            for worker in self._alive():
                 worker.kill()
             server.close()
             for writer in self._connections.values():
@@ -141,7 +143,8 @@ class Supervisor:
         """Starts as many workers as are missing. One at a time: several losses may ask for it at once."""
         async with self._starting:
             newcomers = [worker for worker in self._alive() if worker.state in (State.BOOTING, State.READY)]
-            await self._start(target - len(self._members()) - len(newcomers))  # who is on the way out is neither
+            staying = [worker for worker in self._members() if not worker.leaving]
+            await self._start(target - len(staying) - len(newcomers))
 
     async def _start(self, count: int) -> None:
         for _ in range(count):
@@ -174,10 +177,11 @@ class Supervisor:
             lines.cancel()
             worker.disconnect()
         left = status == 0 and (self._done or self._view is None or self._view.rank_of(worker.number) is None)
-        if not (left or self._stopping or self._done or self._over.done()):
+        if not (left or self._done or self._over.done()):
             await asyncio.wait([lines], timeout=0.05)  # its last words
             await self._lost(worker, was, how_it_ended(status, worker.why))
-        await asyncio.wait([lines])
+        await asyncio.wait([lines], timeout=_LAST_WORDS_S)  # what it started may hold the pipe open
+        lines.cancel()
         if not self._alive() and (self._done or self._stopping):
             self._end()
 
@@ -215,12 +219,16 @@ class Supervisor:
 
     async def _lost(self, worker: Worker, was: State, how: str) -> None:
         """A worker ended that should not have: the survivors regroup, and another takes its place."""
-        self._failures += 1
+        together = was is State.PROPOSED and self._view is not None and self._view.recovers
+        self._failures += not together  # with another, whose loss the survivors have not recovered from yet
         rank = None if self._view is None else self._view.rank_of(worker.number)
         self._event("failure", worker=worker.number, pid=worker.pid, rank=rank, how=how)
         said = "".join(f"\n  {line}" for line in worker.lines)
         said = said and f":{said}"
-        if self._view is None or (was is State.BOOTING and not self._members()):
+        if self._stopping:
+            if rank is not None:
+                self._recover()  # the others still have a checkpoint to write
+        elif self._view is None or (was is State.BOOTING and not self._members()):
             self._end(JobFailed(f"worker {worker.number} {how} before training began"))
         elif self._failures >= self._elasticity.max_failures:
             self._end(JobFailed(f"{self._failures} workers were lost in a row, the last one {how}{said}"))
@@ -228,7 +236,7 @@ class Supervisor:
             why = f"no worker is left: the last one {how}; with checkpoints, training would go on"
             self._end(JobFailed(f"{why}{said}"))
         else:
-            if self._members() and rank is not None:
+            if rank is not None:
                 self._recover()
             everyone = self._elasticity.replace or not self._members()
             target = self._wanted if everyone else min(self._wanted, self._elasticity.min)
@@ -237,7 +245,7 @@ class Supervisor:
 
     def _on_broken(self, generation: int, why: str) -> None:
         """A worker lost contact with another. If nobody has died, the same workers connect anew."""
-        if self._view is not None and self._view.generation == generation and not self._stopping:
+        if self._view is not None and self._view.generation == generation:
             self._failures += 1
             if self._failures >= self._elasticity.max_failures:
                 self._end(JobFailed(f"workers lose contact again and again: {why}"))
@@ -245,7 +253,7 @@ class Supervisor:
                 self._recover()
 
     def _recover(self) -> None:
-        if self._stopping is None and not self._done:
+        if self._members() and not self._done:
             self._announce(self._members(), "failure", recovers=True)
 
     # -- messages -------------------------------------------------------------------------------------------------
@@ -257,10 +265,11 @@ class Supervisor:
         self._connections[task] = writer
         try:
             hello = await self._gate.hello(reader, writer)
-            worker = self._workers.get(hello["worker"])
+            number, pid, host = protocol.who(hello)
+            worker = self._workers.get(number)
             if worker is None or worker.writer is not None:
                 return
-            worker.writer, worker.pid, worker.host = writer, int(hello["pid"]), str(hello["host"])
+            worker.writer, worker.pid, worker.host = writer, pid, host
             self._tell([worker], "welcome", job=self._job, silence_s=self._elasticity.heartbeat_timeout_s)
             while line := await reader.readline():
                 worker.alive_at = time.monotonic()
@@ -273,8 +282,8 @@ class Supervisor:
 
     def _tell(self, workers: Iterable[Worker], kind: str, **fields: Any) -> None:
         for worker in workers:
-            if worker.writer is not None and not worker.writer.is_closing():
-                worker.writer.write(protocol.encode({"type": kind, **fields}))
+            if worker.writer is not None:
+                protocol.tell(worker.writer, kind, **fields)
 
     async def _receive(self, worker: Worker, message: dict[str, Any]) -> None:
         match message["type"]:
@@ -296,8 +305,11 @@ class Supervisor:
                 await self._replace(message["worker"])
 
     def _keep(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start":
-            self._done = False  # a script may train more than once
+        if kind == "start" and self._done:  # a script may train more than once
+            self._done, self._furthest = False, -1
+        elif kind == "start" and self._furthest >= 0 and not self._elasticity.restart:
+            self._end(JobFailed("the workers that had the training's state are lost; with checkpoints it would go on"))
+            return
         if kind == "metrics" and data["step"] > self._furthest:  # farther than before the last loss: no crash loop
             self._furthest, self._failures = data["step"], 0
         elif kind == "event":  # a new leader may report what the old one had reported before it was lost
@@ -339,7 +351,7 @@ class Supervisor:
             if worker.number == number and not worker.leaving:
                 worker.leaving = True
                 self._event("decision", replace=number)
-                await self._start_up_to(self._wanted + sum(member.leaving for member in members))
+                await self._start_up_to(self._wanted)
                 self._propose()
 
     def _propose(self) -> None:
@@ -352,8 +364,8 @@ class Supervisor:
         staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
         missing = self._wanted - len(staying)
         if not members:
-            if len(ready) == self._wanted:
-                self._announce(ready, "start" if self._view is None else "restart")
+            if len(ready) >= self._wanted:
+                self._announce(ready[: self._wanted], "start" if self._view is None else "restart")
         elif len(members) > self._wanted:
             self._announce((staying + leaving)[: self._wanted], "shrink")
         elif ready and missing > 0 and not (booting and len(ready) < missing):

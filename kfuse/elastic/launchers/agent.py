@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from typing import Any
 
 from kfuse.elastic import protocol
-from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess
+from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess, follow
 
 _CONNECT_S = 60.0
-_SILENCE_S = 10.0
+SILENCE_S = 10.0  # of a connection, after which it counts as dead
 _LAST_WORDS_S = 20.0  # for workers that have lost their supervisor, too: they write a checkpoint
 
 
@@ -65,41 +64,32 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
             if asyncio.get_running_loop().time() > deadline:
                 raise AgentError(f"no supervisor at {host}:{port} within {_CONNECT_S:.0f} s: {error}") from error
             await asyncio.sleep(0.2)
-    expect_answers(writer)
+    protocol.expect_answers(writer.get_extra_info("socket"), SILENCE_S)
     return reader, writer
-
-
-def expect_answers(writer: asyncio.StreamWriter) -> None:
-    """Ends the connection where what we send is not acknowledged for a while: a host that is cut off says nothing."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        raw = writer.get_extra_info("socket")
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * _SILENCE_S))
 
 
 async def beat(writer: asyncio.StreamWriter) -> None:
     """Says something now and then, so that a dead connection is noticed."""
     while not writer.is_closing():
-        writer.write(protocol.encode({"type": "alive"}))
+        protocol.tell(writer, "alive")
         await asyncio.sleep(protocol.HEARTBEAT_S)
 
 
 class _Agent:
     def __init__(self, writer: asyncio.StreamWriter, dies_with_us: bool) -> None:
-        self._writer, self._dies_with_us = writer, dies_with_us
+        self._writer, self._launcher = writer, LocalLauncher(dies_with_us=dies_with_us)
         self._processes: dict[int, LocalProcess] = {}
         self._watching: set[asyncio.Task[None]] = set()
 
     def send(self, kind: str, **fields: Any) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(protocol.encode({"type": kind, **fields}))
+        protocol.tell(self._writer, kind, **fields)
 
     async def obey(self, message: dict[str, Any]) -> None:
         number = message.get("worker")
         if message["type"] == "start" and isinstance(number, int):
             folder = message["folder"] if os.path.isdir(message["folder"]) else None
-            launcher = LocalLauncher(message["command"], folder=folder, dies_with_us=self._dies_with_us)
             try:
-                process = await launcher.start(message["env"])
+                process = await self._launcher.spawn(message["command"], message["env"], folder)
             except OSError as error:
                 self.send("line", worker=number, text=f"{message['command'][0]}: {error}")
                 self.send("ended", worker=number, status=127)
@@ -112,9 +102,12 @@ class _Agent:
             self._processes[number].kill()
 
     async def _watch(self, number: int, process: LocalProcess) -> None:
-        async for line in process.lines():
+        async def say(line: str) -> None:
             self.send("line", worker=number, text=line)
-        status = await process.wait()
+            with contextlib.suppress(OSError):
+                await self._writer.drain()
+
+        status = await follow(process, say)
         del self._processes[number]
         self.send("ended", worker=number, status=status)
 

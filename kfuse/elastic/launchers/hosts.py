@@ -12,7 +12,7 @@ from typing import Any
 
 from kfuse.elastic import protocol
 from kfuse.elastic.gate import Gate
-from kfuse.elastic.launchers.agent import AgentError, beat, expect_answers, offer
+from kfuse.elastic.launchers.agent import SILENCE_S, AgentError, beat, offer
 
 
 class HostProcess:
@@ -66,8 +66,7 @@ class _Host:
         return self.slots - len(self.processes)
 
     def send(self, kind: str, **fields: Any) -> None:
-        if not self.writer.is_closing():
-            self.writer.write(protocol.encode({"type": kind, **fields}))
+        protocol.tell(self.writer, kind, **fields)
 
 
 class HostsLauncher:
@@ -125,7 +124,7 @@ class HostsLauncher:
         try:
             hello = await self._gate.hello(reader, writer)
             host = _Host(writer, int(hello["slots"]))
-            expect_answers(writer)
+            protocol.expect_answers(writer.get_extra_info("socket"), SILENCE_S)
             host.send("welcome")
             beating = asyncio.create_task(beat(writer))
             self._hosts.append(host)

@@ -8,28 +8,76 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from itertools import count
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kfuse.elastic.launchers.base import WorkerProcess
 
 _PR_SET_PDEATHSIG = 1
+
+
+_POLL_S = 0.01
+_LAST_WORDS_S = 1.0
+_LONGEST_LINE = 2**20
 
 
 class LocalProcess:
     running = True
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, slot: int) -> None:
+        """slot: its number among those that run on this machine."""
+        self._process, self.slot = process, slot
+        self._reaped = False
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
 
     async def lines(self) -> AsyncIterator[str]:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # so long without an end that it is no line (a progress bar's): dropped
+                continue
+            if not line:
+                return
             yield line.decode(errors="replace").rstrip("\n")
 
     async def wait(self) -> int:
-        return await self._process.wait()
+        # asyncio's own wait returns when the pipe is closed too, which what the worker has started may hold open.
+        while self._process.returncode is None:
+            await asyncio.sleep(_POLL_S)
+        if not self._reaped:  # once: the number may be another's some day
+            self._reaped = True
+            self._kill_group()
+        return self._process.returncode
 
     def kill(self) -> None:
+        if not self.ended:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def follow(process: WorkerProcess, say: Callable[[str], Awaitable[None]]) -> int:
+    """Passes on what a worker prints, and returns its exit status once it has ended and has had its last words."""
+
+    async def read() -> None:
+        async for line in process.lines():
+            await say(line)
+
+    reading = asyncio.create_task(read())
+    try:
+        status = await process.wait()
+        await asyncio.wait([reading], timeout=_LAST_WORDS_S)
+    finally:
+        reading.cancel()
+    return status
 
 
 class LocalLauncher:
@@ -47,24 +95,33 @@ class LocalLauncher:
         """
         self._command = command or [sys.executable, "-m", "kfuse.worker"]
         self._folder, self._dies_with_us = folder, dies_with_us
+        self._processes: list[LocalProcess] = []
 
     async def open(self) -> str:
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> LocalProcess:
+        return await self.spawn(self._command, env, self._folder)
+
+    async def spawn(self, command: list[str], env: Mapping[str, str], folder: str | None) -> LocalProcess:
+        """Starts this command, whatever ours is. It finds its slot, the lowest that is free, as LOCAL_RANK."""
+        self._processes = [process for process in self._processes if not process.ended]
+        taken = {process.slot for process in self._processes}
+        slot = next(number for number in count() if number not in taken)
         process = await asyncio.create_subprocess_exec(
-            *self._command,
+            *command,
             # gloo and the store log every lost peer at length: here that is an event, and handled.
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **env},
-            cwd=self._folder,
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "LOCAL_RANK": str(slot), **env},
+            cwd=folder,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_dying_with_parent() if self._dies_with_us else None,
-            limit=2**20,
+            limit=_LONGEST_LINE,
         )
-        return LocalProcess(process)
+        self._processes.append(LocalProcess(process, slot))
+        return self._processes[-1]
 
     async def close(self) -> None:
         pass

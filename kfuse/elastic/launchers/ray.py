@@ -17,13 +17,13 @@ import threading
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from kfuse.elastic import protocol
 from kfuse.elastic.launchers import local
-from kfuse.elastic.launchers.local import LocalLauncher
+from kfuse.elastic.launchers.local import LocalLauncher, follow
 
 _CONNECT_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 20.0
 _KILL_GRACE_S = 1.0
-_LAST_WORDS_S = 1.0
 _PATIENCE_S = 10.0
 
 
@@ -40,16 +40,12 @@ class Keeper:
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        reading = asyncio.create_task(self._read())
-        status = await self._process.wait()
-        await asyncio.wait([reading], timeout=_LAST_WORDS_S)
-        self._status = status
+        self._status = await follow(self._process, self._heard)
         self._news.set()
 
-    async def _read(self) -> None:
-        async for line in self._process.lines():
-            self._lines.append(line)
-            self._news.set()
+    async def _heard(self, line: str) -> None:
+        self._lines.append(line)
+        self._news.set()
 
     async def news(self) -> tuple[list[str], int | None]:
         """The lines printed since the last call, as soon as there are any; the exit status once it has ended."""
@@ -193,7 +189,8 @@ class RayLauncher:
 
     async def start(self, env: Mapping[str, str]) -> RayProcess:
         path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
-        return RayProcess(self._actors.remote(), f"cpus={self._cpus}, gpus={self._gpus}", {**path, **env})
+        threads = {protocol.ENV_THREADS: str(max(1, int(self._cpus)))}
+        return RayProcess(self._actors.remote(), f"cpus={self._cpus}, gpus={self._gpus}", {**path, **threads, **env})
 
     async def close(self) -> None:
         self._closing.set()
