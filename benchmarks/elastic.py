@@ -5,7 +5,7 @@
 Two workers on this machine (gloo, one thread each) train an MLP on digits. A worker of random rank is killed (SIGKILL)
 every few seconds, once all are back; each worker writes a line to a log as it completes a step, and everything is read
 off that log. The systems take turns: a few kills each, round after round. torchft is measured where it is installed
-(pip install torchft). See README.md for what the figures mean.
+(pip install torchft-nightly; in 0.2.0 survivors often die in a hook of its own). README.md says what the figures mean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic_report import Episode, report
 from elastic_systems import SYSTEMS, WORKERS, System
 from rich.progress import Progress
 
-_BACK_S = 120.0  # for all workers to be back after a kill, or up at the start
+BACK_S = 60.0  # for all workers to be back after a kill, or up at the start
 _STEADY_LINES = 50  # of each worker, before anything is done to it
 
 
@@ -38,6 +38,13 @@ class Line:
     step: int
     pid: int
     workers: int
+    rank: int
+    samples: int
+    """Of the step, on all workers."""
+
+
+class NotBackError(RuntimeError):
+    """A system ended, or is not where it should be in the time it has."""
 
 
 @dataclass
@@ -57,8 +64,8 @@ class Log:
         complete = text[: text.rfind("\n") + 1]
         self._read += len(complete)
         for line in complete.splitlines():
-            nanoseconds, step, pid, workers = map(int, line.split())
-            self.lines.append(Line(nanoseconds / 1e9, step, pid, workers))
+            nanoseconds, *numbers = map(int, line.split())
+            self.lines.append(Line(nanoseconds / 1e9, *numbers))
 
     def since(self, moment: float) -> list[Line]:
         recent = []
@@ -80,12 +87,13 @@ class Job:
         self.started = time.time()
 
     def await_(self, what: str, true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _BACK_S
+        deadline = time.monotonic() + BACK_S
         while not true():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self.system.name}: waited {_BACK_S:.0f} s for {what}")
+                raise NotBackError(f"{self.system.name}: waited {BACK_S:.0f} s for {what}")
             time.sleep(0.005)
-            self.system.tend()
+            if (ended := self.system.tend()) is not None:
+                raise NotBackError(ended)
             self.log.update()
 
     def await_all(self, since: float, workers: int = WORKERS, without: int = 0) -> None:
@@ -96,22 +104,23 @@ class Job:
             for line in self.log.since(since):
                 if line.workers == workers and line.pid != without:
                     together[line.pid] = together.get(line.pid, 0) + 1
-            return len(together) >= workers and min(together.values()) >= _STEADY_LINES
+            return sum(lines >= _STEADY_LINES for lines in together.values()) >= workers
 
         self.await_(f"{workers} workers", all_there)
 
-    def steps_per_second(self, seconds: float) -> float:
+    def samples_per_second(self, seconds: float) -> float:
         """Undisturbed."""
         began = time.time()
         self.await_("time to pass", lambda: time.time() > began + seconds)
         lines = self.log.since(began)
-        return (max(line.step for line in lines) - lines[0].step) / (lines[-1].time - lines[0].time)
+        return _samples(lines, lines[0].step) / (lines[-1].time - lines[0].time)
 
     def kill_one(self, chance: random.Random, every_s: float) -> Episode:
         """Kills a worker, and waits until all are back and `every_s` seconds have passed."""
         self.log.update()
         now = time.time()
-        pids = sorted({line.pid for line in self.log.since(now - 1.0)})
+        ranks = {line.pid: line.rank for line in self.log.since(now - 1.0)}
+        pids = sorted(ranks)
         victim = chance.choice(pids)
         before = max(line.step for line in self.log.since(now - 5.0))
         killed = time.time()
@@ -119,13 +128,13 @@ class Job:
         self.await_all(killed, without=victim)
         self.await_("the next kill's time", lambda: time.time() > killed + every_s)
         lines = self.log.since(killed)
-        # A step whose reduction was over may still be completed by who is left: the one after it counts.
-        going_on = next(line for line in lines if line.step >= before + 2 or line.pid not in pids)
-        survivors = [pid for pid in pids if pid != victim and any(line.pid == pid for line in lines)]
+        # What the survivor completes with the dead one's gradients is no recovery: the next step, with fewer, is.
+        going_on = next(line for line in lines if line.workers < WORKERS or line.pid not in pids)
         after = [line for line in lines if line.time >= going_on.time]
+        survivors = [pid for pid in pids if pid != victim and any(line.pid == pid for line in after)]
         gaps = [_longest_gap([line for line in after if line.pid == pid]) for pid in survivors]
-        made = max(line.step for line in lines) - before
-        return Episode(going_on.time - killed, max(gaps, default=None), made, lines[-1].time - killed)
+        made = _samples(lines, before)
+        return Episode(ranks[victim], going_on.time - killed, max(gaps, default=None), made, lines[-1].time - killed)
 
     def resize(self, workers: int) -> float:
         """Asks for so many workers; the survivors' longest time between two steps until they are there."""
@@ -140,6 +149,11 @@ class Job:
         return max(_longest_gap([line for line in lines if line.pid == pid]) for pid in stayed)
 
 
+def _samples(lines: list[Line], after_step: int) -> int:
+    """Of the steps after that one; a step that was done again counts once."""
+    return sum({line.step: line.samples for line in lines if line.step > after_step}.values())
+
+
 def _longest_gap(lines: list[Line]) -> float:
     return max((b.time - a.time for a, b in pairwise(lines)), default=0.0)
 
@@ -149,28 +163,42 @@ class Result:
     """What was seen of one system."""
 
     start_s: list[float] = field(default_factory=list)
-    steps_per_second: list[float] = field(default_factory=list)
+    samples_per_second: list[float] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
+    not_back: list[str] = field(default_factory=list)
+    """What was seen where a kill was the job's end; it was then started anew."""
     growth_s: list[float] = field(default_factory=list)
     shrink_s: list[float] = field(default_factory=list)
     splits: list[dict[str, float]] = field(default_factory=list)
     """Of kfuse's planned growth: boot, join, regroup and transfer, seconds."""
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds since the first kill, step) of the first round, for the picture."""
+    course: list[tuple[float, int, int]] = field(default_factory=list)
+    """(seconds since the first kill, step, its samples) of the first job, for the picture."""
 
 
 def measure(name: str, directory: Path, kills: int, every_s: float, result: Result, chance: random.Random) -> None:
     """One turn of a system: undisturbed, then the kills; kfuse also grows and shrinks as planned."""
+    until, tries = len(result.episodes) + len(result.not_back) + kills, 0
+    while (left := until - len(result.episodes) - len(result.not_back)) > 0:
+        tries += 1
+        _job(name, directory.with_name(f"{directory.name}-{tries}"), left, every_s, result, chance)
+
+
+def _job(name: str, directory: Path, kills: int, every_s: float, result: Result, chance: random.Random) -> None:
     job = Job(name, directory)
     try:
         job.await_all(0.0)
         result.start_s.append(time.time() - job.started)
-        result.steps_per_second.append(job.steps_per_second(5.0))
+        result.samples_per_second.append(job.samples_per_second(5.0))
         began = time.time()
-        for _ in range(kills):
-            result.episodes.append(job.kill_one(chance, every_s))
-        if not result.steps:
-            result.steps = [(line.time - began, line.step) for line in job.log.since(began - 3.0)]
+        try:
+            for _ in range(kills):
+                result.episodes.append(job.kill_one(chance, every_s))
+        except NotBackError as error:
+            result.not_back.append(str(error))
+            return
+        finally:
+            if not result.course:
+                result.course = [(line.time - began, line.step, line.samples) for line in job.log.since(began - 3.0)]
         if name.startswith("kfuse"):
             for _ in range(max(1, kills // 2)):
                 result.shrink_s.append(job.resize(WORKERS - 1))
@@ -207,7 +235,6 @@ def main() -> int:
     if args.rounds < 1 or args.kills < args.rounds or args.kills % args.rounds:
         parser.error(f"--kills {args.kills}: allowed is a multiple of --rounds {args.rounds}")
     chance, results = random.Random(0), {name: Result() for name in args.systems}
-    load_average = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as bar:
         task = bar.add_task("", total=args.rounds * len(args.systems))
         for turn in range(args.rounds):
@@ -216,7 +243,7 @@ def main() -> int:
                 directory = Path(folder, f"{name}-{turn}")
                 measure(name, directory, args.kills // args.rounds, args.every, results[name], chance)
                 bar.advance(task)
-    report(results, args.every, load_average, args.json, args.plot)
+    report(results, args.every, BACK_S, args.json, args.plot)
     return 0
 
 

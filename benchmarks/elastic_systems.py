@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 WORKER = str(Path(__file__).with_name("elastic_worker.py"))
 WORKERS = 2
 
 
-class System:
+class System(ABC):
     """A job under way in a directory of its own."""
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -36,25 +37,28 @@ class System:
         self._processes.append(process)
         return process
 
-    def _start(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _start(self) -> None: ...
 
-    def tend(self) -> None:
-        """Called often: restarts what nobody else does. Raises RuntimeError if the job has ended."""
-        if any(process.poll() is not None for process in self._processes):
-            said = (self.directory / "output").read_text().splitlines()[-10:]
-            raise RuntimeError("\n".join([f"{self.name} ended:", *said]))
+    def tend(self) -> str | None:
+        """Called often: restarts what nobody else does. What the job said last, if it has ended."""
+        if all(process.poll() is None for process in self._processes):
+            return None
+        return "\n".join([f"{self.name} ended:", *(self.directory / "output").read_text().splitlines()[-10:]])
 
     def stop(self) -> None:
+        """Each system ends its own workers when asked to; whoever is left after that is killed."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM if self.name.startswith("kfuse") else signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGTERM)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(15)
-        for line in (self.directory / "log").read_text().splitlines()[-200:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(line.split()[2]), signal.SIGKILL)
+        ours = str(self.directory).encode()
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if ours in entry.read_bytes():
+                    os.kill(int(entry.parent.name), signal.SIGKILL)
 
 
 class Kfuse(System):
@@ -64,9 +68,14 @@ class Kfuse(System):
 
 
 class Torchrun(System):
-    """The agent looks after its workers ten times a second: its shortest interval in common use."""
+    """The agent looks after its workers ten times a second: its shortest interval in common use.
+
+    Its workers get a new store at each restart. By default torch 2.13 gives them the old one, where gloo finds the
+    addresses of the dead: every other restart then failed again, or hung (pytorch issue 135712).
+    """
 
     def _start(self) -> None:
+        self._env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
         agent += ["--max-restarts", "1000", "--monitor-interval", "0.1"]
         self._run(*agent, WORKER, "torchrun", str(self.directory))
@@ -80,7 +89,7 @@ class Torchft(System):
         from torchft.coordination import LighthouseServer
 
         self._lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=10, heartbeat_timeout_ms=1000
+            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=10, heartbeat_timeout_ms=300
         )
         self._env |= {"TORCHFT_LIGHTHOUSE": self._lighthouse.address(), "RUST_LOG": os.environ["RUST_LOG"]}
         for _ in range(WORKERS):
@@ -89,11 +98,12 @@ class Torchft(System):
     def _replica(self) -> None:
         self._run(WORKER, "torchft", str(self.directory))
 
-    def tend(self) -> None:
+    def tend(self) -> str | None:
         dead = [process for process in self._processes if process.poll() is not None]
         self._processes = [process for process in self._processes if process not in dead]
         for _ in dead:
             self._replica()
+        return None
 
     def stop(self) -> None:
         super().stop()

@@ -2,7 +2,8 @@
 
     python benchmarks/elastic_worker.py kfuse|kfuse-reproducible|torchrun|torchft DIRECTORY
 
-DIRECTORY/log gets `time step pid workers` for each completed step, the time in nanoseconds since the epoch.
+DIRECTORY/log gets `time step pid workers rank samples` for each completed step: the time in nanoseconds since the
+epoch, the samples of all workers.
 DIRECTORY/workers, if there is one, holds how many workers kfuse is to grow or shrink to.
 """
 
@@ -28,8 +29,8 @@ class Log:
     def __init__(self, directory: Path) -> None:
         self._file = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def step(self, step: int, workers: int) -> None:
-        os.write(self._file, f"{time.time_ns()} {step} {os.getpid()} {workers}\n".encode())
+    def step(self, step: int, workers: int, rank: int, samples: int = BATCH) -> None:
+        os.write(self._file, f"{time.time_ns()} {step} {os.getpid()} {workers} {rank} {samples}\n".encode())
 
 
 def problem() -> tuple[nn.Module, Tensor, Tensor]:
@@ -57,11 +58,12 @@ def kfuse(directory: Path, reproducible: bool) -> None:
 
     class Told(kf.BasePolicy):
         def after_step(self) -> None:
-            log.step(opt.engine.step, kf.size())
+            log.step(opt.engine.step, kf.size(), kf.rank())
             if kf.rank() == 0 and wish.exists():
                 kf.resize(int(wish.read_text()))
 
-    kf.fit(model, (x, y), opt, kf.Hook(Told()), epochs=10**6, batch_size=BATCH, micro_batch=BATCH // 4)
+    hook = kf.Hook(Told())
+    kf.fit(model, (x, y), opt, hook, epochs=10**6, batch_size=BATCH, micro_batch=BATCH // 2)  # one each, as in DDP
 
 
 def torchrun(directory: Path) -> None:
@@ -86,7 +88,7 @@ def torchrun(directory: Path) -> None:
         F.cross_entropy(ddp(x[part]), y[part]).backward()
         opt.step()
         step += 1
-        log.step(step, size)
+        log.step(step, size, rank)
         if rank == 0 and step % SNAPSHOT_EVERY == 0:
             torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "step": step}, directory / "new.pt")
             os.replace(directory / "new.pt", snapshot)
@@ -133,7 +135,8 @@ def torchft(directory: Path) -> None:
         F.cross_entropy(ddp(x[part]), y[part]).backward()
         managed.step()
         if manager.current_step() > step:
-            log.step(manager.current_step(), manager.num_participants())
+            workers = manager.num_participants()
+            log.step(manager.current_step(), workers, manager.participating_rank() or 0, len(part) * workers)
 
 
 def main() -> None:

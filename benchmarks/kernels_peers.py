@@ -15,7 +15,8 @@ from kernels_shapes import Layout
 Run = Callable[[dict[str, Any]], None]
 Found = tuple[dict[str, Run], dict[str, str]]
 
-LR, BETA1, BETA2, EPS, DECAY, MOMENTUM = 1e-3, 0.9, 0.999, 1e-8, 0.01, 0.9
+LR, BETA1, BETA2, EPS, DECAY, MOMENTUM = 1e-3, 0.9, 0.999, 1e-8, 3.0, 0.9
+# So much decay that an update without it would be seen.
 STEP = 3.0
 """The number of the update that is checked and timed."""
 MAX_NORM = 0.1

@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
+from machine import command, machine, versions
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -222,9 +221,7 @@ def report(console: Console, rows: dict[str, dict[str, Any]], title: str) -> Non
 
 def origin() -> dict[str, Any]:
     """The command and the machine that figures come from."""
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    machine |= {"load_average": os.getloadavg()[0], "torch": torch.__version__, "python": platform.python_version()}
-    return {"command": " ".join(sys.argv), "machine": machine}
+    return {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy"])}
 
 
 def main() -> int:
