@@ -81,50 +81,44 @@ def test_the_undisturbed_run_adapts(undisturbed: Undisturbed) -> None:
     assert max(record["grad_norm"] for record in metrics) > 0.5  # clipping acts
 
 
-def test_killed_at_every_moment(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Four workers: each moment of a step once, leader and others in turn."""
+def test_killed_around_the_step(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Where no gradient is under way: after a step, in an evaluation, after one that nobody was told of."""
     events = [
-        event(10, "forward", 1, workers=4),
-        event(14, "mid_reduction", 0),
-        event(18, "between_reduction_and_update", 1),
         event(40, "after_step", 0, workers=3),
         event(59, "evaluation", 1, workers=3),
-        event(70, "checkpoint_write", 0, workers=3),
         event(79, "evaluated", 0),
-        event(90, "forward", 3, workers=4),
-        event(91, "recovery", 1),
-        event(104, "mid_reduction", 1),
+        event(90, "after_step", 3, workers=4),
     ]
-    job = run(tmp_path / "run", [*DIGITS, "checkpoint.every_steps=15"], 4, events)
-    assert_same_training(job, undisturbed(DIGITS))
+    assert_same_training(run(tmp_path / "run", DIGITS, 4, events), undisturbed(DIGITS))
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_killed_in_transfer(workers: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Newcomers are lost while they boot, connect and receive; and, where another has the state, its source."""
-    last = workers - 1
-    events = [
-        event(12, "between_reduction_and_update", 0, workers=workers),
-        event(13, "boot"),
-        event(14, "joining", last),
-        event(15, "receiver", last),
-        *([event(16, "source", 0)] if workers > 2 else []),
-        event(40, "mid_reduction", last, workers=workers),
-        *([event(41, "recovery", 0)] if workers > 2 else []),
-        event(60, "after_step", last, workers=workers),
+def every_moment(how: str, workers: int) -> list[dict[str, Any]]:
+    """This kind of end at each moment of a job that has so many workers, each rank in turn."""
+    last, events = workers - 1, []
+    for index, moment in enumerate(("forward", "mid_reduction", "between_reduction_and_update") * 2):
+        events.append(event(6 * (index + 1), moment, index % workers, how, workers))
+    if how != "exception":  # in the thread that writes it is a failed write, and no worker's end
+        events.append(event(45, "checkpoint_write", 0, how, workers))
+    # Newcomers: while they boot, connect and receive; and, where another has the state, its source.
+    events += [
+        event(52, "forward", last, workers=workers),
+        event(53, "boot"),
+        event(54, "joining", last, how),
+        event(55, "receiver", last, how),
     ]
-    job = run(tmp_path / "run", DIGITS, workers, events)
-    assert_same_training(job, undisturbed(DIGITS))
+    if workers > 2:
+        events.append(event(56, "source", 0, how))
+        # A second end in the recovery from a first one.
+        events += [event(70, "mid_reduction", last, workers=workers), event(71, "recovery", 0, how)]
+        events += [event(80, "forward", 0, workers=workers), event(81, "recovery", 1, how)]
+    return events
 
 
-def test_every_kind_of_end(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Three workers: a crash, an exit, a stopped process, a lock never given back; in forward and in the reduction."""
-    kinds = ("exception", "exit", "stop", "stuck_gil")
-    events = [
-        event(10 + 12 * index, moment, index % 3, how, workers=3)
-        for index, (moment, how) in enumerate((moment, how) for moment in ("forward", "mid_reduction") for how in kinds)
-    ]
-    job = run(tmp_path / "run", [*DIGITS, *HANGS], 3, events)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("how", SEEN_AS)
+def test_every_end_at_every_moment(how: str, workers: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    settings = [*DIGITS, *HANGS, "checkpoint.every_steps=15"]
+    job = run(tmp_path / "run", settings, workers, every_moment(how, workers))
     assert_same_training(job, undisturbed(DIGITS))
 
 

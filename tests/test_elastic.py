@@ -262,10 +262,10 @@ def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) ->
             (hello(token=None),),
             (hello(token="0" * 32),),
             (hello(token="\ud800"),),
-            (hello(worker=[0]),),
-            (hello(worker={}),),
-            (hello(worker="0"),),
-            (hello(worker=-1),),
+            (hello(worker=[0], token=supervisor._token),),
+            (hello(worker={}, token=supervisor._token),),
+            (hello(worker="x", token=supervisor._token),),
+            (hello(worker=-1, token=supervisor._token),),
             (b"x" * 2**20,) * 40,  # a line without an end
         ]
         for messages in rude:
