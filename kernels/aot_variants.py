@@ -9,7 +9,16 @@ from typing import Any
 
 import triton.language as tl
 
-from kfuse.kernels import triton_adamw, triton_lamb, triton_pack, triton_partials, triton_reduce, triton_sgd
+from kfuse.kernels import (
+    launch,
+    triton_adamw,
+    triton_lamb,
+    triton_norm,
+    triton_pack,
+    triton_partials,
+    triton_reduce,
+    triton_sgd,
+)
 from kfuse.kernels.merges import balanced
 from kfuse.kernels.table import BLOCK, CHUNK
 
@@ -59,6 +68,7 @@ def variants() -> Iterator[Variant]:
     yield from _adamw_variants()
     yield from _sgd_variants()
     yield from _lamb_variants()
+    yield from _norm_variants()
 
 
 def _pack_variants() -> Iterator[Variant]:
@@ -119,6 +129,8 @@ def _reduce_variants() -> Iterator[Variant]:
             scaled=scaled,
             everywhere=count == 8 and out == "fp32",
         )
+    for count in (32, 64):
+        yield _reduce(f"reduce {count} rows fp32->fp32", count, "fp32", "fp32")
 
 
 def _measured_variants() -> Iterator[Variant]:
@@ -138,6 +150,7 @@ def _measured_variants() -> Iterator[Variant]:
         (8, "fp32", "everything", everything),
         (8, "bf16", "everything", everything),
         (16, "fp32", "everything", everything),
+        (32, "fp32", "variance", centred),
     ):
         everywhere = (count, rows, what) == (8, "fp32", "everything")
         yield _reduce(f"reduce {count} rows {rows}->fp32 {what}", count, rows, "fp32", measures, everywhere=everywhere)
@@ -185,6 +198,9 @@ def _adamw_variants() -> Iterator[Variant]:
         ("fp32", "fp32", 2, False),
         ("fp32", "fp32", 8, False),
         ("bf16", "bf16", 8, True),
+        ("bf16", "bf16", 16, True),
+        ("bf16", "fp32", 8, True),
+        ("fp32", "fp32", 32, False),
     ):
         yield _update(
             "adamw",
@@ -236,7 +252,7 @@ def _update(
 ) -> Variant:
     """An optimizer's update of `what`: parameter type, gradient type, contributions, with master weights or not."""
     param, grad, count, master = what
-    shape = triton_reduce.fused_constants(count, BYTES[grad], balanced(count))
+    shape = triton_reduce.fused_constants(count, min(BYTES[grad], BYTES[param]), balanced(count))
     rows = f"{count} rows of {grad}" if count > 1 else f"{grad} grad"
     weights = {"param": f"*{param}"} | ({"master": "*fp32"} if master else {})
     return Variant(
@@ -299,5 +315,46 @@ def _lamb_variants() -> Iterator[Variant]:
         CHUNK,
         ("fp32", "fp32", "fp32"),
         ("fp32",),
+        everywhere=True,
+    )
+
+
+def _norm_variants() -> Iterator[Variant]:
+    """Weights, and sums over tokens, move once a program: no count of bytes an element is read off these."""
+    block = 1024  # rows of 768
+    threads = int(triton_norm.options(block)["num_warps"]) * launch.WARP_SIZE
+    for dtype, centred in (("fp32", True), ("bf16", True), ("bf16", False)):
+        name = f"{'layer' if centred else 'rms'} {dtype}"
+        mean = {"mean": "*fp32"} if centred else {}
+        bias = {"bias": "*fp32"} if centred else {}
+        yield Variant(
+            f"norm_forward {name}",
+            triton_norm.norm_forward_kernel,
+            {"x": f"*{dtype}", "weight": "*fp32", **bias, "y": f"*{dtype}", **mean, "rstd": "*fp32"}
+            | {"width": "i32", "eps": "fp32"},
+            {"CENTRED": centred, "BLOCK": block},
+            threads,
+            0,
+            everywhere=dtype == "fp32",
+        )
+        yield Variant(
+            f"norm_backward {name}",
+            triton_norm.norm_backward_kernel,
+            {"dy": f"*{dtype}", "x": f"*{dtype}", "weight": "*fp32", **mean, "rstd": "*fp32", "dx": f"*{dtype}"}
+            | {"weight_parts": "*fp32"}
+            | ({"bias_parts": "*fp32"} if centred else {})
+            | {"tokens": "i32", "width": "i32"},
+            {"ROWS": triton_norm.ROWS, "CENTRED": centred, "BLOCK": block},
+            threads,
+            0,
+            everywhere=dtype == "fp32",
+        )
+    yield Variant(
+        "norm_finish",
+        triton_norm.norm_finish_kernel,
+        {"parts": "*fp32", "sums": "*fp32", "squares": "*fp32", "count": "i32", "width": "i32"},
+        {"PARTS": triton_norm.PARTS, "COLUMNS": triton_norm.COLUMNS},
+        triton_norm.FINISH_THREADS,
+        0,
         everywhere=True,
     )

@@ -87,7 +87,7 @@ def adamw(
     if param.numel() == 0:
         return
     rows = grad if grad.dim() == 2 else grad[None]
-    shape = fused_constants(len(rows), rows.element_size(), merges)
+    shape = fused_constants(len(rows), min(rows.element_size(), param.element_size()), merges)
     adamw_kernel[(triton.cdiv(param.numel(), shape["BLOCK"]),)](
         param,
         master,

@@ -18,6 +18,7 @@ MAX_WIDTH = 16384
 """A program holds whole rows in registers."""
 COLUMNS = 128
 PARTS = 16
+FINISH_THREADS = 128
 
 
 @triton.jit
@@ -112,7 +113,7 @@ def norm_forward(
     block = triton.next_power_of_2(width)
     if rows:
         norm_forward_kernel[(rows,)](
-            x, weight, bias, y, mean, rstd, width, float(eps), CENTRED=centred, BLOCK=block, **_options(block)
+            x, weight, bias, y, mean, rstd, width, float(eps), CENTRED=centred, BLOCK=block, **options(block)
         )
     return y, mean, rstd
 
@@ -142,10 +143,10 @@ def norm_backward(
             ROWS=ROWS,
             CENTRED=mean is not None,
             BLOCK=block,
-            **_options(block),
+            **options(block),
         )
         norm_finish_kernel[(kinds * examples, blocks)](
-            parts, sums, squares, count, width, PARTS=PARTS, COLUMNS=COLUMNS, **launch.options(128)
+            parts, sums, squares, count, width, PARTS=PARTS, COLUMNS=COLUMNS, **launch.options(FINISH_THREADS)
         )
     else:
         sums.zero_(), squares.zero_()
@@ -153,6 +154,6 @@ def norm_backward(
     return dx, totals[0], totals[1] if with_bias else None, squares.sum((0, 2))
 
 
-def _options(block: int) -> dict[str, int | bool]:
+def options(block: int) -> dict[str, int | bool]:
     """A thread holds at most 16 elements of a row."""
     return launch.options(min(1024, max(128, block // 16)))

@@ -143,7 +143,7 @@ def constants(
     else:
         # Fewer elements where many rows would not fit in registers: no bits depend on it.
         halvings = max(0, (count * itemsize - 1).bit_length() - 5)
-        tile = block = max(THREADS, PLAIN_TILE >> halvings)
+        tile = block = max(THREADS * 16 // itemsize, PLAIN_TILE >> halvings)  # 128 bits of each row at the least
     return {
         "PROGRAM": postfix(count, merges),
         "COUNT": count,
@@ -156,12 +156,11 @@ def constants(
 
 
 def fused_constants(count: int, itemsize: int, merges: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-    """The shape of an update that adds `count` contributions itself. No bits depend on the block."""
-    if count * itemsize <= 16 or (itemsize == 2 and count <= 8):
-        block = 2048
-    else:
-        block = 1024 if count <= 16 else THREADS
-    return {"PROGRAM": postfix(count, merges), "BLOCK": block}
+    """The shape of an update that adds `count` contributions itself. No bits depend on the block.
+
+    itemsize: of the gradient's or the parameter's type, whichever is smaller: a thread moves 128 bits of it or more.
+    """
+    return {"PROGRAM": postfix(count, merges), "BLOCK": 2048 if itemsize == 2 or count <= 4 else 1024}
 
 
 def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float, measures: Measures) -> None:
@@ -194,7 +193,7 @@ def registers(count: int, itemsize: int, measured: bool, of_rows: bool) -> int:
     """Registers a thread may have: the sums, or the addresses, of many rows need more than other kernels."""
     if of_rows and count * 16 // itemsize > 32:
         return 168
-    return 255 if measured and count > 16 else 128
+    return 255 if count > (16 if measured else 32) else 128
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def sgd(
     if param.numel() == 0:
         return
     rows = grad if grad.dim() == 2 else grad[None]
-    shape = fused_constants(len(rows), rows.element_size(), merges)
+    shape = fused_constants(len(rows), min(rows.element_size(), param.element_size()), merges)
     sgd_kernel[(triton.cdiv(param.numel(), shape["BLOCK"]),)](
         param,
         master,

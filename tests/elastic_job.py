@@ -18,10 +18,10 @@ from unittest.mock import patch
 
 import hydra
 from omegaconf import OmegaConf
+from warm import WarmLauncher
 
 from kfuse.config import drop_replaced, validate
-from kfuse.elastic.launchers import Launcher, LocalLauncher
-from kfuse.elastic.launchers.local import LocalProcess
+from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
 
@@ -41,7 +41,7 @@ class Job:
     lines: list[str] = field(default_factory=list)
     error: str | None = None
     """Of a job that was given up."""
-    statuses: dict[int, int] = field(default_factory=dict)
+    statuses: dict[int | None, int | None] = field(default_factory=dict)
     """Exit status of each worker process, by pid."""
     loop_errors: list[str] = field(default_factory=list)
     """What the supervisor's event loop had to complain about."""
@@ -122,19 +122,6 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-class _Launcher(LocalLauncher):
-    """Remembers what it started."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: list[LocalProcess] = []
-
-    async def start(self, env: Mapping[str, str]) -> LocalProcess:
-        process = await super().start(env)
-        self.started.append(process)
-        return process
-
-
 class _Sink:
     def __init__(self, job: Job) -> None:
         self._directory = RunDirectory(job.directory, tensorboard=False, ledger=True)
@@ -159,16 +146,16 @@ def run_job(
 ) -> Job:
     """Runs a job to its end, good or bad. `during` runs beside it, and is cancelled when the job ends.
 
-    launcher: None for local processes; only of those the exit status is known.
+    launcher: None for forked processes; only of those the exit status is known, and their lines are in the log.
 
     Raises AssertionError, with all that was seen, if the job does not end in time or leaves a process behind.
     """
     config = compose(["observe.ledger=true", "workers.threads=1", *overrides])
-    job, local = Job(directory), _Launcher()
+    job, warm = Job(directory), WarmLauncher(directory.with_suffix(".log"))
     workers = {name: config["workers"][name] for name in ("count", "min", "max")}
     restart = config["checkpoint"]["every_steps"] is not None
     supervisor = Supervisor(
-        launcher or local,
+        launcher or warm,
         {**config, "run_dir": str(directory)},
         _Sink(job),
         Elasticity(**workers, **config["elastic"], restart=restart),
@@ -185,9 +172,8 @@ def run_job(
         finally:
             if beside is not None:
                 beside.cancel()
-            for process in local.started:
+            for process in warm.started:
                 process.kill()
-                job.statuses[process._process.pid] = await process.wait()
 
     with patch.dict(os.environ, environment()):
         try:
@@ -196,6 +182,9 @@ def run_job(
             job.error = str(error)
         except TimeoutError:
             raise AssertionError(f"the job did not end within {deadline_s:.0f} s\n{job.told()}") from None
+    if launcher is None:
+        job.statuses = {process.pid: process.status for process in warm.started}
+        job.lines = warm.log.read_text().splitlines() if warm.log.exists() else []
     assert_none_left(job.pids)
     assert not job.loop_errors, job.loop_errors
     return job

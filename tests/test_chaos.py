@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from elastic_job import Job, assert_same_training, compose, override, run_job, words
-from warm import WarmLauncher
+
+from kfuse.elastic.launchers import LocalLauncher
 
 DIGITS = words(
     "model=mlp data=digits model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4",
@@ -33,7 +34,7 @@ SEEN_AS = {
     "stop": "showed no life",
     "stuck_gil": "showed no life",
 }
-HANGS = ["elastic.heartbeat_timeout_s=2"]
+HANGS = ["elastic.heartbeat_timeout_s=1.2"]
 
 
 def event(step: int, moment: str, rank: int = 0, how: str = "kill", workers: int = 2) -> dict[str, Any]:
@@ -44,9 +45,7 @@ def run(directory: Path, settings: list[str], workers: int = 1, events: list[dic
     """A job with these faults, all of which have struck by its end, and were seen for what they were."""
     marks, events = directory.parent / f"{directory.name}-events", events or []
     policy = [override("+policy.directory", str(marks)), override("+policy.events", events)]
-    log = directory.with_suffix(".log")
-    job = run_job(directory, [*ALWAYS, *settings, *policy, f"workers.count={workers}"], launcher=WarmLauncher(log))
-    job.lines = log.read_text().splitlines()
+    job = run_job(directory, [*ALWAYS, *settings, *policy, f"workers.count={workers}"])
     struck = {path.name: json.loads(path.read_text())["pid"] for path in marks.glob("event-*")}
     assert set(struck) == {f"event-{i}" for i in range(len(events))}, job.told()
     seen = {failure["pid"]: failure["how"] for failure in job.of_kind("failure")}
@@ -172,7 +171,8 @@ def test_a_crash_loop_is_given_up_with_its_traceback(checkpoints: bool, tmp_path
         "+policy.again=true",
     ]
     settings = [*ALWAYS, *DIGITS, *policy, "elastic.max_failures=3", "workers.count=2"]
-    job = run_job(tmp_path / "run", [*settings, *(["checkpoint.every_steps=5"] if checkpoints else [])])
+    given = [*settings, *(["checkpoint.every_steps=5"] if checkpoints else [])]
+    job = run_job(tmp_path / "run", given, launcher=LocalLauncher())  # which hands on what workers print
     assert job.error is not None
     first, *said = job.error.splitlines()
     if checkpoints:

@@ -57,6 +57,7 @@ WRONG = [
     ("model.hidden=[-3]", ["hidden=[-3]", "negative dimension"]),
     ("optimizer.betas=[0.9,1.5]", ["betas=[0.9, 1.5]", "1.5"]),
     ("optimizer=sgd optimizer.momentum=0 optimizer.nesterov=true", ["optimizer.momentum=0", "Nesterov"]),
+    ("optimizer=lamb optimizer.eps=-1", ["optimizer.eps=-1", "must be 0 or more"]),
     # What no key can tell alone.
     ("batch.micro=64", ["batch.micro=64", "batch.size=32"]),
     ("checkpoint.resume=nowhere", ["checkpoint.resume=nowhere", "no such path"]),

@@ -95,6 +95,14 @@ def test_growth_while_a_worker_is_still_on_its_way_out(undisturbed: Job, tmp_pat
     assert [(len(view["workers"]), view["reason"]) for view in job.views] == [(2, "start"), (1, "shrink"), (2, "grow")]
 
 
+def test_a_topology_that_is_ruled_out_is_no_end(undisturbed: Job, tmp_path: Path) -> None:
+    """Reproducible sums need all_to_all: a policy that asks for another transport is told so."""
+    job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, topologies=[{"step": 10, "topology": "allreduce"}])])
+    assert_same_training(job, undisturbed)
+    [clipped] = job.of_kind("clipped")
+    assert "allreduce" in clipped["note"] and "comm.reproducible" in clipped["note"]
+
+
 def test_more_workers_than_micro_batches(tmp_path: Path) -> None:
     """Those without one wait, lose the only worker that had one, and take over."""
     few = [*TRAINING, "batch.micro=16", "batch.max=16", "train.epochs=1"]
@@ -179,7 +187,7 @@ def resume(job: Job, workers: int, settings: list[str]) -> Job:
 
 def test_a_killed_supervisor_leaves_a_checkpoint_and_no_worker(undisturbed: Job, tmp_path: Path) -> None:
     settings = [*TRAINING, *CHECKPOINTS]
-    slowly = [*settings, "workers.count=3", *chaos(tmp_path, pace_s=0.1)]
+    slowly = [*settings, "workers.count=3", *chaos(tmp_path, pace_s=0.05)]
     with command_line(tmp_path / "run", slowly) as (process, job):
         wait_until("40 steps", under_way(job, 40))
         process.kill()

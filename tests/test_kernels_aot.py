@@ -50,13 +50,28 @@ def test_no_spills_wide_accesses_and_no_fusion(reports: Reports, name: str, targ
         assert binary.fused_multiply_adds == 0
 
 
-EXACT_DIVISION = ("adamw", "lamb")
+EXACT_DIVISION = ("adamw", "lamb", "norm")
 """Kernels with exact divisions or square roots, which are made of fused operations; on AMD GPUs every division is."""
 
 
 @pytest.mark.parametrize("kernel", sorted({name.split()[0] for name in VARIANTS}))
 def test_every_kernel_is_compiled_for_every_target(kernel: str) -> None:
     assert {target for name, target in PAIRS if name.split()[0] == kernel} == set(aot.TARGETS)
+
+
+def test_every_variant_has_a_name_of_its_own() -> None:
+    assert len(VARIANTS) == len(list(aot.variants()))
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith(("norm_forward", "norm_backward"))])
+def test_normalisation_moves_rows_by_wide_accesses(reports: Reports, name: str) -> None:
+    """A row's load and store, and the weight's, for each thread; what is narrower are the row's own scalars."""
+    for (reported, _), report in reports.items():
+        if reported == name:
+            binary, scalars = report.binary, 4
+            assert binary.loads.get(128, 0) >= 2 and binary.stores.get(128, 0) >= 1
+            assert sum(count for bits, count in binary.loads.items() if bits < 128) <= scalars
+            assert sum(count for bits, count in binary.stores.items() if bits < 128) <= scalars
 
 
 def test_bytes_are_read_off_the_code() -> None:

@@ -8,20 +8,36 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 TESTS = Path(__file__).parent
+FAMILIES = ["pack", "partials", "reduce", "measures", "optimizers", "fused", "lamb", "norm"]
+Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
+
+
+def interpret(family: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / f"test_kernels_{family}.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    return subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    """All families, a process each, as many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {family: pool.submit(interpret, family) for family in FAMILIES}
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's process")
-@pytest.mark.parametrize("family", ["pack", "partials", "reduce", "measures", "optimizers", "fused", "lamb", "norm"])
-def test_triton_code_in_the_interpreter(family: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / f"test_kernels_{family}.py")]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_triton_code_in_the_interpreter(family: str, runs: Runs) -> None:
+    done = runs[family].result()
     if done.returncode != 0:
         pytest.fail(f"with TRITON_INTERPRET=1:\n{done.stdout}\n{done.stderr}", pytrace=False)
 

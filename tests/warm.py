@@ -38,7 +38,8 @@ class WarmProcess:
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
-        self._status: int | None = None
+        self.pid = process.pid
+        self.status: int | None = None
 
     async def lines(self) -> AsyncIterator[str]:
         """None: they are in the log."""
@@ -54,13 +55,13 @@ class WarmProcess:
         finally:
             loop.remove_reader(self._process.sentinel)
         self._process.join()  # no wait: its end of the pipe is closed
-        self._status = self._process.exitcode
-        assert self._status is not None
+        self.status = self._process.exitcode
+        assert self.status is not None
         self._process.close()
-        return self._status
+        return self.status
 
     def kill(self) -> None:
-        if self._status is None:
+        if self.status is None:
             self._process.kill()
 
 
@@ -69,13 +70,15 @@ class WarmLauncher:
 
     def __init__(self, log: Path, context: Context = CONTEXT) -> None:
         """context: "fork" for a process that is itself forked, and has no other threads as it starts workers."""
-        self._log, self.pids, self._context = log, log.with_suffix(".pids"), context
+        self.log, self.pids, self._context = log, log.with_suffix(".pids"), context
+        self.started: list[WarmProcess] = []
 
     async def open(self) -> str:
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> WarmProcess:
-        return WarmProcess(self.fork(work, env, self._log))
+        self.started.append(WarmProcess(self.fork(work, env, self.log)))
+        return self.started[-1]
 
     def fork(self, target: Callable[..., None], *args: Any) -> BaseProcess:
         process = self._context.Process(target=target, args=args, daemon=True)

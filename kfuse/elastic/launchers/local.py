@@ -37,14 +37,20 @@ class LocalProcess:
 
     async def lines(self) -> AsyncIterator[str]:
         assert self._process.stdout is not None
-        while True:
-            try:
-                line = await self._process.stdout.readline()
-            except ValueError:  # so long without an end that it is no line (a progress bar's): dropped
-                continue
-            if not line:
-                return
-            yield line.decode(errors="replace").rstrip("\n")
+        try:
+            while True:
+                try:
+                    line = await self._process.stdout.readline()
+                except ValueError:  # so long without an end that it is no line (a progress bar's): dropped
+                    continue
+                if not line:
+                    return
+                yield line.decode(errors="replace").rstrip("\n")
+        finally:
+            if (
+                self.ended
+            ):  # nobody listens any more, though a child may hold the other end; asyncio has no public close
+                self._process._transport.close()  # type: ignore[attr-defined]
 
     async def wait(self) -> int:
         # asyncio's own wait returns when the pipe is closed too, which what the worker has started may hold open.

@@ -1,0 +1,130 @@
+"""Losses at awkward moments: several at once, while a job stops, before anyone else has the state, in slow steps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_job import Job, assert_exact, assert_same_training, override, run_job, words
+
+from kfuse.elastic.supervisor import Supervisor
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=4 model=mlp data=digits model.hidden=[24]",
+    "model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.steps=60 train.eval_every=20",
+    "policy._target_=chaos.Chaos",
+)
+
+
+def chaos(directory: Path, **arguments: Any) -> list[str]:
+    given = {"directory": str(directory / "events"), **arguments}
+    return [override(f"+policy.{name}", value) for name, value in given.items()]
+
+
+async def until(true: Callable[[], Any]) -> None:
+    """`run_job` has the deadline."""
+    while not true():
+        await asyncio.sleep(0.005)
+
+
+def kill(view: dict[str, Any], *ranks: int) -> None:
+    for worker in view["workers"]:
+        if worker["rank"] in ranks:
+            os.kill(worker["pid"], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    return run_job(directory / "run", [*TRAINING, *chaos(directory)])
+
+
+def test_workers_lost_together_are_one_loss(undisturbed: Job, tmp_path: Path) -> None:
+    """As with the host they were on: otherwise these three would end the job."""
+
+    async def three_at_once(_: Supervisor, job: Job) -> None:
+        await until(lambda: len(job.metrics) >= 20)
+        kill(job.views[-1], 0, 1, 3)
+
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.02), "workers.count=4", "elastic.max_failures=2"]
+    job = run_job(tmp_path / "run", settings, during=three_at_once)
+    assert_same_training(job, undisturbed)
+    assert len(job.of_kind("failure")) == 3
+
+
+def test_a_loss_while_the_job_stops_costs_no_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
+    async def preempt(supervisor: Supervisor, job: Job) -> None:
+        await until(lambda: len(job.metrics) >= 20)
+        kill(job.views[-1], 0)
+        supervisor.stop("terminated")
+
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.1), "workers.count=3", "checkpoint.every_steps=50"]
+    job = run_job(tmp_path / "run", settings, during=preempt)
+    assert job.error is None, job.told()
+    assert job.summary["exit_reason"] == "terminated"
+    assert [event["step"] for event in job.of_kind("checkpoint")] == [job.summary["steps"]]
+    assert job.summary["steps"] < 60
+    assert_exact(job)
+    resumed = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path), "checkpoint.resume=auto"])
+    assert_same_training(resumed, undisturbed)
+
+
+def test_sigterm_to_every_process_is_the_supervisors_to_answer(tmp_path: Path) -> None:
+    """As Slurm and systemd send it."""
+
+    async def preempt(supervisor: Supervisor, job: Job) -> None:
+        await until(lambda: len(job.metrics) >= 20)
+        for worker in job.views[-1]["workers"]:
+            os.kill(worker["pid"], signal.SIGTERM)
+        supervisor.stop("terminated")
+
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.05), "workers.count=2", "checkpoint.every_steps=50"]
+    job = run_job(tmp_path / "run", settings, during=preempt)
+    assert job.error is None and not job.of_kind("failure"), job.told()
+    assert [event["step"] for event in job.of_kind("checkpoint")] == [job.summary["steps"]]
+
+
+def test_the_end_of_a_run_is_in_a_checkpoint(tmp_path: Path) -> None:
+    settings = [*TRAINING, *chaos(tmp_path), "train.steps=12", "checkpoint.every_steps=5"]
+    job = run_job(tmp_path / "run", settings)
+    assert [event["step"] for event in job.of_kind("checkpoint")][-1] == 12
+    again = run_job(tmp_path / "run", [*settings, "train.steps=20", "checkpoint.resume=auto"])
+    assert [event["step"] for event in again.of_kind("resumed")] == [12]
+    assert again.summary["steps"] == 20
+
+
+def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
+    """The only worker with the state is lost as it hands it over, and there are no checkpoints."""
+    events = [{"step": 20, "moment": "source", "rank": 0, "how": "kill"}]
+    phases = [{"step": 5, "workers": 2}]
+    job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, events=events, phases=phases)])
+    assert job.error == "the workers that had the training's state are lost; with checkpoints it would go on"
+    assert job.metrics, "what was recorded stays"
+
+
+def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
+    """It knows of its view some steps before the others come to it: here three of 0.5 s, with a timeout of 1 s."""
+    slow = chaos(tmp_path, phases=[{"step": 2, "workers": 2}], pace_s=0.5)
+    grown = [override("+policy.gates", [{"step": 18, "workers": 2}]), "comm.timeout_s=1", "train.steps=20"]
+    job = run_job(tmp_path / "run", [*TRAINING, *slow, *grown])
+    assert job.error is None, job.told()
+    assert [view["reason"] for view in job.views] == ["start", "grow"]
+    assert job.summary["loss"] == undisturbed.metrics[19]["loss"]
+
+
+def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed: Job, tmp_path: Path) -> None:
+    async def change_of_mind(supervisor: Supervisor, job: Job) -> None:
+        await until(lambda: len(job.metrics) >= 20)
+        await asyncio.gather(supervisor._resize(3), supervisor._resize(1))
+        await until(lambda: len(job.of_kind("ready")) == 2)
+        kill(job.views[-1], 0)
+
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.05), "checkpoint.every_steps=10"]
+    job = run_job(tmp_path / "run", settings, during=change_of_mind)
+    assert_same_training(job, undisturbed)
+    assert [len(view["workers"]) for view in job.views] == [1, 1]
