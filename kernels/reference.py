@@ -24,6 +24,9 @@ STRETCH = 2**19
 """Elements, 2 MiB of fp32. Shorter ones fit a second-level cache and are slower all the same: each operation has a
 fixed cost of a few microseconds, and below 2**15 elements torch uses one thread."""
 
+ONE_THREAD = 2**14
+"""Elements that torch adds up in one thread, in an order of their number: half of where it begins to share work out."""
+
 ROOM = 2**20
 """Elements of all rows together that are added up at a time."""
 
@@ -45,17 +48,20 @@ def pack(
     segments = flat[: table.end].split_with_sizes(table.flat_sizes)[1::2]
     norms = sumsq.split_with_sizes(table.sumsq_sizes)
     scratch = torch.empty(min(STRETCH, table.end), dtype=torch.float32, device=flat.device)
-    direct = flat.dtype == torch.float32 and (scale == 1.0 or not accumulate)
-    sumsq.zero_()
+    by_scratch = accumulate and scale != 1.0  # rounded before it is added: `add_(alpha=)` rounds once
     for grad, segment, full, ragged in zip(grads, segments, norms[::2], norms[1::2], strict=True):
         if grad is None:
+            full.zero_(), ragged.zero_()
             if not accumulate:
                 segment.zero_()
             continue
         values = grad.reshape(-1)
-        if direct and values.dtype == torch.float32:
+        whole = not by_scratch or values.numel() <= STRETCH
+        if whole and values.dtype == flat.dtype == torch.float32:
             _row_norms(values, CHUNK, full, ragged)
-            if accumulate:
+            if by_scratch:
+                segment.add_(torch.mul(values, scale, out=scratch[: values.numel()]))
+            elif accumulate:
                 segment.add_(values)
             else:
                 torch.mul(values, scale, out=segment)
@@ -98,8 +104,10 @@ def _pack_stretch(
 
 
 def block_sumsq(flat: Tensor, out: Tensor) -> None:
-    stretch = max(1, flat.numel()) if flat.dtype == torch.float32 else STRETCH
-    for values, norms in zip(torch.split(flat, stretch), torch.split(out, num_blocks(stretch)), strict=True):
+    stretches = [(flat, out)]
+    if flat.dtype != torch.float32:
+        stretches = list(zip(torch.split(flat, STRETCH), torch.split(out, num_blocks(STRETCH)), strict=True))
+    for values, norms in stretches:
         full = values.numel() // BLOCK
         _row_norms(values.float(), BLOCK, norms[:full], norms[full:])
     out.square_()
@@ -107,20 +115,21 @@ def block_sumsq(flat: Tensor, out: Tensor) -> None:
 
 def _row_norms(values: Tensor, width: int, full: Tensor, ragged: Tensor) -> None:
     """Write the 2-norm of each `width` elements of `values` (1-D, fp32) to `full`, and of the rest to `ragged`."""
-    rows = full.numel()
-    if rows:
-        torch.linalg.vector_norm(values[: rows * width].view(rows, width), dim=1, out=full)
-        values = values[rows * width :]
-    if ragged.numel():
-        torch.linalg.vector_norm(values, dim=0, keepdim=True, out=ragged)
+    whole = full.numel() * width
+    if whole:
+        rows = values if whole == values.numel() else values[:whole]
+        torch.linalg.vector_norm(rows.view(-1, width), dim=1, out=full)
+    if whole < values.numel():
+        torch.linalg.vector_norm(values[whole:], dim=0, keepdim=True, out=ragged)
 
 
 def sum_partials(partials: Tensor, out: Tensor) -> None:
-    if partials.shape[-1] == 0:
+    if partials.dim() == 1 and partials.numel() <= ONE_THREAD:
+        torch.sum(partials, 0, dtype=torch.float64, out=out)
+    elif partials.shape[-1] == 0:
         out.zero_()
-        return
-    # torch.sum may split the work between threads; a running sum goes from left to right.
-    out.copy_(partials.cumsum(-1, dtype=torch.float64)[..., -1])
+    else:  # torch.sum may split the work between threads; a running sum goes from left to right
+        out.copy_(partials.cumsum(-1, dtype=torch.float64)[..., -1])
 
 
 def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, scale: float, measures: Measures) -> None:
