@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate as running_sums
 
 import torch
 from torch import Tensor
 
 from kfuse.kernels.measure import Measures
-from kfuse.kernels.merges import together
+from kfuse.kernels.merges import ADD, postfix
 from kfuse.kernels.options import AdamOptions, SGDOptions
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 
@@ -27,10 +28,8 @@ fixed cost of a few microseconds, and below 2**15 elements torch uses one thread
 ONE_THREAD = 2**14
 """Elements that torch adds up in one thread, in an order of their number: half of where it begins to share work out."""
 
-ROOM = 2**20
-"""Elements of all rows together that are added up at a time."""
-
-FIRST = slice(0, 1, 1)
+ROOM = 2**18
+"""Elements of each row that are added up at a time."""
 
 SLAB = 16 * BLOCK
 """Elements of each row that are reduced, then measured, at a time."""
@@ -138,34 +137,36 @@ def reduce(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, *, sc
         return
     for at in range(0, out.numel(), SLAB):  # what has just been added is measured while it is in the cache
         elements = slice(at, min(at + SLAB, out.numel()))
-        contributions = rows[:, elements].to(torch.float32, copy=True)
+        contributions = rows[:, elements].float()
+        if out.data_ptr() == rows.data_ptr():  # the first of them is about to be overwritten
+            contributions = contributions.clone()
         _merge(rows[:, elements], merges, out[elements], scale)
         _measure(contributions, out[elements], scale, measures, elements)
 
 
 def _merge(rows: Tensor, merges: tuple[tuple[int, int], ...], out: Tensor, scale: float) -> None:
-    """Adds up the rows as `merges` say, in place, and writes the scaled sum; `out` may be the first row."""
-    operations = together(merges)
-    width = max(1, ROOM // len(rows))
-    scratch = None
-    if rows.dtype != torch.float32:
-        scratch = torch.empty(len(rows), min(width, out.numel()), dtype=torch.float32, device=rows.device)
-    for part, target in zip(torch.split(rows, width, dim=1), torch.split(out, width), strict=True):
-        if scratch is not None:
-            part = scratch[:, : target.numel()].copy_(part)
-        for destinations, sources in operations[:-1]:
-            part[destinations].add_(part[sources])
-        total = part[0]
-        if operations:
-            destinations, sources = operations[-1]
-            written = target if destinations == FIRST and target.dtype == torch.float32 else None
-            if written is None:
-                part[destinations].add_(part[sources])
+    """Adds up the rows as `merges` say and writes the scaled sum. `out` may be the first row; the others stay."""
+    program = postfix(len(rows), merges)
+    if program.count(0) > 1 and out.data_ptr() == rows.data_ptr():  # the first row is needed again after it was written
+        rows = rows.clone()
+    depth = max(running_sums(-1 if item == ADD else 1 for item in program))
+    one_pass = len(merges) <= 1 and rows.dtype == out.dtype == torch.float32 and scale == 1.0
+    stretch = max(1, out.numel()) if one_pass else ROOM
+    scratch = torch.empty(depth, min(stretch, out.numel()), dtype=torch.float32, device=rows.device)
+    for target, *parts in zip(*(torch.split(row, stretch) for row in (out, *rows.unbind(0))), strict=True):
+        slots = list(scratch[:, : target.numel()].unbind(0))  # for the sum at each place of the stack
+        if out.dtype == torch.float32:
+            slots[0] = target
+        stack: list[Tensor] = []
+        for item in program:
+            if item == ADD:
+                right = stack.pop()
+                stack[-1] = torch.add(stack[-1], right, out=slots[len(stack) - 1])
             else:
-                total = torch.add(part[0], part[sources.start], out=written)
-        if scale != 1.0:
-            total = torch.mul(total, scale, out=target if target.dtype == torch.float32 else part[0])
-        if total.data_ptr() != target.data_ptr():
+                part = parts[item]
+                stack.append(part if part.dtype == torch.float32 else slots[len(stack)].copy_(part))
+        total = stack[0] if scale == 1.0 else torch.mul(stack[0], scale, out=slots[0])
+        if total is not target:
             target.copy_(total)
 
 
