@@ -94,7 +94,7 @@ def test_killed_around_the_step(undisturbed: Undisturbed, tmp_path: Path) -> Non
 def every_moment(how: str, workers: int) -> list[dict[str, Any]]:
     """This kind of end at each moment of a job that has so many workers, each rank in turn."""
     last, events = workers - 1, []
-    for index, moment in enumerate(("forward", "mid_reduction", "between_reduction_and_update") * 2):
+    for index, moment in enumerate(("forward", "mid_reduction", "between_reduction_and_update")):
         events.append(event(6 * (index + 1), moment, index % workers, how, workers))
     if how != "exception":  # in the thread that writes it is a failed write, and no worker's end
         events.append(event(45, "checkpoint_write", 0, how, workers))
