@@ -33,7 +33,7 @@ from kfuse.nn import norm_layers_noise
 from kfuse.noise_scale import NoiseScale
 
 MICRO_BATCHES, BLOCK = 8, 64
-BURN_IN = 100  # steps: both are mostly of the first, steep ones until then
+BURN_IN = 100  # steps, of which the running means still remember the first, steep ones
 
 
 def measuring(module: nn.Module) -> None:
