@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import reduce
+from kfuse.kernels.merges import balanced
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
@@ -40,6 +41,11 @@ def tree(count: int) -> Merges:
         merges += [(dst, dst + step) for dst in range(0, count - step, 2 * step)]
         step *= 2
     return tuple(merges)
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_the_balanced_tree_is_the_canonical_one(device: str, count: int) -> None:
+    assert balanced(count) == tree(count)
 
 
 def contributions(count: int, numel: int, dtype: torch.dtype, device: str) -> Tensor:

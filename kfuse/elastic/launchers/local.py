@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kfuse.elastic.launchers.base import WorkerProcess
 
 _PR_SET_PDEATHSIG = 1
-
-
 _POLL_S = 0.01
 _LAST_WORDS_S = 1.0
 _LONGEST_LINE = 2**20
@@ -47,9 +45,8 @@ class LocalProcess:
                     return
                 yield line.decode(errors="replace").rstrip("\n")
         finally:
-            if (
-                self.ended
-            ):  # nobody listens any more, though a child may hold the other end; asyncio has no public close
+            # Nobody listens any more, though a child may hold the other end. asyncio has no public way to close ours.
+            if self.ended:
                 self._process._transport.close()  # type: ignore[attr-defined]
 
     async def wait(self) -> int:
