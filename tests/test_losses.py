@@ -110,11 +110,11 @@ def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
     """It knows of its view some steps before the others come to it: here three of 0.8 s, with a timeout of 2 s."""
     slow = chaos(tmp_path, phases=[{"step": 2, "workers": 2}], pace_s=0.8)
-    grown = [override("+policy.gates", [{"step": 11, "workers": 2}]), "comm.timeout_s=2", "train.steps=12"]
+    grown = [override("+policy.gates", [{"step": 18, "workers": 2}]), "comm.timeout_s=2", "train.steps=20"]
     job = run_job(tmp_path / "run", [*TRAINING, *slow, *grown])
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]
-    assert job.summary["loss"] == undisturbed.metrics[11]["loss"]
+    assert job.summary["loss"] == undisturbed.metrics[19]["loss"]
 
 
 def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed: Job, tmp_path: Path) -> None:
