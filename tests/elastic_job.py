@@ -105,6 +105,12 @@ def override(key: str, value: Any) -> str:
     return f"{key}={say(value)}"
 
 
+def chaos(directory: Path, **arguments: Any) -> list[str]:
+    """`chaos.Chaos` with these arguments as the policy; its events leave their marks in `directory`."""
+    given = {"directory": str(directory / "events"), **arguments}
+    return ["policy._target_=chaos.Chaos", *(override(f"+policy.{name}", value) for name, value in given.items())]
+
+
 def compose(overrides: Iterable[str]) -> dict[str, Any]:
     """The configuration as the command line makes and checks it, in plain values."""
     given = list(overrides)

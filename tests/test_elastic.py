@@ -19,8 +19,8 @@ from elastic_job import (
     assert_exact,
     assert_none_left,
     assert_same_training,
+    chaos,
     command_line,
-    override,
     run_job,
     wait_until,
     words,
@@ -33,11 +33,6 @@ TRAINING = words(
     "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4 train.eval_every=20",
 )
 CHECKPOINTS = ["checkpoint.every_steps=25", "elastic.heartbeat_timeout_s=5"]
-
-
-def chaos(directory: Path, **arguments: Any) -> list[str]:
-    given = [override(f"+policy.{name}", value) for name, value in arguments.items()]
-    return ["policy._target_=chaos.Chaos", override("+policy.directory", str(directory / "events")), *given]
 
 
 @pytest.fixture(scope="module")

@@ -10,20 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import Job, assert_exact, assert_same_training, override, run_job, words
+from elastic_job import Job, assert_exact, assert_same_training, chaos, override, run_job, words
 
 from kfuse.elastic.supervisor import Supervisor
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=4 model=mlp data=digits model.hidden=[24]",
     "model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.steps=60 train.eval_every=20",
-    "policy._target_=chaos.Chaos",
 )
-
-
-def chaos(directory: Path, **arguments: Any) -> list[str]:
-    given = {"directory": str(directory / "events"), **arguments}
-    return [override(f"+policy.{name}", value) for name, value in given.items()]
 
 
 async def until(true: Callable[[], Any]) -> None:

@@ -16,9 +16,9 @@ from elastic_job import (
     Job,
     assert_none_left,
     assert_same_training,
+    chaos,
     command_line,
     is_alive,
-    override,
     run_job,
     words,
 )
@@ -32,11 +32,6 @@ TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=3 model=mlp data=digits",
     "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4 train.eval_every=20",
 )
-
-
-def chaos(directory: Path, **arguments: Any) -> list[str]:
-    arguments = {"directory": str(directory / "events"), **arguments}
-    return ["policy._target_=chaos.Chaos", *(override(f"+policy.{name}", value) for name, value in arguments.items())]
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from elastic_job import (
     assert_exact,
     assert_none_left,
     assert_same_training,
+    chaos,
     command_line,
-    override,
     run_job,
     wait_until,
     words,
@@ -33,26 +33,21 @@ TRAINING = words(
 )
 
 
-def chaos(directory: Path, pace_s: float = 0.0) -> list[str]:
-    phases = [{"step": 5, "workers": 4}]
-    arguments = {"directory": str(directory / "events"), "phases": phases, "pace_s": pace_s}
-    return [
-        "policy._target_=chaos.Chaos",
-        *(override(f"+policy.{name}", value) for name, value in arguments.items()),
-    ]
+def asking_for_four(directory: Path, pace_s: float = 0.0) -> list[str]:
+    return chaos(directory, phases=[{"step": 5, "workers": 4}], pace_s=pace_s)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """One worker, by the local launcher."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    job = run_job(directory / "run", [*TRAINING, "workers.max=1", *chaos(directory)])
+    job = run_job(directory / "run", [*TRAINING, "workers.max=1", *asking_for_four(directory)])
     assert job.error is None, job.told()
     return job
 
 
 def test_the_same_bits_and_one_run_directory(undisturbed: Job, tmp_path: Path) -> None:
-    settings = [*TRAINING, "launcher=torchrun", *chaos(tmp_path)]
+    settings = [*TRAINING, "launcher=torchrun", *asking_for_four(tmp_path)]
     with command_line(tmp_path / "run", settings, TORCHRUN) as (process, job):
         assert process.wait(DEADLINE_S) == 0
         assert_none_left(job.pids)
@@ -70,7 +65,7 @@ def test_the_same_bits_and_one_run_directory(undisturbed: Job, tmp_path: Path) -
 def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, tmp_path: Path) -> None:
     """First SIGTERM, as at preemption, then a death: each time it goes on where it was, to the same end."""
     settings = [*TRAINING, "launcher=torchrun", "checkpoint.resume=auto"]
-    slowly = [*settings, *chaos(tmp_path, pace_s=0.1)]
+    slowly = [*settings, *asking_for_four(tmp_path, pace_s=0.1)]
     with command_line(tmp_path / "run", slowly, TORCHRUN) as (process, job):
         wait_until("15 steps", lambda: len(job.metrics) >= 15)
         process.send_signal(signal.SIGTERM)
@@ -87,7 +82,7 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
     assert any(line.startswith("kfuse: error: ") and "lost contact with rank 1" in line for line in job.lines)
     (failure,) = job.of_kind("failure")
     assert "rank 1" in failure["why"]
-    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path)], TORCHRUN) as (process, job):
+    with command_line(tmp_path / "run", [*settings, *asking_for_four(tmp_path)], TORCHRUN) as (process, job):
         assert process.wait(DEADLINE_S) == 0
     assert_exact(job)
     resumed = [event["step"] for event in job.of_kind("resumed")]
