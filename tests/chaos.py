@@ -38,7 +38,7 @@ MOMENTS = (
     "recovery",  # entering the view that recovers from another loss
 )
 _AHEAD = 8  # steps: a proposed view is in force within four
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 
 def strike(how: str) -> None:
@@ -117,9 +117,9 @@ class Chaos(BasePolicy):
         while self._pace_s and time.monotonic() - self._began < self._pace_s:
             time.sleep(0.001)
             self._check()
-        while self._until is not None and self._step >= 50 and not self._until.exists():
-            time.sleep(0.005)
-            self._check()
+        until = self._until
+        if until is not None and self._step >= 50:
+            self._await(lambda _: until.exists(), {"until": str(until)})
         self._began = time.monotonic()
         for gate in self._gates:
             # Once it was passed the number may change again.
@@ -148,7 +148,7 @@ class Chaos(BasePolicy):
         self._await(lambda size: mark.exists() or (size >= needed and not of_newcomers), event)
 
     def _await(self, right: Callable[[int], bool], why: Mapping[str, Any]) -> None:
-        """Waits until the group's size is right, or another view is on its way: that one needs steps to be made."""
+        """Waits until it is right, or another view is on its way: that one needs steps to be made."""
         own, deadline = session.current(), time.monotonic() + _PATIENCE_S
         client = own.control_client
         while client is not None and own.view is not None and not right(own.group.size):

@@ -90,6 +90,7 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path) -> None:
         actors.add(parent(newest))
         assert parent(parent(newest)) == node.all_processes["raylet"][0].process.pid
         seen.append("grown")
+        await until("the gate that wants three", lambda: len(job.metrics) > 60)
         cluster.remove_node(node, allow_graceful=False)
         await until("the rest to go on", lambda: len(job.views) == 5)
         seen.append("node lost")
