@@ -22,6 +22,7 @@ from kfuse.kernels import (
     SGDOptions,
     adamw,
     block_sumsq,
+    lamb,
     num_blocks,
     pack,
     reduce,
@@ -233,6 +234,42 @@ def _sgd_formula(param: Tensor, grad: Tensor, momentum_buffer: Tensor) -> None:
 _FORMULAS: dict[str, Callable[..., None]] = {"adamw": _adamw_formula, "sgd": _sgd_formula}
 
 
+def lamb_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
+    """LAMB: moments, each tensor's trust ratio, and the update by it, which takes a second pass."""
+    names, table = ("param", "grad", "exp_avg", "exp_avg_sq"), layout.table(device)
+    options = AdamOptions(LR, BETA1, BETA2, EPS, DECAY)
+    adamw_case = optimizer_case("adamw", clip=False)(layout, dtype, device)
+
+    def make() -> Buffers:
+        buffers = adamw_case.make()
+        return buffers | {f"{name}s": layout.views(buffers[name]) for name in ("exp_avg", "exp_avg_sq")}
+
+    def formula(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> None:
+        for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+            grad = grad.to(param.dtype)
+            exp_avg.lerp_(grad, 1 - BETA1)
+            exp_avg_sq.mul_(BETA2).addcmul_(grad, grad, value=1 - BETA2)
+            denominator = (exp_avg_sq.sqrt() / (1 - BETA2**STEP) ** 0.5).add_(EPS)
+            update = (exp_avg / (1 - BETA1**STEP) / denominator).add_(param, alpha=DECAY)
+            param.sub_(update * (LR * param.norm() / update.norm()))
+
+    def expected(b: Buffers) -> dict[str, Tensor]:
+        wide = [layout.views(b[name].double()) for name in names]
+        formula(*wide)
+        changed = {name: views[0]._base for name, views in zip(names, wide, strict=True) if name != "grad"}
+        return {name: ends(flat) for name, flat in changed.items() if flat is not None}
+
+    compiled = torch.compile(formula, dynamic=False)
+    others, absent = peers.optimizer("lamb", False, layout, dtype, device)
+    runs: dict[str, Run] = {
+        "kfuse": lambda b: lamb(*(b[name] for name in names), table, options, step=b["step"]),  # type: ignore[misc]
+        "eager": lambda b: formula(*(b[f"{name}s"] for name in names)),
+        "compile": lambda b: compiled(*(b[f"{name}s"] for name in names)),
+        **others,
+    }
+    return Case((36 + dtype.itemsize) * layout.numel, make, runs, absent, expected)
+
+
 def norm_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
     """The backward of `kf.nn.LayerNorm`, with per-example norms; the peers go without those."""
     width, examples = 1024, 8
@@ -298,6 +335,7 @@ CASES: dict[str, Callable[..., Case]] = {
     "adamw": optimizer_case("adamw", clip=False),
     "clip+adamw": optimizer_case("adamw", clip=True),
     "sgd": optimizer_case("sgd", clip=False),
+    "lamb": lamb_case,
     "layer_norm": norm_case,
 }
 

@@ -22,12 +22,15 @@ STEP = 3.0
 MAX_NORM = 0.1
 
 # Optimizer classes on CUDA with torch.optim's interface, adamw's decay by default.
-ADAMW = {
-    "apex": ("apex.optimizers", "FusedAdam"),
-    "transformer-engine": ("transformer_engine.pytorch.optimizers", "FusedAdam"),
-    "deepspeed": ("deepspeed.ops.adam", "FusedAdam"),
+OTHERS = {
+    "adamw": {
+        "apex": ("apex.optimizers", "FusedAdam"),
+        "transformer-engine": ("transformer_engine.pytorch.optimizers", "FusedAdam"),
+        "deepspeed": ("deepspeed.ops.adam", "FusedAdam"),
+    },
+    "sgd": {"apex": ("apex.optimizers", "FusedSGD")},
+    "lamb": {"apex": ("apex.optimizers", "FusedLAMB")},
 }
-SGD = {"apex": ("apex.optimizers", "FusedSGD")}
 
 
 def pack(dtype: torch.dtype, device: torch.device, scale: float, accumulate: bool) -> Found:
@@ -62,18 +65,18 @@ def optimizer(name: str, clip: bool, layout: Layout, dtype: torch.dtype, device:
     """torch's fused optimizer (after clip_grad_norm_ with `clip`), and those of other libraries."""
     common = {"lr": LR, "weight_decay": DECAY}
     adam = common | {"betas": (BETA1, BETA2), "eps": EPS}
-    momentum = common | {"momentum": MOMENTUM}
+    options = {"adamw": adam, "sgd": common | {"momentum": MOMENTUM}, "lamb": adam | {"max_grad_norm": 1e30}}[name]
+    states = ("momentum_buffer",) if name == "sgd" else ("exp_avg", "exp_avg_sq")
     if dtype != torch.float32:
         return {}, {"torch": "gradients of another dtype than the parameters'"}
-    kind, options = (torch.optim.AdamW, adam) if name == "adamw" else (torch.optim.SGD, momentum)
-
-    def torch_fused(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(params, fused=True, **options)  # type: ignore[call-arg]
-
-    states = ("exp_avg", "exp_avg_sq") if name == "adamw" else ("momentum_buffer",)
-    runs: dict[str, Run] = {"torch": _stepping("torch", torch_fused, states, layout, clip)}
+    runs: dict[str, Run] = {}
     absent: dict[str, str] = {}
-    for peer, (module, attribute) in (ADAMW if name == "adamw" else SGD).items():
+    if name == "lamb":
+        absent["torch"] = "torch has no LAMB"
+    else:
+        kind = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
+        runs["torch"] = _stepping("torch", lambda params: kind(params, fused=True, **options), states, layout, clip)
+    for peer, (module, attribute) in OTHERS[name].items():
         if device.type != "cuda":
             absent[peer] = "for CUDA only"
             continue

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate as running_sums
 
 import torch
@@ -216,9 +217,23 @@ def adamw(
     if _skipped(found_inf):
         return
     weights = param if master is None else master
+    _adamw(weights, _summed(grad, merges).to(weights.dtype), exp_avg, exp_avg_sq, options, step, _divisor(grad_scale))
+    if master is not None:
+        param.copy_(master)
+
+
+def _adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    options: AdamOptions,
+    step: Tensor,
+    divisor: Tensor | None,
+) -> None:
     torch._fused_adamw_(
-        [weights],
-        [_summed(grad, merges).to(weights.dtype)],
+        [param],
+        [grad],
         [exp_avg],
         [exp_avg_sq],
         [],
@@ -230,11 +245,9 @@ def adamw(
         eps=options.eps,
         amsgrad=False,
         maximize=options.maximize,
-        grad_scale=_divisor(grad_scale),
+        grad_scale=divisor,
         found_inf=None,
     )
-    if master is not None:
-        param.copy_(master)
 
 
 def sgd(
@@ -291,29 +304,43 @@ def lamb(
 ) -> None:
     if _skipped(found_inf):
         return
-    t, beta1, beta2 = step.item(), options.beta1, options.beta2
-    correction1, correction2 = 1 - beta1**t, 1 - beta2**t
-    factor = (-1.0 if options.maximize else 1.0) * (1.0 if grad_scale is None else grad_scale.item())
+    divisor = _divisor(grad_scale)
+    scratch = torch.empty(min(STRETCH, max(table.numels, default=0)))
     for numel, offset in zip(table.numels, table.offsets, strict=True):
         p, g, m, v = (flat[offset : offset + numel] for flat in (param, grad, exp_avg, exp_avg_sq))
-        g = g.float()
-        m.mul_(beta1).add_(g, alpha=(1 - beta1) * factor)
-        v.mul_(beta2).addcmul_(g, g, value=(1 - beta2) * factor**2)
-        update = v.sqrt().div_(correction2**0.5).add_(options.eps)
-        torch.div(m, update, out=update).div_(correction1).add_(p, alpha=options.weight_decay)
-        lengths = _norm(p), _norm(update)
-        trust = 1.0 if 0.0 in lengths else lengths[0] / lengths[1]
-        p.sub_(update, alpha=options.lr * trust)
+        direction = g.float()  # the gradient's own place, where it is fp32
+        norms = torch.empty(2, -(-numel // CHUNK))
+        stretches = (torch.split(values, STRETCH) for values in (p, direction, m, v))
+        for *values, norm in zip(*stretches, torch.split(norms, STRETCH // CHUNK, dim=1), strict=True):
+            _lamb_direction(values, norm, options, step, divisor, scratch)
+        of_p, of_direction = (_length(row) for row in norms)
+        trust = of_p / of_direction if of_p and of_direction else 1.0
+        p.sub_(direction, alpha=options.lr * trust)
 
 
-def _norm(values: Tensor) -> float:
-    """The 2-norm from chunks, in an order fixed by the length."""
-    full, ragged = divmod(values.numel(), CHUNK)
-    norms = torch.empty(full + (ragged > 0))
-    _row_norms(values, CHUNK, norms[:full], norms[full:])
-    squares = norms.double().square_()
+def _lamb_direction(
+    stretch: Sequence[Tensor],
+    norms: Tensor,
+    options: AdamOptions,
+    step: Tensor,
+    divisor: Tensor | None,
+    scratch: Tensor,
+) -> None:
+    """Updates the moments, turns the gradient into the update before the trust ratio, and measures it and `p`."""
+    p, g, m, v = stretch
+    update = torch.mul(p, options.weight_decay, out=scratch[: p.numel()])
+    # What AdamW would add to it at a learning rate of -1 is Adam's update.
+    _adamw(update, g, m, v, replace(options, lr=-1.0, weight_decay=0.0), step, divisor)
+    g.copy_(update)
+    full = p.numel() // CHUNK
+    for values, out in zip((p, update), norms, strict=True):
+        _row_norms(values, CHUNK, out[:full], out[full:])
+
+
+def _length(norms: Tensor) -> float:
+    """The 2-norm of a tensor from its chunks', in an order fixed by their number."""
     total = torch.empty((), dtype=torch.float64)
-    sum_partials(squares, total)
+    sum_partials(norms.double().square_(), total)
     return math.sqrt(total.item())
 
 

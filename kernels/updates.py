@@ -129,7 +129,7 @@ def lamb(
     Args:
         param, exp_avg, exp_avg_sq: fp32, 1-D, contiguous, at least `table.end` elements; what lies between tensors is
             not touched.
-        grad: the same in fp32, bf16 or fp16.
+        grad: the same in fp32, bf16 or fp16; its content after the call is unspecified.
         table: where each tensor lies in them.
         step, grad_scale, found_inf: as for `adamw`.
 

@@ -53,8 +53,8 @@ def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) 
         hashes.append(json.loads((run_dir / "summary.json").read_text())["params_sha256"])
         steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(60))
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "2" / "events.jsonl").read_text().splitlines()]
-    assert kinds == ["view", "failure", "view"]
+    events = [json.loads(line)["kind"] for line in (tmp_path / "2" / "events.jsonl").read_text().splitlines()]
+    assert [kind for kind in events if kind != "straggler"] == ["view", "failure", "view"]  # on a busy machine one is
     assert hashes[0] == hashes[1]
 
 
