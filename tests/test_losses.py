@@ -14,6 +14,8 @@ from elastic_job import Job, assert_exact, assert_same_training, chaos, override
 
 from kfuse.elastic.supervisor import Supervisor
 
+pytestmark = pytest.mark.jobs
+
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=4 model=mlp data=digits model.hidden=[24]",
     "model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.steps=60 train.eval_every=20",
