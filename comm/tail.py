@@ -9,7 +9,7 @@ decision; integers up to 2^24 and every fp32 value survive the sum with zeros ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
 SAMPLES = 1  # sum of b_j
@@ -32,7 +32,7 @@ class Control:
     sync_every: int = 0  # steps
 
     def slots(self) -> tuple[float, ...]:
-        return tuple(float(value) for value in astuple(self))
+        return tuple(map(float, vars(self).values()))
 
     @staticmethod
     def from_slots(values: Sequence[float]) -> Control:
