@@ -50,6 +50,31 @@ assert torch.allclose(net.weight, twin.weight, atol=1e-6), (net.weight, twin.wei
 assert opt.stats.samples == 8 and opt.stats.grad_variance > 0
 """
 
+COMPILER = """
+import sys
+
+assert "torch._dynamo" not in sys.modules, "torch imported its compiler"
+"""
+
+OURS = """
+import torch
+import kfuse as kf
+
+net = torch.nn.Linear(5, 2)
+opt = kf.FusedAdamW(net.parameters(), lr=0.1)
+kf.fit(net, (torch.randn(8, 5), torch.randint(0, 2, (8,))), opt, epochs=2, batch_size=4, micro_batch=2)
+opt.load_state_dict(opt.state_dict())
+opt.zero_grad()
+"""
+
+CHECK = """
+import hydra
+from kfuse.config import validate
+
+with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+    validate(hydra.compose("config", []))
+"""
+
 IMPORT_ALONE = """
 import sys
 import numpy, torch
@@ -83,3 +108,9 @@ def test_importing_kfuse_imports_torch_and_numpy_alone() -> None:
     for name in ("hydra", "rich", "sklearn", "tensorboard"):
         assert importlib.util.find_spec(name) is not None, f"{name} is not installed: this test would see nothing"
     assert run(IMPORT_ALONE).split() == []
+
+
+def test_a_worker_boots_without_torchs_compiler() -> None:
+    """torch's own optimizers import it as they are made, and that takes longer than torch itself."""
+    run(CHECK + COMPILER)
+    run(OURS + COMPILER)

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kfuse import targets
 from kfuse.config.messages import explain
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
+from kfuse.undecorated import undecorated
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
@@ -201,8 +202,11 @@ def _check_optimizer(node: Any, lr: float) -> None:
         if base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer:
             known = inspect.signature(base).parameters
             given = {name: value for name, value in targets.arguments(node).items() if name in known}
+            quick = type(
+                base.__name__, (base,), {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
+            )
             try:
-                base(params=[torch.nn.Parameter(torch.zeros(1))], lr=lr, **given)
+                quick(params=[torch.nn.Parameter(torch.zeros(1))], lr=lr, **given)
             except Exception as error:
                 raise _failed("optimizer", node, error) from error
             return

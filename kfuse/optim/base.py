@@ -19,6 +19,7 @@ from kfuse.comm.group import CommError
 from kfuse.comm.step import MicroBatch, Reduced, StepPlan
 from kfuse.optim.statistics import Statistics, StepStats
 from kfuse.session import Session, current
+from kfuse.undecorated import undecorated
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
@@ -60,9 +61,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """The buckets are new: subclasses with flat state lay it out again."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
+        undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
         if hasattr(self, "engine"):
             self._build_engine()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        undecorated(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Averages BatchNorm's running statistics over each step's micro-batches. Other buffers are left alone."""
