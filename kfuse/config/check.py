@@ -202,11 +202,9 @@ def _check_optimizer(node: Any, lr: float) -> None:
         if base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer:
             known = inspect.signature(base).parameters
             given = {name: value for name, value in targets.arguments(node).items() if name in known}
-            quick = type(
-                base.__name__, (base,), {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
-            )
+            quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
             try:
-                quick(params=[torch.nn.Parameter(torch.zeros(1))], lr=lr, **given)
+                type(base.__name__, (base,), quick)(params=[torch.nn.Parameter(torch.zeros(1))], lr=lr, **given)
             except Exception as error:
                 raise _failed("optimizer", node, error) from error
             return
