@@ -113,6 +113,20 @@ def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> No
     assert job.summary["loss"] == undisturbed.metrics[19]["loss"]
 
 
+def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path: Path) -> None:
+    """Its view is proposed at the last step: the others never come to it, and their end is its end."""
+
+    async def grow(supervisor: Supervisor, job: Job) -> None:
+        await until(lambda: len(job.metrics) >= 58)
+        await supervisor._resize(2)
+
+    last = chaos(tmp_path, gates=[{"step": 67, "workers": 2}])  # from 8 steps before, so the last one waits
+    job = run_job(tmp_path / "run", [*TRAINING, *last], during=grow, deadline_s=60)
+    assert_same_training(job, undisturbed)
+    assert len(job.of_kind("ready")) == 1 and len(job.views) == 1
+    assert job.of_kind("failure") == []
+
+
 def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed: Job, tmp_path: Path) -> None:
     async def change_of_mind(supervisor: Supervisor, job: Job) -> None:
         await until(lambda: len(job.metrics) >= 20)

@@ -307,6 +307,8 @@ class Supervisor:
     def _keep(self, kind: str, data: dict[str, Any]) -> None:
         if kind == "start" and self._done:  # a script may train more than once
             self._done, self._furthest = False, -1
+            if self._view is not None and len(self._members()) < self._view.size:  # it took in newcomers too late
+                self._recover()
         elif kind == "start" and self._furthest >= 0 and not self._elasticity.restart:
             self._end(JobFailed("the workers that had the training's state are lost; with checkpoints it would go on"))
             return
@@ -319,9 +321,10 @@ class Supervisor:
         self._sink.record(kind, data)
         if kind == "summary":
             self._done = True
-            self._tell(self._members(), "over")
             for worker in self._alive():
-                if worker not in self._members():  # still booting, or waiting to be taken in: too late for this job
+                if worker.joined:
+                    self._tell([worker], "over")
+                else:  # still booting, or waiting for the others to come to its view: too late for this job
                     worker.kill()
 
     def _event(self, kind: str, **fields: Any) -> None:
@@ -395,6 +398,7 @@ class Supervisor:
         return self._host, port
 
     def _on_joined(self, worker: Worker, generation: int) -> None:
+        worker.joined = True
         if self._view is None or generation != self._view.generation:
             return
         worker.state = State.MEMBER

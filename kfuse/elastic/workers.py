@@ -35,6 +35,8 @@ class Worker:
     """When it last said anything."""
     why: str = ""
     """Why we killed it, if we did."""
+    joined: bool = False
+    """It was in a view that came about, this one or one before."""
     leaving: bool = False
     """Another is to take its place."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
