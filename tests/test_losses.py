@@ -47,7 +47,7 @@ def test_workers_lost_together_are_one_loss(undisturbed: Job, tmp_path: Path) ->
         await until(lambda: len(job.metrics) >= 20)
         kill(job.views[-1], 0, 1, 3)
 
-    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.02), "workers.count=4", "elastic.max_failures=2"]
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.02), "workers.count=4", "elastic.max_failures=3"]
     job = run_job(tmp_path / "run", settings, during=three_at_once)
     assert_same_training(job, undisturbed)
     assert len(job.of_kind("failure")) == 3
