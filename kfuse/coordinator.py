@@ -103,10 +103,13 @@ class Coordinator:
 
     def start(self) -> bool:
         """In the first view: takes over the others' state if there is one."""
-        self.session.ensure_joined()
         self.opt.statistics.begin_run()
         self.opt.engine.step = 0
-        return self.attempt(self._synchronize)
+        return self.attempt(self._join)
+
+    def _join(self) -> None:
+        self.session.ensure_joined()
+        self._synchronize()
 
     def attempt(self, act: Callable[[], None]) -> bool:
         """Acts. Where a worker was lost: regroups instead, and whoever calls finds the position to go on from.
