@@ -161,6 +161,21 @@ def block_sumsq_case(layout: Layout, dtype: torch.dtype, device: torch.device) -
     return Case(moved, make, runs, absent, lambda b: {"total": sum_of_squares(b["flat"])})
 
 
+def _update_buffers(names: tuple[str, ...], layout: Layout, dtype: torch.dtype, device: torch.device) -> Buffers:
+    """Of an optimizer: flat ones by these names (parameter, gradient, states), their tensors, and what ours needs."""
+    param, grad, *state = (_normal(layout, torch.float32, device) for _ in names)
+    grad = (grad * 1e-2).to(dtype)
+    state[-1].square_().mul_(1e-4)
+    flat = dict(zip(names, (param, grad, *state), strict=True))
+    return {
+        **flat,
+        **{f"{name}s": layout.views(buffer) for name, buffer in flat.items()},
+        "step": torch.tensor(STEP, device=device),
+        "partials": torch.empty(num_blocks(layout.numel), device=device),
+        "total": torch.empty(1, dtype=torch.float64, device=device),
+    }
+
+
 def optimizer_case(name: str, clip: bool) -> Callable[..., Case]:
     """An update of flat buffers; with `clip`, by the global norm, which is measured first."""
     states = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}[name]
@@ -181,17 +196,6 @@ def optimizer_case(name: str, clip: bool) -> Callable[..., Case]:
         _FORMULAS[name](param, grad, *state)
 
     def case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
-        def make() -> Buffers:
-            param, grad, *state = (_normal(layout, torch.float32, device) for _ in names)
-            grad = (grad * 1e-2).to(dtype)
-            state[-1].square_().mul_(1e-4)
-            buffers = dict(zip(names, (param, grad, *state), strict=True))
-            buffers["params"], buffers["grads"] = layout.views(param), layout.views(grad)
-            buffers["step"] = torch.tensor(STEP, device=device)
-            buffers["partials"] = torch.empty(num_blocks(layout.numel), device=device)
-            buffers["total"] = torch.empty(1, dtype=torch.float64, device=device)
-            return buffers
-
         def expected(b: Buffers) -> dict[str, Tensor]:
             values = {key: ends(b[key]) for key in names}
             if clip:
@@ -206,7 +210,7 @@ def optimizer_case(name: str, clip: bool) -> Callable[..., Case]:
         runs["compile"] = lambda b: compiled(*(b[key] for key in names))
         states_bytes = 4 * (2 * len(states) + 2) * layout.numel
         moved = states_bytes + (2 if clip else 1) * layout.numel * dtype.itemsize
-        return Case(moved, make, runs, absent, expected)
+        return Case(moved, lambda: _update_buffers(names, layout, dtype, device), runs, absent, expected)
 
     return case
 
@@ -218,11 +222,16 @@ def _update(name: str, buffers: list[Tensor], step: Tensor, scale: Tensor | None
         sgd(*buffers, SGDOptions(LR, MOMENTUM, weight_decay=DECAY), first_step=False, grad_scale=scale)  # type: ignore[misc, call-arg]
 
 
-def _adamw_formula(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    param.mul_(1 - LR * DECAY)
+def _adam_denominator(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    """Updates the moments; returns what Adam's update divides by."""
     exp_avg.lerp_(grad, 1 - BETA1)
     exp_avg_sq.mul_(BETA2).addcmul_(grad, grad, value=1 - BETA2)
-    denominator = (exp_avg_sq.sqrt() / (1 - BETA2**STEP) ** 0.5).add_(EPS)
+    return (exp_avg_sq.sqrt() / (1 - BETA2**STEP) ** 0.5).add_(EPS)
+
+
+def _adamw_formula(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    param.mul_(1 - LR * DECAY)
+    denominator = _adam_denominator(grad, exp_avg, exp_avg_sq)
     param.addcdiv_(exp_avg, denominator, value=-LR / (1 - BETA1**STEP))
 
 
@@ -238,18 +247,10 @@ def lamb_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
     """LAMB: moments, each tensor's trust ratio, and the update by it, which takes a second pass."""
     names, table = ("param", "grad", "exp_avg", "exp_avg_sq"), layout.table(device)
     options = AdamOptions(LR, BETA1, BETA2, EPS, DECAY)
-    adamw_case = optimizer_case("adamw", clip=False)(layout, dtype, device)
-
-    def make() -> Buffers:
-        buffers = adamw_case.make()
-        return buffers | {f"{name}s": layout.views(buffers[name]) for name in ("exp_avg", "exp_avg_sq")}
 
     def formula(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> None:
         for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-            grad = grad.to(param.dtype)
-            exp_avg.lerp_(grad, 1 - BETA1)
-            exp_avg_sq.mul_(BETA2).addcmul_(grad, grad, value=1 - BETA2)
-            denominator = (exp_avg_sq.sqrt() / (1 - BETA2**STEP) ** 0.5).add_(EPS)
+            denominator = _adam_denominator(grad.to(param.dtype), exp_avg, exp_avg_sq)
             update = (exp_avg / (1 - BETA1**STEP) / denominator).add_(param, alpha=DECAY)
             param.sub_(update * (LR * param.norm() / update.norm()))
 
@@ -267,7 +268,8 @@ def lamb_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:
         "compile": lambda b: compiled(*(b[f"{name}s"] for name in names)),
         **others,
     }
-    return Case((36 + dtype.itemsize) * layout.numel, make, runs, absent, expected)
+    moved = (36 + dtype.itemsize) * layout.numel
+    return Case(moved, lambda: _update_buffers(names, layout, dtype, device), runs, absent, expected)
 
 
 def norm_case(layout: Layout, dtype: torch.dtype, device: torch.device) -> Case:

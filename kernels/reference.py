@@ -217,23 +217,9 @@ def adamw(
     if _skipped(found_inf):
         return
     weights = param if master is None else master
-    _adamw(weights, _summed(grad, merges).to(weights.dtype), exp_avg, exp_avg_sq, options, step, _divisor(grad_scale))
-    if master is not None:
-        param.copy_(master)
-
-
-def _adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    options: AdamOptions,
-    step: Tensor,
-    divisor: Tensor | None,
-) -> None:
     torch._fused_adamw_(
-        [param],
-        [grad],
+        [weights],
+        [_summed(grad, merges).to(weights.dtype)],
         [exp_avg],
         [exp_avg_sq],
         [],
@@ -245,9 +231,11 @@ def _adamw(
         eps=options.eps,
         amsgrad=False,
         maximize=options.maximize,
-        grad_scale=divisor,
+        grad_scale=_divisor(grad_scale),
         found_inf=None,
     )
+    if master is not None:
+        param.copy_(master)
 
 
 def sgd(
@@ -304,7 +292,6 @@ def lamb(
 ) -> None:
     if _skipped(found_inf):
         return
-    divisor = _divisor(grad_scale)
     scratch = torch.empty(min(STRETCH, max(table.numels, default=0)))
     for numel, offset in zip(table.numels, table.offsets, strict=True):
         p, g, m, v = (flat[offset : offset + numel] for flat in (param, grad, exp_avg, exp_avg_sq))
@@ -312,7 +299,7 @@ def lamb(
         norms = torch.empty(2, -(-numel // CHUNK))
         stretches = (torch.split(values, STRETCH) for values in (p, direction, m, v))
         for *values, norm in zip(*stretches, torch.split(norms, STRETCH // CHUNK, dim=1), strict=True):
-            _lamb_direction(values, norm, options, step, divisor, scratch)
+            _lamb_direction(values, norm, options, step, grad_scale, scratch)
         of_p, of_direction = (_length(row) for row in norms)
         trust = of_p / of_direction if of_p and of_direction else 1.0
         p.sub_(direction, alpha=options.lr * trust)
@@ -323,14 +310,14 @@ def _lamb_direction(
     norms: Tensor,
     options: AdamOptions,
     step: Tensor,
-    divisor: Tensor | None,
+    grad_scale: Tensor | None,
     scratch: Tensor,
 ) -> None:
     """Updates the moments, turns the gradient into the update before the trust ratio, and measures it and `p`."""
     p, g, m, v = stretch
     update = torch.mul(p, options.weight_decay, out=scratch[: p.numel()])
     # What AdamW would add to it at a learning rate of -1 is Adam's update.
-    _adamw(update, g, m, v, replace(options, lr=-1.0, weight_decay=0.0), step, divisor)
+    adamw(update, g, m, v, replace(options, lr=-1.0, weight_decay=0.0), step, grad_scale, None, None, ())
     g.copy_(update)
     full = p.numel() // CHUNK
     for values, out in zip((p, update), norms, strict=True):

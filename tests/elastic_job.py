@@ -236,6 +236,14 @@ def wait_until(what: str, true: Callable[[], Any], deadline_s: float = DEADLINE_
     return value
 
 
+async def until(what: str, true: Callable[[], Any]) -> None:
+    """`wait_until` beside a job (`run_job`'s `during`)."""
+    end = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < end, f"waited {DEADLINE_S:.0f} s for {what}"
+        await asyncio.sleep(0.005)
+
+
 def is_alive(pid: int) -> bool:
     """Whether the process runs; one that has ended but was not waited for (a zombie) does not."""
     try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from elastic_job import assert_exact, override, run_job, words
+from elastic_job import assert_exact, chaos, run_job, words
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -158,18 +158,13 @@ def test_a_decision_changes_how_often_workers_synchronize() -> None:
 
 def test_a_worker_lost_between_averages_takes_nobody_along(tmp_path: Path) -> None:
     """The survivors go on, the newcomer takes one's model, and all end with one model; each sample was used once."""
-    chaos = [
-        override("+policy.directory", str(tmp_path / "events")),
-        override("+policy.events", [{"step": 12, "moment": "forward", "rank": 1, "how": "kill", "workers": 3}]),
-        override("+policy.gates", [{"step": 40, "workers": 3}]),
-        "policy._target_=chaos.Chaos",
-        "+policy.adaptive=false",
-    ]
+    events = [{"step": 12, "moment": "forward", "rank": 1, "how": "kill", "workers": 3}]
+    policy = chaos(tmp_path, events=events, gates=[{"step": 40, "workers": 3}], adaptive=False)
     settings = words(
         "model=mlp model.hidden=[16] data=digits batch.size=96 batch.micro=8 train.epochs=5 comm.sync_every=5",
         "workers.count=3 workers.max=3 lr.base=0.01",
     )
-    job = run_job(tmp_path / "run", [*settings, *chaos])
+    job = run_job(tmp_path / "run", [*settings, *policy])
     assert job.error is None, job.told()
     assert_exact(job)
     assert [view["reason"] for view in job.views] == ["start", "failure", "grow"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import Job, assert_exact, assert_same_training, chaos, override, run_job, words
+from elastic_job import Job, assert_exact, assert_same_training, chaos, run_job, until, words
 
 from kfuse.elastic.supervisor import Supervisor
 
@@ -20,12 +19,6 @@ TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=4 model=mlp data=digits model.hidden=[24]",
     "model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.steps=60 train.eval_every=20",
 )
-
-
-async def until(true: Callable[[], Any]) -> None:
-    """`run_job` has the deadline."""
-    while not true():
-        await asyncio.sleep(0.005)
 
 
 def kill(view: dict[str, Any], *ranks: int) -> None:
@@ -44,7 +37,7 @@ def test_workers_lost_together_are_one_loss(undisturbed: Job, tmp_path: Path) ->
     """As with the host they were on: otherwise these three would end the job."""
 
     async def three_at_once(_: Supervisor, job: Job) -> None:
-        await until(lambda: len(job.metrics) >= 20)
+        await until("20 steps", lambda: len(job.metrics) >= 20)
         kill(job.views[-1], 0, 1, 3)
 
     settings = [*TRAINING, *chaos(tmp_path, pace_s=0.02), "workers.count=4", "elastic.max_failures=3"]
@@ -55,7 +48,7 @@ def test_workers_lost_together_are_one_loss(undisturbed: Job, tmp_path: Path) ->
 
 def test_a_loss_while_the_job_stops_costs_no_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
     async def preempt(supervisor: Supervisor, job: Job) -> None:
-        await until(lambda: len(job.metrics) >= 20)
+        await until("20 steps", lambda: len(job.metrics) >= 20)
         kill(job.views[-1], 0)
         supervisor.stop("terminated")
 
@@ -74,7 +67,7 @@ def test_sigterm_to_every_process_is_the_supervisors_to_answer(tmp_path: Path) -
     """As Slurm and systemd send it."""
 
     async def preempt(supervisor: Supervisor, job: Job) -> None:
-        await until(lambda: len(job.metrics) >= 20)
+        await until("20 steps", lambda: len(job.metrics) >= 20)
         for worker in job.views[-1]["workers"]:
             os.kill(worker["pid"], signal.SIGTERM)
         supervisor.stop("terminated")
@@ -105,9 +98,9 @@ def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
 
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
     """It knows of its view some steps before the others come to it: here three of 0.8 s, with a timeout of 2 s."""
-    slow = chaos(tmp_path, phases=[{"step": 2, "workers": 2}], pace_s=0.8)
-    grown = [override("+policy.gates", [{"step": 18, "workers": 2}]), "comm.timeout_s=2", "train.steps=20"]
-    job = run_job(tmp_path / "run", [*TRAINING, *slow, *grown])
+    grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 18, "workers": 2}]}
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.8, **grows), "comm.timeout_s=2", "train.steps=20"]
+    job = run_job(tmp_path / "run", settings)
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]
     assert job.summary["loss"] == undisturbed.metrics[19]["loss"]
@@ -117,7 +110,7 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
     """Its view is proposed at the last step: the others never come to it, and their end is its end."""
 
     async def grow(supervisor: Supervisor, job: Job) -> None:
-        await until(lambda: len(job.metrics) >= 58)
+        await until("58 steps", lambda: len(job.metrics) >= 58)
         await supervisor._resize(2)
 
     last = chaos(tmp_path, gates=[{"step": 67, "workers": 2}])  # from 8 steps before, so the last one waits
@@ -129,9 +122,9 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
 
 def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed: Job, tmp_path: Path) -> None:
     async def change_of_mind(supervisor: Supervisor, job: Job) -> None:
-        await until(lambda: len(job.metrics) >= 20)
+        await until("20 steps", lambda: len(job.metrics) >= 20)
         await asyncio.gather(supervisor._resize(3), supervisor._resize(1))
-        await until(lambda: len(job.of_kind("ready")) == 2)
+        await until("two newcomers", lambda: len(job.of_kind("ready")) == 2)
         kill(job.views[-1], 0)
         struck.touch()
 
@@ -144,10 +137,10 @@ def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed
 
 def test_a_replacement_that_dies_as_it_boots_is_tried_again(undisturbed: Job, tmp_path: Path) -> None:
     async def replace(supervisor: Supervisor, job: Job) -> None:
-        await until(lambda: len(job.metrics) >= 20)
+        await until("20 steps", lambda: len(job.metrics) >= 20)
         await supervisor._replace(1)
         supervisor._workers[max(supervisor._workers)].process.kill()
-        await until(lambda: len(job.views) == 2)
+        await until("the second view", lambda: len(job.views) == 2)
         replaced.touch()
 
     replaced = tmp_path / "replaced"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from elastic_job import Job, assert_same_training, override, run_job, words
+from elastic_job import Job, assert_same_training, chaos, run_job, words
 from hosts import HostLauncher, network, why_not
 from warm import WarmLauncher
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=3 model=mlp data=digits model.hidden=[24]",
-    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20 policy._target_=chaos.Chaos",
+    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
     "elastic.heartbeat_timeout_s=2 elastic.replace=false",
 )
 CUTS = [
@@ -29,9 +29,10 @@ def _namespaces() -> None:
 
 def test_hosts_that_are_cut_off_are_left_behind(tmp_path: Path) -> None:
     """Of three, the leader's falls silent, then another's link goes down; the last one ends with the same bits."""
-    quiet = override("+policy.directory", str(tmp_path / "none"))
-    alone = run_job(tmp_path / "alone", [*TRAINING, quiet], launcher=WarmLauncher(tmp_path / "alone.log"))
-    policy = [override("+policy.directory", str(tmp_path / "events")), override("+policy.events", CUTS)]
+    alone = run_job(
+        tmp_path / "alone", [*TRAINING, *chaos(tmp_path / "none")], launcher=WarmLauncher(tmp_path / "alone.log")
+    )
+    policy = chaos(tmp_path, events=CUTS)
     with network(3) as (first, hosts):
         launcher = HostLauncher(first.address, hosts, tmp_path)
         job = run_job(tmp_path / "run", [*TRAINING, *policy, "workers.count=3"], launcher=launcher)

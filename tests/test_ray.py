@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from elastic_job import (
     command_line,
     is_alive,
     run_job,
+    until,
     words,
 )
 
@@ -55,13 +54,6 @@ def cluster() -> Iterator[Any]:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-async def until(what: str, true: Callable[[], Any]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < end, f"waited {DEADLINE_S:.0f} s for {what}"
-        await asyncio.sleep(0.02)
 
 
 def pids(view: dict[str, Any]) -> list[int]:

@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from elastic_job import Job, assert_same_training, override, run_job, words
+from elastic_job import Job, assert_same_training, chaos, run_job, words
 
 from kfuse.elastic import gate, protocol
 from kfuse.elastic.supervisor import Supervisor
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=3 model=mlp data=digits model.hidden=[24]",
-    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20 policy._target_=chaos.Chaos",
+    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
 )
 TOKEN = "0123456789abcdef"
 LISTENING = "0A"
@@ -163,7 +163,7 @@ async def crowd_at(port: int) -> list[asyncio.StreamWriter]:
 
 def test_strangers_at_the_store_and_at_gloo_change_nothing(tmp_path: Path) -> None:
     """A crowd at each port of each process, as soon as it listens: while training, and while a new group connects."""
-    alone = run_job(tmp_path / "alone", [*TRAINING, override("+policy.directory", str(tmp_path / "none"))])
+    alone = run_job(tmp_path / "alone", [*TRAINING, *chaos(tmp_path / "none")])
     met: dict[tuple[str, int], str] = {}
 
     async def strangers(supervisor: Supervisor, job: Job) -> None:
@@ -180,12 +180,8 @@ def test_strangers_at_the_store_and_at_gloo_change_nothing(tmp_path: Path) -> No
                 (tmp_path / "met").touch()
             await asyncio.sleep(0.002)
 
-    policy = [
-        override("+policy.directory", str(tmp_path / "events")),
-        override("+policy.phases", [{"step": 5, "workers": 3}]),
-        override("+policy.gates", [{"step": 62, "workers": 3}]),
-        override("+policy.until", str(tmp_path / "met")),
-    ]
+    grows = {"phases": [{"step": 5, "workers": 3}], "gates": [{"step": 62, "workers": 3}]}
+    policy = chaos(tmp_path, until=str(tmp_path / "met"), **grows)
     job = run_job(tmp_path / "run", [*TRAINING, *policy, "workers.count=2"], during=strangers)
     assert_same_training(job, alone)
     assert len(job.views[-1]["workers"]) == 3, job.told()
