@@ -41,6 +41,8 @@ class Engine:
         self.reduced: Reduced | None = None
         """The last step's result, until the optimizer takes it."""
         self.control: Callable[[], t.Control] = t.Control  # asked once a step, on the leader
+        self.digest_salt: Callable[[], int] = int
+        """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
         self.averaged: list[Tensor] = []
         """Buffers averaged with the gradients."""
@@ -51,9 +53,10 @@ class Engine:
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def track_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Averages these (BatchNorm's running statistics) over the step's micro-batches too, by samples.
+        """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches too, by samples.
 
-        Each micro-batch starts from the step's first values, so the result does not depend on who ran which.
+        Each micro-batch starts from the step's first values, so the result does not depend on who ran which. One that
+        no micro-batch changes keeps its bits.
         """
         self.averaged = list(buffers)
         self._build()
@@ -62,7 +65,7 @@ class Engine:
     def _build(self) -> None:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
         self.close()
-        tail = len(self.params) + t.TAIL_SLOTS  # and a slot for each rank, once the group is known
+        tail = len(self.params) + t.TAIL_SLOTS  # and RANK_SLOTS for each rank, once the group is known
         separate = bool(self.averaged) or self.options.dtype != "fp32" or not self._layouts
         count = len(self._layouts) + separate
         self.buckets = [
@@ -103,7 +106,7 @@ class Engine:
             )
         name = transport or transports.choose(self.options.schedule, self.options.reproducible)
         self.group, self.transport_name = group, name
-        last, tail = self.buckets[-1], len(self.params) + t.TAIL_SLOTS + group.size
+        last, tail = self.buckets[-1], len(self.params) + t.TAIL_SLOTS + t.RANK_SLOTS * group.size
         if last.tail != tail:
             last.renew(tail)
         self._transport = transports.make(name, group, tree or self.options.tree)
@@ -232,16 +235,17 @@ class Engine:
     def _pack_buffers(self, bucket: Bucket) -> None:
         leaf = self._now.leaf
         scratch = torch.empty(bucket.table.num_chunks, device=bucket.device)
-        values = [self.averaged[i].to(torch.float32) for i in bucket.layout.params]
+        values = [(self.averaged[i] - self._saved[i]).to(torch.float32) for i in bucket.layout.params]
         flat = bucket.slot(leaf.slot)
         pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
 
     def _write_tail(self, bucket: Bucket, current: MicroBatch) -> None:
         now, weight = self._now, float(current.samples)
-        values = [0.0] * (t.TAIL_SLOTS + self.group.size)
+        values = [0.0] * (t.TAIL_SLOTS + t.RANK_SLOTS * self.group.size)
         values[t.SAMPLES], values[t.MICRO_BATCHES], values[t.LOSS] = weight, 1.0, float("nan")
+        own = t.TAIL_SLOTS + t.RANK_SLOTS * self.group.rank
         if now.done == 0:
-            values[t.TAIL_SLOTS + self.group.rank] = self._seconds_each
+            values[own] = self._seconds_each
             control = self.control().slots() if self.group.rank == 0 else ()
             values[t.CONTROL : t.CONTROL + len(control)] = control
         flags = [float(fired) for fired in now.fired]
@@ -253,6 +257,8 @@ class Engine:
         slots[t.SUM_SQUARES] = self._total * weight
         if current.loss is not None:
             slots[t.LOSS] = current.loss * weight
+        if now.done == 0 and self._digest_is_due:
+            slots[own + 1 : own + t.RANK_SLOTS] = t.digest_slots(t.digest(self.params, self.digest_salt()))
         place = bucket.slot(now.leaf.slot)[bucket.body :]
         if now.leaf.accumulate:
             place.add_(tail)
@@ -260,6 +266,11 @@ class Engine:
             place.copy_(tail)
         now.all_fired = now.all_fired and all(now.fired)
         now.fired = [True] * len(self.params)
+
+    @property
+    def _digest_is_due(self) -> bool:
+        every = self.options.check_every
+        return every is not None and self.step % every == 0 and not self._now.is_local and self.group.size > 1
 
     def _complete(self, bucket: Bucket) -> None:
         """The bucket has this micro-batch: merge partial sums; after the last one, launch what is due."""
@@ -314,7 +325,7 @@ class Engine:
             self._transport.poll()
         last = self.buckets[-1]
         tail = last.slots[0][last.body :]
-        flags, slots, seconds = torch.split(tail, [len(self.params), t.TAIL_SLOTS, self.group.size])
+        flags, slots, of_ranks = torch.split(tail, [len(self.params), t.TAIL_SLOTS, t.RANK_SLOTS * self.group.size])
         slots = slots.double()
         for bucket in self.of_params:
             body = bucket.slots[0][: bucket.body]
@@ -327,7 +338,7 @@ class Engine:
         self.reduced = Reduced(
             torch.cat([slots, self._total[None]]),
             flags,
-            seconds,
+            of_ranks.view(self.group.size, t.RANK_SLOTS),
             self._now.all_fired,
             self._now.implicit,
             self._now.is_local,
@@ -347,11 +358,11 @@ class Engine:
 
     def _store_buffers(self, bucket: Bucket, total: Tensor | None) -> None:
         for position, index in enumerate(bucket.layout.params):
-            value = bucket.views[position]
+            change = bucket.views[position]
             if total is not None:
-                value = value / total
-            buffer = self.averaged[index]
-            buffer.copy_(value if buffer.is_floating_point() else value.round())
+                change = change / total
+            buffer, saved = self.averaged[index], self._saved[index]
+            torch.add(saved, change if buffer.is_floating_point() else change.round().to(buffer.dtype), out=buffer)
 
     @property
     def begun(self) -> bool:

@@ -29,12 +29,15 @@ class CommOptions:
     bucket_mb: float = 25.0
     reproducible: bool = False
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
+    check_every: int | None = 100  # steps between comparisons of all ranks' parameters; None: never
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"comm.dtype={self.dtype!r}: allowed are fp32, bf16")
         if self.reproducible and self.dtype != "fp32":
             raise ValueError(f"comm.dtype={self.dtype!r}: comm.reproducible=true needs fp32 on the wire")
+        if self.check_every is not None and self.check_every < 1:
+            raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
         if not self.bucket_mb > 0:
             raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0")
 
@@ -59,7 +62,7 @@ class Reduced:
 
     record: Tensor  # float64 [TAIL_SLOTS + 1]: the tail's slots, then |gbar|^2
     used: Tensor  # fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient
-    seconds: Tensor  # fp32 [workers]: how long each one took for a micro-batch of the step before; 0 is unknown
+    of_ranks: Tensor  # fp32 [workers, RANK_SLOTS]: what each rank alone wrote into the tail
     all_used_here: bool  # every parameter got one on this worker, so `used` need not be read
     implicit: bool  # from bare backwards: no sample counts were given
     local: bool  # gradients, and so |gbar|^2, are this worker's own

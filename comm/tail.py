@@ -1,15 +1,20 @@
 """The tail: a few fp32 numbers that travel at the end of the last bucket, so that no message is theirs alone.
 
-First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then one for each
-rank, which it alone writes: how many seconds its last step's micro-batches took, each. Sums over all micro-batches come
-out of the same reduction as the gradients. Only the leader writes the control word, so its sum is the leader's
-decision; integers up to 2^24 and every fp32 value survive the sum with zeros exactly.
+First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then RANK_SLOTS for
+each rank, which it alone writes: the seconds that a micro-batch of its last step took, and in some steps the digest of
+its parameters. Sums over all micro-batches come out of the same reduction as the gradients. Only the leader writes the
+control word, so its sum is the leader's decision; integers up to 2^24 and every fp32 value survive the sum with zeros
+exactly.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
 SAMPLES = 1  # sum of b_j
@@ -17,6 +22,10 @@ LOSS = 2  # sum of b_j times the micro-batch's mean loss; NaN where a loss was n
 MICRO_BATCHES = 3
 CONTROL = 4
 TAIL_SLOTS = 12
+
+RANK_SLOTS = 4  # of each rank: seconds a micro-batch (0.0: unknown), then the three slots of a digest
+_LOW, _MIDDLE, _HIGH = 0xFFFFFF, 0xFFFFFF, 0xFFFF  # a digest's 64 bits, from the lowest
+_PRESENT = 1 << 16  # in a digest's third slot: tells a digest of zero from none
 
 
 @dataclass(frozen=True)
@@ -32,9 +41,44 @@ class Control:
     sync_every: int = 0  # steps
 
     def slots(self) -> tuple[float, ...]:
-        return tuple(map(float, vars(self).values()))
+        """Eight fp32 values; lr_scale takes the last one too, for what fp32 rounds away: 48 of its 53 bits arrive."""
+        values = list(map(float, vars(self).values()))
+        values[1] = _fp32(self.lr_scale)
+        return (*values, _fp32(self.lr_scale - values[1]))
 
     @staticmethod
     def from_slots(values: Sequence[float]) -> Control:
-        batch_size, lr_scale, *whole = values[CONTROL : CONTROL + len(fields(Control))]
-        return Control(int(batch_size), float(lr_scale), *map(int, whole))
+        batch_size, lr_scale, *whole, rest = values[CONTROL:TAIL_SLOTS]
+        return Control(int(batch_size), float(lr_scale) + float(rest), *map(int, whole))
+
+
+def _fp32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
+    """The sum of the tensors' bits as 32-bit integers, modulo 2^64: int64 scalar on their device, without a wait.
+
+    Any single difference changes it. tensors: contiguous, of 4-byte elements. salt: added, for values on the host.
+    """
+    total = torch.full((), _signed(salt), dtype=torch.int64, device=tensors[0].device if tensors else None)
+    for tensor in tensors:
+        total += tensor.detach().view(-1).view(torch.int32).sum(dtype=torch.int64)
+    return total
+
+
+def digest_slots(value: Tensor) -> Tensor:
+    """A digest as three fp32 numbers that survive a sum with zeros exactly."""
+    parts = [value & _LOW, (value >> 24) & _MIDDLE, ((value >> 48) & _HIGH) | _PRESENT]
+    return torch.stack(parts).to(torch.float32)
+
+
+def digest_from_slots(values: Sequence[float]) -> int | None:
+    """The digest, unsigned; None where that rank sent none."""
+    low, middle, high = map(int, values)
+    return low | middle << 24 | (high & _HIGH) << 48 if high & _PRESENT else None
+
+
+def _signed(value: int) -> int:
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value

@@ -17,6 +17,14 @@ from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import CommError
 from kfuse.comm.step import MicroBatch, Reduced, StepPlan
+from kfuse.optim.consistency import (
+    ConsistencyError,
+    averaged_buffers,
+    first_difference,
+    names_of,
+    rates_salt,
+    share_from_first,
+)
 from kfuse.optim.statistics import Statistics, StepStats
 from kfuse.session import Session, current
 from kfuse.undecorated import undecorated
@@ -38,6 +46,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._tracked: nn.Module | None = None
         self._build_engine()
         self._session.register(self)
+        if not self._session.elastic:  # in an elastic job the training loop shares all of the state
+            params = [p for group in self.param_groups for p in group["params"]]
+            names = names_of(self.param_groups)
+            share_from_first(self._session.group, params, [f"parameter {names[id(p)]}" for p in params])
 
     def _build_engine(self) -> None:
         session = self._session
@@ -51,6 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.engine.step = old.step if old is not None else 0
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control
+        self.engine.digest_salt = lambda: rates_salt(self.learning_rates())
         self._group_of = [g for g, params in enumerate(groups) for _ in params]
         self._trainable = {id(p) for p in self.engine.params}
         if self._tracked is not None:
@@ -73,10 +86,21 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         undecorated(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Averages BatchNorm's running statistics over each step's micro-batches. Other buffers are left alone."""
+        """Keeps the buffers that `model` changes as it trains (BatchNorm's running statistics) the same on all workers.
+
+        Each step's changes of all floating-point buffers, and of BatchNorm's counters, are averaged over the step's
+        micro-batches. Where the number of workers is fixed, all start from rank 0's values of buffers and parameters,
+        frozen ones included. Call it on every worker, before the first step.
+        """
         self._tracked = model
-        norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
-        self.engine.track_buffers([buffer for norm in norms for buffer in norm.buffers(recurse=False)])
+        self.engine.track_buffers(averaged_buffers(model))
+        if not self._session.elastic:
+            everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            share_from_first(self._session.group, list(everything.values()), list(everything))
+
+    def learning_rates(self) -> list[float]:
+        """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`."""
+        return [float(group["lr"]) * self.lr_factor for group in self.param_groups]
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -143,9 +167,22 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if reduced.local:
             record[t.TAIL_SLOTS] = torch.nan  # of the workers' mean gradient nothing is known
         unit = "micro-batches" if reduced.implicit else self._unit
-        record = torch.cat([record, skipped.reshape(1), reduced.seconds.double()])
+        record = torch.cat([record, skipped.reshape(1), reduced.of_ranks.reshape(-1).double()])
         self.statistics.push(self.engine.step - 1, unit, record)
+        self._check_consistency()
         return loss
+
+    def _check_consistency(self) -> None:
+        """Raises ConsistencyError, on every rank, if the ranks' parameters differed in the newest step that was read."""
+        stats = self.statistics.latest
+        if stats is None or len(set(stats.digests)) < 2:
+            return
+        names = names_of(self.param_groups)
+        if self._tracked is not None:
+            names |= {id(p): name for name, p in self._tracked.named_parameters()}
+        params = self.engine.params
+        where = first_difference(self._session.group, params, [names[id(p)] for p in params], self.learning_rates())
+        raise ConsistencyError(f"step {stats.step}: the workers no longer have the same model: {where}")
 
     @torch.no_grad()
     def average_models(self) -> None:

@@ -52,6 +52,8 @@ class StepStats:
     """The leader's word that travelled with this step."""
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """By rank, what a micro-batch of the step before took; 0.0 is unknown. The one figure that is not reproducible."""
+    digests: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """Of the parameters of each rank that sent its digest with this step (see `comm.check_every`), in rank order."""
 
 
 @dataclass
@@ -74,9 +76,9 @@ class Statistics:
         self._unread: list[StepStats] = []
 
     def push(self, step: int, unit: str, record: Tensor) -> None:
-        """`record`: float64 [TAIL_SLOTS + 2 + workers] on the device.
+        """`record`: float64 [TAIL_SLOTS + 2 + workers * RANK_SLOTS] on the device.
 
-        The engine's record, then 1 if the update was skipped, then each worker's seconds.
+        The engine's record, then 1 if the update was skipped, then what each rank alone wrote into the tail.
         """
         if record.device.type == "cuda":
             host = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
@@ -115,7 +117,7 @@ class Statistics:
             if item.arrived is not None:
                 item.arrived.synchronize()
         in_flight = [(item.step, item.unit, item.host.tolist()) for item in self._in_flight]
-        unread = [asdict(stats) | {"seconds": list(stats.seconds)} for stats in self._unread]
+        unread = [asdict(stats) for stats in self._unread]
         return {"noise_scale": self.noise_scale.state_dict(), "in_flight": in_flight, "unread": unread}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,7 +127,7 @@ class Statistics:
             for step, unit, record in state["in_flight"]
         )
         self._unread = [
-            StepStats(**stats | {"control": Control(**stats["control"]), "seconds": tuple(stats["seconds"])})
+            StepStats(**stats | {"control": Control(**stats["control"])})
             for stats in state["unread"]
         ]
         self.latest = self._unread[-1] if self._unread else None
@@ -145,6 +147,8 @@ class Statistics:
         grad_total, skipped = values[t.TAIL_SLOTS], bool(values[t.TAIL_SLOTS + 1])
         if self.latest is not None and self.latest.unit != item.unit:
             self.noise_scale = NoiseScale()  # what was averaged was in other units
+        of_ranks = [values[i : i + t.RANK_SLOTS] for i in range(t.TAIL_SLOTS + 2, len(values), t.RANK_SLOTS)]
+        digests = [t.digest_from_slots(slots[1:]) for slots in of_ranks]
         variance, grad_sq = moments(values[t.SUM_SQUARES], grad_total, samples, micro_batches)
         self.noise_scale.update(variance, grad_sq)
         running = self.noise_scale.estimate()
@@ -165,5 +169,6 @@ class Statistics:
             mean_grad_variance=running.mean_grad_variance,
             skipped=skipped,
             control=Control.from_slots(values),
-            seconds=tuple(values[t.TAIL_SLOTS + 2 :]),
+            seconds=tuple(slots[0] for slots in of_ranks),
+            digests=tuple(digest for digest in digests if digest is not None),
         )

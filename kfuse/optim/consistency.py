@@ -1,0 +1,91 @@
+"""Whether all workers still have the same parameters, and which one differs first where they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfuse.comm.group import Group
+from kfuse.comm.tail import digest
+
+
+class ConsistencyError(RuntimeError):
+    """The workers' parameters or learning rates are no longer the same; the message names the first that differs."""
+
+
+def rates_salt(rates: Iterable[float]) -> int:
+    """Learning rates as a number that differs where one of them does."""
+    return sum((k + 1) * int.from_bytes(struct.pack("<d", rate), "little") for k, rate in enumerate(rates))
+
+
+def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Gives every rank rank 0's values of these tensors, in place.
+
+    Raises ValueError on every rank where they do not have the same number, shapes and types of tensors, CommError.
+    """
+    if group.size == 1 or not tensors:
+        return
+    layout = hashlib.sha256(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()).digest()
+    mine = torch.tensor([int.from_bytes(layout[:7], "little"), len(tensors)], device=group.device)
+    layouts = group.all_gather(mine, "shapes of the parameters")
+    for rank, other in enumerate(layouts):
+        if not torch.equal(other, layouts[0]):
+            counts = f"{int(other[1])} tensors there, {int(layouts[0][1])} on rank 0"
+            raise ValueError(f"rank {rank} has another model than rank 0: their parameters differ in shape ({counts})")
+    # As bytes, since gloo does not know all types of elements.
+    values = [t.detach().reshape(-1).to(group.device).contiguous() for t in tensors]
+    messages = [
+        group.broadcast(value.view(torch.uint8), f"rank 0's {name}")
+        for value, name in zip(values, names, strict=True)
+        if value.numel()
+    ]
+    for message in messages:
+        message.wait()
+    for tensor, value in zip(tensors, values, strict=True):
+        if tensor.data_ptr() != value.data_ptr():
+            tensor.detach().copy_(value.view(tensor.shape))
+
+
+def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[str], rates: Sequence[float]) -> str:
+    """In words, the first tensor or rate that is not the same on all ranks. Every rank calls it. Raises CommError."""
+    values = [digest([tensor]).to(group.device) for tensor in tensors]
+    values += [torch.tensor(rate, dtype=torch.float64).view(torch.int64).to(group.device) for rate in rates]
+    found = torch.stack(group.all_gather(torch.stack(values), "digests of the parameters")).cpu()
+    different = (found != found[0]).any(dim=0).nonzero().flatten().tolist()
+    if not different:
+        return "a parameter that has changed since on some of them"
+    first = different[0]
+    ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
+    what = f"parameter {names[first]}" if first < len(names) else f"the learning rate of group {first - len(names)}"
+    return f"{what} (ranks {', '.join(map(str, ranks))} against rank 0; {len(different)} values differ in all)"
+
+
+def names_of(param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
+    """Of each parameter, by id(): its name where the optimizer was given names, else its place and shape."""
+    names: dict[int, str] = {}
+    for g, group in enumerate(param_groups):
+        given = group.get("param_names")
+        for k, p in enumerate(group["params"]):
+            names[id(p)] = given[k] if given else f"{k} of group {g}, of shape {tuple(p.shape)}"
+    return names
+
+
+def averaged_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers whose changes are averaged over a step's micro-batches: floating-point ones, and BatchNorm's counters.
+
+    A buffer that nothing changes costs its bytes in each step's last message, so large constants are left out by being
+    registered as non-persistent buffers (as rotary embeddings' tables usually are).
+    """
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        counts = isinstance(module, nn.modules.batchnorm._NormBase)
+        for name, buffer in module.named_buffers(recurse=False):
+            kept = name not in module._non_persistent_buffers_set
+            if kept and (buffer.is_floating_point() or counts):
+                found[id(buffer)] = buffer
+    return list(found.values())
