@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
@@ -219,6 +219,55 @@ def test_learning_rate_schedulers(fused: Any, plain: Any, scheduler: Any) -> Non
             opt.zero_grad()
             schedule.step()
     assert difference(ours, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fused", "plain"),
+    [*PAIRS, (lambda p: kf.FusedLAMB(p, lr=0.01), lambda p: kf.FusedLAMB(p, lr=0.01))],
+    ids=[*NAMES, "lamb"],
+)
+@pytest.mark.parametrize("factor", [1.0, 0.5, 3.0])
+def test_lr_factor_multiplies_a_schedulers_rate_and_leaves_it_alone(fused: Any, plain: Any, factor: float) -> None:
+    """A warm-up from 0, times a factor of kfuse's, is the same warm-up to a rate that is as many times as high."""
+    ours, theirs = twins()
+    rates: list[list[float]] = [[], []]
+    for which, (net, make) in enumerate(((ours, fused), (theirs, plain))):
+        opt = make(net.parameters())
+        if which == 0:
+            opt.lr_factor = factor
+        schedule = LambdaLR(opt, lambda step, top=factor if which else 1.0: top * min(step, 5) / 5)
+        for x, y in batches(10):
+            rates[which].append(opt.param_groups[0]["lr"])
+            F.mse_loss(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            schedule.step()
+    assert rates[0][0] == 0.0
+    assert rates[1] == pytest.approx([factor * rate for rate in rates[0]])
+    assert difference(ours, theirs) <= 1e-5
+    assert difference(ours, twins()[0]) > 1e-3, "nothing was trained"
+
+
+def test_lr_factor_puts_a_wrapped_optimizers_rate_back_also_when_it_raises() -> None:
+    class Fails(torch.optim.SGD):
+        seen: float
+
+        def step(self, closure: Any = None) -> None:
+            self.seen = float(self.param_groups[0]["lr"])
+            raise ArithmeticError
+
+    net, _ = twins()
+    rate = torch.tensor(0.25)
+    inner = Fails(net.parameters(), lr=rate)
+    opt = kf.Optimizer(inner)
+    opt.lr_factor = 0.5
+    x, y = next(batches(1))
+    F.mse_loss(net(x), y).backward()
+    with pytest.raises(ArithmeticError):
+        opt.step()
+    assert inner.seen == 0.125
+    assert opt.param_groups[0]["lr"] is rate and inner.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.25
 
 
 @pytest.mark.parametrize(("fused", "plain"), PAIRS, ids=NAMES)

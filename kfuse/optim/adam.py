@@ -21,9 +21,8 @@ class AdamMoments(FlatOptimizer):
         self.state[p]["step"] = flat.steps[k]
 
 
-def adam_options(group: dict[str, Any]) -> AdamOptions:
-    """Of a parameter group."""
+def adam_options(group: dict[str, Any], lr_factor: float) -> AdamOptions:
+    """Of a parameter group, whose learning rate is multiplied with `lr_factor`."""
     beta1, beta2 = group["betas"]
-    return AdamOptions(
-        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], maximize=group["maximize"]
-    )
+    lr = float(group["lr"]) * lr_factor
+    return AdamOptions(lr, beta1, beta2, group["eps"], group["weight_decay"], maximize=group["maximize"])

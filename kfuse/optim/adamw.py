@@ -44,5 +44,5 @@ class FusedAdamW(AdamMoments, AdamW):
     def _update_piece(
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        options, (m, v) = adam_options(group), piece.moments.values()
+        options, (m, v) = adam_options(group, self.lr_factor), piece.moments.values()
         adamw(piece.param, piece.grad, m, v, options, step=piece.step, grad_scale=scale, found_inf=found_inf)

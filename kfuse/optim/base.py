@@ -35,6 +35,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     _step_supports_amp_scaling = True  # GradScaler then hands us its scale and its verdict instead of unscaling
 
+    lr_factor: float = 1.0
+    """What kfuse multiplies each group's learning rate with in an update (batch-size scaling, a policy's lr_scale).
+
+    group["lr"] belongs to the user, or to his scheduler: kfuse reads it and never changes it.
+    """
+
     def _attach(self, clip_norm: float | None, skip_nonfinite: bool) -> None:
         """Called by subclasses once `param_groups` exist. Raises ValueError for a clip_norm that is not positive."""
         if clip_norm is not None and not clip_norm > 0:

@@ -53,7 +53,7 @@ class FusedLAMB(AdamMoments, torch.optim.Optimizer):
     def _update_piece(
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        options, (m, v) = adam_options(group), piece.moments.values()
+        options, (m, v) = adam_options(group, self.lr_factor), piece.moments.values()
         lamb(
             piece.param,
             piece.grad,

@@ -47,7 +47,7 @@ class FusedSGD(FlatOptimizer, SGD):
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         options = SGDOptions(
-            float(group["lr"]),
+            float(group["lr"]) * self.lr_factor,
             group["momentum"],
             group["dampening"],
             group["weight_decay"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,4 +57,24 @@ class Optimizer(DistributedOptimizer):
         if scale is not None:
             for bucket in self.engine.of_params:
                 bucket.slots[0][: bucket.body].mul_(scale)
-        self.inner.step()
+        with self._scaled_rates():
+            self.inner.step()
+
+    @contextmanager
+    def _scaled_rates(self) -> Iterator[None]:
+        """Each group's learning rate is multiplied with `lr_factor`; afterwards it is the user's object again."""
+        if self.lr_factor == 1.0:
+            yield
+            return
+        for index, group in enumerate(self.param_groups):
+            if "lr" not in group:
+                name = type(self.inner).__name__
+                raise RuntimeError(f'lr_factor={self.lr_factor}: parameter group {index} of {name} has no "lr"')
+        rates = [group["lr"] for group in self.param_groups]
+        try:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate * self.lr_factor
+            yield
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
