@@ -40,7 +40,8 @@ class Engine:
         self.step = 0
         self.reduced: Reduced | None = None
         """The last step's result, until the optimizer takes it."""
-        self.control: Callable[[], t.Control] = t.Control  # asked once a step, on the leader
+        self.control: Callable[[], t.Control] = t.Control
+        """Asked at the begin of each planned step, on every rank; the leader's answer travels with the step."""
         self.digest_salt: Callable[[], int] = int
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
@@ -134,6 +135,7 @@ class Engine:
         self.abort()
         now = self._now
         now.plan, now.expected = plan, len(plan.ranges[self.group.rank])
+        now.control = self.control()
         if self.options.reproducible:
             ranges = [plan_range(r.start, len(r), plan.micro_batches) for r in plan.ranges]
             now.leaves = ranges[self.group.rank].steps
@@ -246,8 +248,8 @@ class Engine:
         own = t.TAIL_SLOTS + t.RANK_SLOTS * self.group.rank
         if now.done == 0:
             values[own] = self._seconds_each
-            control = self.control().slots() if self.group.rank == 0 else ()
-            values[t.CONTROL : t.CONTROL + len(control)] = control
+            if self.group.rank == 0:
+                values[t.CONTROL : t.TAIL_SLOTS] = now.control.slots()
         flags = [float(fired) for fired in now.fired]
         tail = torch.tensor(flags + values, dtype=torch.float32)
         if self._device.type == "cuda":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kfuse.comm.tail import Control
 from kfuse.comm.tree import LeafStep
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class StepState:
     """Micro-batches that this worker has in the plan."""
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
+    control: Control = field(default_factory=Control)
+    """What the leader announces with this step."""
     current: MicroBatch | None = None
     leaf: LeafStep = field(default_factory=lambda: LeafStep(0, False, ()))
     scale: float = 1.0

@@ -1,10 +1,10 @@
 """The tail: a few fp32 numbers that travel at the end of the last bucket, so that no message is theirs alone.
 
-First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then RANK_SLOTS for
-each rank, which it alone writes: the seconds that a micro-batch of its last step took, and in some steps the digest of
-its parameters. Sums over all micro-batches come out of the same reduction as the gradients. Only the leader writes the
-control word, so its sum is the leader's decision; integers up to 2^24 and every fp32 value survive the sum with zeros
-exactly.
+First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then RANK_SLOTS
+for each rank, which it alone writes: the seconds that a micro-batch of its last step took, and in some steps the digest
+of its parameters. Sums over all micro-batches come out of the same reduction as the gradients. Only the leader writes
+the control word, so its sum is the leader's decision; integers up to 2^24 and every fp32 value survive the sum with
+zeros exactly.
 """
 
 from __future__ import annotations

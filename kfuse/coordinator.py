@@ -8,9 +8,9 @@ step s + 1 (by then it has reached the host without a wait), announced with step
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,11 +25,17 @@ from kfuse.elastic import state as transfer
 from kfuse.elastic.control import ControlError
 from kfuse.evaluation import params_sha256
 from kfuse.lr import LRSchedule
+from kfuse.model_checks import BufferWatch, refuse_uneven_embeddings, warn_of_own_generators
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.position import Phase, Position, Settings, StepSamples
 from kfuse.reports import Reporter
+from kfuse.rng import generators_restored
 from kfuse.session import STOP_REASONS, Session
+from kfuse.training_state import Stateful, TrainingState
+from kfuse.user_schedule import UserSchedule
+
+_LOG = logging.getLogger("kfuse")
 
 
 class Left(Exception):
@@ -49,24 +55,41 @@ class Coordinator:
         policy: BasePolicy,
         schedule: LRSchedule,
         settings: Settings,
+        user_schedule: UserSchedule | None = None,
     ) -> None:
+        """Raises ValueError for a model or an optimizer that several workers cannot train alike."""
+        several = session.elastic or session.group.size > 1 or session.comm.reproducible
+        if several:
+            refuse_uneven_embeddings(model)
+            warn_of_own_generators(train)
         self.model, self.opt, self.session, self.policy = model, opt, session, policy
         self.schedule, self.settings = schedule, settings
         self.reports = Reporter(session, settings)
         self.position = Position(settings.batch_size, settings.sync_every)
-        self._decisions = Decisions(session, policy, schedule, settings, self.reports)
+        self._decisions = Decisions(session, policy, opt, schedule, settings, self.reports)
         self._train = train
         self._sampler = EpochSampler(len(train), settings.seed)
-        self._ratios = [group["lr"] / schedule.base if schedule.base else 1.0 for group in opt.param_groups]
+        self._user_schedule = user_schedule
         self._has_state = False
         self.over = False
         """Training has come to its end, and the supervisor knows."""
         self.result: dict[str, Any] | None = None
         """The summary, once training has come to its end."""
         self.checkpoints = Checkpoints(settings.checkpoints, session)
-        self._contexts: dict[int, dict[str, Any]] = {}  # of steps whose statistics are not read yet
-        if any(True for _ in model.buffers()):
-            opt.sync_buffers(model)
+        opt.sync_buffers(model)
+        self._buffers = BufferWatch(model, opt.engine.averaged, several)
+        parts: dict[str, Stateful] = {
+            "model": model,
+            "optimizer": opt,
+            "statistics": opt.statistics,
+            "policy": policy,
+            "position": self.position,
+            "session": session,
+            "records": self.reports,
+        }
+        if user_schedule is not None:
+            parts["scheduler"] = user_schedule.scheduler
+        self.state = TrainingState(parts)
 
     # -- acting, whoever is lost ----------------------------------------------------------------------------------
 
@@ -77,13 +100,15 @@ class Coordinator:
         That is when the supervisor is lost, or a worker and there is no supervisor.
         """
         try:
-            yield
+            with generators_restored(self.session.group.device):
+                yield
         except (ControlError, CommError):
             self.opt.engine.abort()
-            self.checkpoints.save_last(self.position.step, self._state)
+            self.checkpoints.save_last(self.position.step, self.state.capture)
             raise
         finally:
             self.opt.statistics.end_run()
+            self.opt.lr_factor = 1.0
             self.session.lr = None
 
     @contextlib.contextmanager
@@ -157,7 +182,7 @@ class Coordinator:
         if self.session.elastic:
             self.session.check()
             drop_retired()
-        self.checkpoints.save_when_due(self.position.step, self._state)
+        self.checkpoints.save_when_due(self.position.step, self.state.capture)
         view = self.session.view
         if view is None or self.position.generation <= view.generation:
             return
@@ -177,13 +202,13 @@ class Coordinator:
         begins = max(orders) < 0  # nobody has any state: the job starts, or starts anew
         if begins:
             if group.rank == 0:
-                self._resume(restarted=view.reason != "start")
-            orders = self._gather_orders()
+                self._begin(restarted=view.reason != "start")
+            orders = self._gather_orders()  # rank 0's state is everybody's, whatever each one has built
         newest = max(orders)
         if min(orders) < newest:
-            state = transfer.share(group, orders.index(newest), self._state)
+            state = transfer.share(group, orders.index(newest), self.state.capture)
             if orders[group.rank] < newest:
-                self._load_state(transfer.decode(state))
+                self._restore(transfer.decode(state, group.device))
         self._has_state = True
         if begins:
             self.session.workers_asked = view.size
@@ -200,42 +225,23 @@ class Coordinator:
         mine = torch.tensor([self.position.order if self._has_state else -1], device=group.device)
         return [int(order) for order in group.all_gather(mine, "positions")]
 
-    def _resume(self, restarted: bool) -> None:
-        """Takes up a checkpoint, if there is one to take up."""
+    def _begin(self, restarted: bool) -> None:
+        """Takes up a checkpoint, if there is one to take up; else the policy has the first word."""
         saved = self.checkpoints.load(restarted)
         if saved is not None:
-            self._load_state(saved)
+            self._restore(saved)
+            if self.settings.base_lr is not None:
+                for group in self.opt.param_groups:
+                    group["lr"] = self.settings.base_lr
             self.position.stop = self.position.generation = 0
             self.position.resumed_at = self.position.step
-            self._has_state = True
+        else:
+            self._decisions.begin(self.position)
+        self._has_state = True
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.opt.state_dict(),
-            "statistics": self.opt.statistics.state_dict(),
-            "position": asdict(self.position) | {"phase": int(self.position.phase)},
-            "contexts": self._contexts,
-            "policy": self.policy.state_dict(),
-            "topology": (self.session.topology, self.session.tree),
-            "workers_asked": self.session.workers_asked,
-            "asked": self.session.asked(),
-            "recent": list(self.reports.recent),
-        }
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.opt.load_state_dict(state["optimizer"])
-        self.opt.statistics.load_state_dict(state["statistics"])
-        self.position = Position(**state["position"] | {"phase": Phase(state["position"]["phase"])})
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.state.restore(state)
         self.opt.engine.step = self.position.step
-        self._contexts = state["contexts"]
-        self.policy.load_state_dict(state["policy"])
-        self.session.use_transport(*state["topology"])
-        self.session.workers_asked = state["workers_asked"]
-        self.session.ask_again(state["asked"])
-        self.reports.recent.clear()
-        self.reports.recent.extend(state["recent"])
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -243,11 +249,11 @@ class Coordinator:
         """The coming step's samples; the optimizer is told of them, and has its learning rate."""
         at = self.position
         samples = self._samples(at.epoch, at.cursor, at.batch_size)
-        lr = self.schedule.lr(at.schedule, at.batch_size, at.lr_scale, at.mean_grad_sq, at.mean_grad_variance)
-        for group, ratio in zip(self.opt.param_groups, self._ratios, strict=True):
-            group["lr"] = lr * ratio
-        self.session.lr = (lr, at.lr_scale)
+        statistics = (at.mean_grad_sq, at.mean_grad_variance)
+        self.opt.lr_factor = self.schedule.factor(at.schedule, at.batch_size, at.lr_scale, *statistics)
+        self.session.lr = (self.opt.base_lr * self.opt.lr_factor, at.lr_scale)
         workers = self.session.group
+        self._buffers.before_step()
         alone = workers.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         self.opt.begin(samples.plan(workers.rank if alone else None))
         return samples
@@ -263,7 +269,7 @@ class Coordinator:
         """The optimizer has stepped: the position moves on."""
         at, count = self.position, len(samples.indices)
         lr_now, _ = self.session.lr or (0.0, 1.0)
-        self._contexts[at.step] = {
+        at.contexts[at.step] = {
             "epoch": at.epoch,
             "cursor": at.cursor,
             "samples": at.samples + count,
@@ -277,6 +283,9 @@ class Coordinator:
         }
         statistics = (at.mean_grad_sq, at.mean_grad_variance)
         at.schedule = self.schedule.advance(at.schedule, count, *statistics)
+        if self._user_schedule is not None:
+            self._user_schedule.after_step()
+        self._buffers.after_step(self.session.group.rank == 0)
         at.samples += count
         at.cursor += count
         if at.sync_every > 1 or at.drifted > 0:
@@ -311,12 +320,14 @@ class Coordinator:
         """The step is over, perhaps the epoch: then the next one begins."""
         at = self.position
         if self.epoch_over:
+            self.policy.after_epoch()  # first: where its collective fails it is called again
             at.epoch, at.cursor = at.epoch + 1, 0
-            self.policy.after_epoch()
+            if self._user_schedule is not None:
+                self._user_schedule.after_epoch()
 
     def conclude(self, wall_s: float, facts: Mapping[str, float] | None = None) -> None:
         """Training is over: sees to it that the summary arrives. `over` is then set."""
-        self.checkpoints.save_last(self.position.step, self._state)
+        self.checkpoints.save_last(self.position.step, self.state.capture)
         if not self.position.stop:  # then there is no hurry
             self.checkpoints.close()
         self.read_statistics(lag=0)
@@ -339,7 +350,7 @@ class Coordinator:
             "eval_accuracy": at.accuracy,
             **(facts or {}),
             "batch_size": at.batch_size,
-            "lr": self.opt.param_groups[0]["lr"],
+            "lr": self.session.lr[0] if self.session.lr else self.opt.base_lr,
             "workers": self.session.group.size,
             "params_sha256": params_sha256(self.model),
             "exit_reason": self.finished(),
@@ -362,7 +373,7 @@ class Coordinator:
     def read_statistics(self, lag: int = 1) -> None:
         """Takes in what has arrived of all steps but the newest `lag`: reports it, decides on it, obeys the leader."""
         for stats in self.opt.statistics.read(lag):
-            context = self._contexts.pop(stats.step)
+            context = self.position.contexts.pop(stats.step)
             self._decisions.take_in(self.position, stats, context.pop("members"))
             used = None
             if self.settings.ledger:

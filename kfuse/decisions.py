@@ -13,7 +13,7 @@ from kfuse import balance
 from kfuse.comm import transports
 from kfuse.comm.tail import Control
 from kfuse.lr import LRSchedule
-from kfuse.optim import StepStats
+from kfuse.optim import DistributedOptimizer, StepStats
 from kfuse.policies import BasePolicy
 from kfuse.position import Position, Settings
 from kfuse.reports import Reporter
@@ -25,10 +25,29 @@ class Decisions:
     """The policy's part in a run. The position is given, and changed, with each call."""
 
     def __init__(
-        self, session: Session, policy: BasePolicy, schedule: LRSchedule, settings: Settings, reports: Reporter
+        self,
+        session: Session,
+        policy: BasePolicy,
+        opt: DistributedOptimizer,
+        schedule: LRSchedule,
+        settings: Settings,
+        reports: Reporter,
     ) -> None:
-        self._session, self._policy, self._schedule = session, policy, schedule
+        self._session, self._policy, self._opt, self._schedule = session, policy, opt, schedule
         self._settings, self._reports = settings, reports
+
+    def begin(self, at: Position) -> None:
+        """Before the first step, on the leader, whose state all workers start from: the policy's initial settings."""
+        decision = self._policy.initial()
+        if decision is None:
+            return
+        now = Decision(batch_size=decision.batch_size, lr_scale=decision.lr_scale, sync=decision.sync)
+        self._ask(at, replace(decision, batch_size=None, lr_scale=None, sync=None))
+        decision, notes = now.clipped(self._settings.bounds)
+        for note in notes:
+            self._reports.event(at.step, "clipped", note=note)
+        word = Control(decision.batch_size or 0, decision.lr_scale or 0.0, sync_every=decision.sync or 0)
+        self._apply(at, word, at.step)
 
     def take_in(self, at: Position, stats: StepStats, workers: Sequence[int]) -> None:
         """The position learns what a step measured; `workers` are the numbers of those who made it, in rank order."""
@@ -103,8 +122,7 @@ class Decisions:
     def _apply(self, at: Position, control: Control, step: int) -> None:
         """The leader's word: in force from the next step on, on every worker."""
         before = (at.batch_size, at.lr_scale)
-        statistics = (at.mean_grad_sq, at.mean_grad_variance)
-        lr_before = self._schedule.lr(at.schedule, at.batch_size, at.lr_scale, *statistics)
+        lr_before = self._lr(at)
         bounds = self._settings.bounds
         wanted = control.batch_size or at.batch_size
         at.batch_size = min(max(wanted, bounds.batch_min), bounds.batch_max)
@@ -112,8 +130,10 @@ class Decisions:
             self._reports.event(at.step, "clipped", note=f"batch_size {wanted} clipped to {at.batch_size}")
         at.lr_scale = control.lr_scale or at.lr_scale
         if before != (at.batch_size, at.lr_scale):
-            lr = self._schedule.lr(at.schedule, at.batch_size, at.lr_scale, *statistics)
-            changes: dict[str, list[float]] = {"batch_size": [before[0], at.batch_size], "lr": [lr_before, lr]}
+            changes: dict[str, list[float]] = {
+                "batch_size": [before[0], at.batch_size],
+                "lr": [lr_before, self._lr(at)],
+            }
             changed = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
             self._reports.event(at.step, "decision", **changed)
         topology, tree = self._session.topology, self._session.tree
@@ -131,3 +151,8 @@ class Decisions:
         if step >= at.resumed_at:
             at.generation = control.generation or at.generation
             at.stop = control.stop or at.stop
+
+    def _lr(self, at: Position) -> float:
+        """The learning rate of the coming step."""
+        statistics = (at.mean_grad_sq, at.mean_grad_variance)
+        return self._opt.base_lr * self._schedule.factor(at.schedule, at.batch_size, at.lr_scale, *statistics)

@@ -21,7 +21,7 @@ class Evaluation:
     loss: float
     """Mean over the samples."""
     accuracy: float | None
-    """Share of the targets hit, in [0, 1]; None where targets are not classes."""
+    """Share of the targets hit, in [0, 1]; None where the output does not hold a score for each class, last."""
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def evaluate(
             with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
                 output = model(x)
                 sums[c, 0] = loss_fn(output, y).double() * len(indices)
-            if not y.is_floating_point():
+            if _are_classes(output, y):
                 sums[c, 1] = (output.argmax(-1) == y).sum()
                 sums[c, 2] = y.numel()
         group.all_reduce(sums, "evaluation").wait()
@@ -55,6 +55,20 @@ def evaluate(
         model.train(training)
     loss, hits, targets = (sum(column) for column in zip(*sums.tolist(), strict=True))
     return Evaluation(loss / len(data), hits / targets if targets else None)
+
+
+def _are_classes(output: object, target: Tensor) -> bool:
+    """Whether `output` has a score for each of several classes, in its last dimension, for each integer target.
+
+    A binary classifier's single score has not: whether 0 or 0.5 divides its classes is the user's to know.
+    """
+    return (
+        isinstance(output, Tensor)
+        and not target.is_floating_point()
+        and output.ndim == target.ndim + 1
+        and output.shape[:-1] == target.shape
+        and output.shape[-1] > 1
+    )
 
 
 def params_sha256(model: nn.Module) -> str:

@@ -9,13 +9,14 @@ from torch import nn
 from kfuse.coordinator import Coordinator
 from kfuse.data import Dataset, as_dataset
 from kfuse.loop import Loop, LossFunction
-from kfuse.lr import LRSchedule
+from kfuse.lr import Decay, LRSchedule, Scaling
 from kfuse.objective import default_loss
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.position import Settings
 from kfuse.session import current
 from kfuse.signals import Bounds
+from kfuse.user_schedule import Interval, UserSchedule, has_scheduler
 
 
 class Hook:
@@ -34,36 +35,66 @@ def fit(
     opt: DistributedOptimizer,
     hook: Hook | None = None,
     *,
-    epochs: int = 1,
+    epochs: int | None = None,
+    steps: int | None = None,
     batch_size: int = 32,
     micro_batch: int | None = None,
     max_batch_size: int | None = None,
+    lr_scaling: Scaling = "sqrt",
+    warmup_steps: int = 0,
+    decay: Decay = "none",
+    scheduler: Any = None,
+    scheduler_interval: Interval = "step",
+    clip_norm: float | None = None,
     loss_fn: LossFunction = default_loss,
     heldout: Any = None,
+    eval_every: int | None = None,
+    target_accuracy: float | None = None,
     seed: int = 0,
     precision: str = "fp32",
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
-    data, heldout: an (x, y) pair of tensors, a map-style torch dataset, or a kfuse one; heldout is evaluated after
-    each epoch. batch_size: samples in an optimizer step, over all workers. micro_batch: samples in one forward and
-    backward; default a quarter of the batch, so that the noise scale is known on one worker too. max_batch_size: the
-    limit for policies; default 64 times the batch. loss_fn(output, target): the MEAN loss over a micro-batch.
-    Raises TypeError for an optimizer that is not kfuse's or data of an unknown kind, ValueError for sizes out of range.
+    data, heldout: an (x, y) pair of tensors, a map-style torch dataset, or a kfuse one. heldout is evaluated every
+    `eval_every` steps, by default after each epoch; training ends once its accuracy reaches `target_accuracy`.
+    epochs, steps: how far to go, whichever ends first; by default one epoch.
+    batch_size: samples in an optimizer step, over all workers. micro_batch: samples in one forward and backward;
+    default a quarter of the batch, so that the noise scale is known on one worker too. max_batch_size: the limit for
+    policies; default 64 times the batch.
+    The learning rate is the optimizer's own, which kfuse never writes. An update multiplies it by what follows a
+    changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps`, by `decay` (none,
+    or cosine to zero at the end) and by the policy's lr_scale. warmup_steps counts steps of the first batch size.
+    scheduler: a torch scheduler made for `opt`, stepped here after each step, or each epoch (`scheduler_interval`).
+    clip_norm: largest norm of the mean gradient; None: as the optimizer was made. seed: of data order and dropout.
+    loss_fn(output, target): the MEAN loss over a micro-batch.
+    All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
+    Raises TypeError for an optimizer that is not kfuse's or data of an unknown kind, ValueError for what is out of
+    range and for a model that cannot be trained so.
     """
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
     train = as_dataset(data)
+    if scheduler is None and isinstance(opt, DistributedOptimizer) and has_scheduler(opt):
+        raise ValueError("a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=")
     run = plan_run(
         model,
         train,
         opt,
         hook.policy if hook is not None else BasePolicy(),
+        epochs=epochs,
+        steps=steps,
         batch_size=batch_size,
         micro_batch=micro_batch,
         max_batch_size=max_batch_size,
-        epochs=epochs,
+        lr_scaling=lr_scaling,
+        warmup_steps=warmup_steps,
+        decay=decay,
+        scheduler=scheduler,
+        scheduler_interval=scheduler_interval,
+        clip_norm=clip_norm,
         seed=seed,
+        eval_every=eval_every,
+        target_accuracy=target_accuracy,
         precision=precision,
     )
     return Loop(run, train, loss_fn, None if heldout is None else as_dataset(heldout)).run()
@@ -75,11 +106,20 @@ def plan_run(
     opt: DistributedOptimizer,
     policy: BasePolicy,
     *,
+    epochs: int | None,
+    steps: int | None,
     batch_size: int,
     micro_batch: int | None,
     max_batch_size: int | None,
-    epochs: int,
+    lr_scaling: Scaling,
+    warmup_steps: int,
+    decay: Decay,
+    scheduler: Any,
+    scheduler_interval: Interval,
+    clip_norm: float | None,
     seed: int,
+    eval_every: int | None = None,
+    target_accuracy: float | None = None,
     precision: str = "fp32",
 ) -> Coordinator:
     """The coordinator of a run in a user's script: kf.fit's and kf.DataLoader's arguments, checked."""
@@ -95,9 +135,21 @@ def plan_run(
         raise ValueError(f"max_batch_size={max_batch_size}: allowed is at least batch_size={batch_size}")
     if precision not in ("fp32", "bf16"):
         raise ValueError(f"precision={precision!r}: allowed are fp32, bf16")
-    if epochs < 0:
-        raise ValueError(f"epochs={epochs}: must be at least 0")
-    base_lr = next((float(group["lr"]) for group in opt.param_groups if group["lr"]), 0.0)  # others keep their ratio
+    for name, value, least in (("epochs", epochs, 0), ("steps", steps, 0), ("eval_every", eval_every, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}")
+    if target_accuracy is not None and not 0 < target_accuracy <= 1:
+        raise ValueError(f"target_accuracy={target_accuracy}: must be above 0 and at most 1")
+    if clip_norm is not None:
+        opt.set_clip_norm(clip_norm)
+    epochs = 1 if epochs is None and steps is None else epochs
+    lengths = [steps, None if epochs is None else epochs * len(train) / batch_size]
+    session = current()
+    if session.elastic and scheduler is None and has_scheduler(opt):
+        raise ValueError(
+            "a torch scheduler was made for this optimizer: in an elastic job pass it as scheduler= and do not step it "
+            "yourself, so that workers that join have its state and a step that is redone counts once"
+        )
     bounds = Bounds(
         batch_min=micro_batch,
         batch_max=max_batch_size,
@@ -108,8 +160,25 @@ def plan_run(
         model,
         train,
         opt,
-        session=current(),
+        session=session,
         policy=policy,
-        schedule=LRSchedule(base=base_lr, base_batch_size=batch_size),
-        settings=Settings(batch_size, micro_batch, bounds, epochs=epochs, precision=precision, seed=seed),
+        schedule=LRSchedule(
+            scaling=lr_scaling,
+            warmup_steps=warmup_steps,
+            decay=decay,
+            base_batch_size=batch_size,
+            total=min(length for length in lengths if length is not None),
+        ),
+        settings=Settings(
+            batch_size,
+            micro_batch,
+            bounds,
+            epochs=epochs,
+            steps=steps,
+            target_accuracy=target_accuracy,
+            eval_every=eval_every,
+            precision=precision,
+            seed=seed,
+        ),
+        user_schedule=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
     )

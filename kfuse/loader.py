@@ -13,10 +13,12 @@ from kfuse.comm.group import CommError
 from kfuse.coordinator import Coordinator
 from kfuse.data.adapters import as_dataset
 from kfuse.fit import plan_run
+from kfuse.lr import Decay, Scaling
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.position import Phase, StepSamples
-from kfuse.rng import micro_batch_key, seed_device
+from kfuse.rng import micro_batch_key, seed_device, seed_host
+from kfuse.user_schedule import Interval
 
 
 class DataLoader:
@@ -42,11 +44,22 @@ class DataLoader:
         batch_size: int = 32,
         micro_batch: int | None = None,
         max_batch_size: int | None = None,
-        epochs: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
+        lr_scaling: Scaling = "sqrt",
+        warmup_steps: int = 0,
+        decay: Decay = "none",
+        scheduler: Any = None,
+        scheduler_interval: Interval = "step",
+        clip_norm: float | None = None,
         seed: int = 0,
         policy: BasePolicy | None = None,
     ) -> None:
-        """Arguments as for kf.fit, and the same errors."""
+        """Arguments as for kf.fit, and the same errors.
+
+        A torch scheduler is either given here, and stepped here, or stepped by the loop's body; the latter not in a job
+        whose workers may change.
+        """
         self._data = as_dataset(data)
         self._opt, self._policy = opt, policy or BasePolicy()
         self._run = plan_run(
@@ -58,6 +71,13 @@ class DataLoader:
             micro_batch=micro_batch,
             max_batch_size=max_batch_size,
             epochs=epochs,
+            steps=steps,
+            lr_scaling=lr_scaling,
+            warmup_steps=warmup_steps,
+            decay=decay,
+            scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
+            clip_norm=clip_norm,
             seed=seed,
         )
 
@@ -117,6 +137,7 @@ class Step:
             for j in mine:
                 key = micro_batch_key(run.settings.seed, run.position.step, j)
                 fetched = time.perf_counter()
+                seed_host(key)
                 x, y = self._data.fetch(self.samples.of(j), torch.Generator().manual_seed(key))
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
                 self.data_wait_s += time.perf_counter() - fetched

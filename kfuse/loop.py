@@ -13,7 +13,7 @@ from kfuse.coordinator import Coordinator
 from kfuse.data import Dataset
 from kfuse.evaluation import evaluate
 from kfuse.position import Phase, StepSamples
-from kfuse.rng import micro_batch_key, seed_device
+from kfuse.rng import micro_batch_key, seed_device, seed_host
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -87,6 +87,7 @@ class Loop:
         settings = self._run.settings
         key = micro_batch_key(settings.seed, self._run.position.step, j)
         started = time.perf_counter()
+        seed_host(key)
         x, y = self._train.fetch(samples.of(j), torch.Generator().manual_seed(key))
         x, y = x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
         waited = time.perf_counter() - started

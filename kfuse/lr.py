@@ -1,4 +1,9 @@
-"""The learning rate: base * schedule(progress) * gain(batch size, statistics) * the policies' factor."""
+"""What kfuse multiplies the optimizer's learning rate with.
+
+    factor = schedule(progress) * gain(batch size, statistics) * the policies' lr_scale
+
+The rate itself, group["lr"], is the user's: set by hand, by the configuration's lr.base, or by a torch scheduler.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +50,19 @@ def gain(
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Linear warmup, then a constant rate or a cosine to zero, over progress instead of steps.
+    """The factor of a linear warmup, then a constant or a cosine to zero, over progress instead of steps.
 
     Progress counts steps of the base batch size, so the schedule keeps its meaning while the batch size
     changes. A step advances it by batch_size / base_batch_size; with adascale by the gain, since there
     a step is worth that many base steps ("scale-invariant iterations").
 
-    base: learning rate at `base_batch_size`; finite, >= 0.
+    base_batch_size: the batch size that the optimizer's learning rate is meant for; >= 1.
     warmup_steps: length of the warmup; >= 0. total: progress at which the cosine reaches zero, needed for
     decay="cosine" only, and beyond the warmup. Both in units of progress.
 
     Raises ValueError for values out of range.
     """
 
-    base: float
     scaling: Scaling = "none"
     warmup_steps: float = 0.0
     decay: Decay = "none"
@@ -66,8 +70,6 @@ class LRSchedule:
     total: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.base) and self.base >= 0):
-            raise ValueError(f"lr.base={self.base}: allowed is a finite number from 0")
         for name, allowed in (("scaling", get_args(Scaling)), ("decay", get_args(Decay))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"lr.{name}={getattr(self, name)}: allowed are {', '.join(allowed)}")
@@ -81,7 +83,7 @@ class LRSchedule:
                 f"lr.warmup_steps={self.warmup_steps}"
             )
 
-    def lr(
+    def factor(
         self,
         progress: float,
         batch_size: int,
@@ -89,9 +91,9 @@ class LRSchedule:
         mean_grad_sq: float | None = None,
         mean_grad_variance: float | None = None,
     ) -> float:
-        """The learning rate of the step that starts at `progress`."""
+        """The factor on the learning rate of the step that starts at `progress`."""
         scale = gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
-        return self.base * self._factor(progress) * scale * lr_scale
+        return self._planned(progress) * scale * lr_scale
 
     def advance(
         self,
@@ -100,11 +102,11 @@ class LRSchedule:
         mean_grad_sq: float | None = None,
         mean_grad_variance: float | None = None,
     ) -> float:
-        """Progress after a step of `batch_size` samples. Pass the statistics that its `lr` was given."""
+        """Progress after a step of `batch_size` samples. Pass the statistics that its `factor` was given."""
         unit: Scaling = "adascale" if self.scaling == "adascale" else "linear"
         return progress + gain(unit, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
 
-    def _factor(self, progress: float) -> float:
+    def _planned(self, progress: float) -> float:
         """Warmup and decay, in [0, 1]. The first step of a warmup is 1 / warmup_steps, not 0."""
         if progress + 1 < self.warmup_steps:
             return (progress + 1) / self.warmup_steps

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +43,8 @@ class Settings:
     """In steps; None: after each epoch."""
     precision: str = "fp32"
     seed: int = 0
+    base_lr: float | None = None
+    """The configured learning rate, which wins over a checkpoint's; None: group["lr"] is the user's."""
     sync_every: int = 1
     balance: bool = True
     """Give slower workers fewer micro-batches."""
@@ -94,10 +98,21 @@ class Position:
     """The step that a checkpoint was taken up at: what earlier ones said of views and stopping was for another run."""
     stop: int = 0
     """Index into STOP_REASONS."""
+    contexts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Of each step whose statistics are not read yet: the settings it was made with."""
 
     @property
     def order(self) -> int:
+        """How far this worker is: (step, phase) as one number."""
         return self.step * len(Phase) + self.phase
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields, as plain values."""
+        return asdict(self) | {"phase": int(self.phase)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets all fields, in place."""
+        vars(self).update(vars(Position(**{**state, "phase": Phase(state["phase"])})))
 
 
 @dataclass(frozen=True)

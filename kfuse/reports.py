@@ -31,6 +31,14 @@ class Reporter:
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
         """The newest steps' records. A supervisor that died may have had no time to keep them: see `resend`."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The newest records, for whoever leads next."""
+        return {"recent": list(self.recent)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent.clear()
+        self.recent.extend(state["recent"])
+
     def _send(self, kind: str, data: dict[str, Any]) -> None:
         if self._session.group.rank == 0:
             self._session.report(kind, data)

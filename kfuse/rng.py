@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 
 
@@ -16,8 +21,30 @@ def micro_batch_key(seed: int, step: int, micro_batch: int) -> int:
     return key >> 1
 
 
+def seed_host(key: int) -> None:
+    """Seeds the global generators of torch (CPU), numpy and random: a data set's transforms draw from them."""
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    random.seed(key)
+
+
 def seed_device(device: torch.device, key: int) -> None:
     """Seeds torch's default generators of the CPU and of `device` (dropout draws from them)."""
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.manual_seed(key)
+
+
+@contextlib.contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """Afterwards the global generators of torch, numpy and random are where they were: they are the user's."""
+    cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)

@@ -62,6 +62,8 @@ class Session:
         self.latest_optimizer: Callable[[], DistributedOptimizer | None] = lambda: None
         self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
         self._pending = Control()
+        self._announced = Control()
+        """The part of `_pending` that the step under way carries."""
         self.lr: tuple[float, float] | None = None
         """The training loop's learning rate and the part of it that is lr_scale."""
         self.workers_asked = 0
@@ -144,25 +146,37 @@ class Session:
             with contextlib.suppress(ControlError):  # as in `report`
                 self.control_client.send(what, **fields)
 
-    def asked(self) -> dict[str, float]:
-        """What is asked for and not yet announced: without it a resumed run would decide otherwise."""
-        return dataclasses.asdict(dataclasses.replace(self._pending, generation=0, stop=0))
+    def state_dict(self) -> dict[str, Any]:
+        """What was decided, and what is asked for and not yet announced: a resumed run must decide alike."""
+        return {
+            "topology": self.topology,
+            "tree": self.tree,
+            "workers_asked": self.workers_asked,
+            "asked": dataclasses.asdict(dataclasses.replace(self._pending, generation=0, stop=0)),
+        }
 
-    def ask_again(self, asked: dict[str, Any]) -> None:
-        """Takes over another's `asked`."""
-        self._pending = Control(**asked)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what another worker, or a checkpoint, has decided and asked for."""
+        self.use_transport(state["topology"], state["tree"])
+        self.workers_asked = state["workers_asked"]
+        self._pending = Control(**state["asked"])
 
     def take_control(self) -> Control:
         """The control word of the step under way (engine, on the leader)."""
+        self._announced = self._pending
         client = self.control_client
+        generation = 0
         if client is not None and self.view is not None:
-            self._pending = dataclasses.replace(self._pending, generation=client.proposed(self.view.generation))
+            generation = client.proposed(self.view.generation)
         stop = self.stop_asked if client is None else client.stop_reason()
-        return dataclasses.replace(self._pending, stop=STOP_REASONS.index(stop) if stop in STOP_REASONS else 0)
+        index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0
+        return dataclasses.replace(self._announced, generation=generation, stop=index)
 
     def control_sent(self) -> None:
-        """The step that carried the control word is complete."""
-        self._pending = Control()
+        """The step that carried the control word is complete; what was asked for since then waits for the next."""
+        asked, announced = vars(self._pending), vars(self._announced)
+        self._pending = Control(**{name: value for name, value in asked.items() if value != announced[name]})
+        self._announced = Control()
 
     # -- views ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +276,8 @@ _current: Session | None = None
 def init(comm: CommOptions | None = None, timeout_s: float = 60.0) -> Session:
     """Joins the other workers and returns the session; a second call returns the first one's.
 
-    comm: how gradients are reduced. timeout_s: how long any wait for another worker may take.
+    comm: how gradients are reduced. timeout_s: how long any wait for another worker may take. With comm.reproducible
+    torch is set to one CPU thread, since a matrix product's bits depend on the number of threads.
     Raises RuntimeError if a session exists with other options, ControlError or CommError if joining fails.
     """
     global _current
@@ -271,6 +286,8 @@ def init(comm: CommOptions | None = None, timeout_s: float = 60.0) -> Session:
         if comm is not None and comm != _current.comm:
             raise RuntimeError("kf.init was called before with other options")
         return _current
+    if comm_options.reproducible:
+        torch.set_num_threads(1)
     if protocol.ENV_CONTROL in os.environ:
         return connect(ControlClient(timeout_s), comm_options, timeout_s)
     meeting = Rendezvous.of_environment()

@@ -8,6 +8,10 @@ from dataclasses import dataclass, fields, replace
 
 SYNC_MAX = 2**20  # steps: every whole number up to here is exact in the control word, and nobody drifts for longer
 
+DECISION_LAG = 4
+"""Steps from the one that was measured to the first one that a decision on it applies to: its statistics are read after
+the next step, the decision is announced with the one after that, and the announcement is read one step later."""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -69,6 +73,11 @@ class Signals:
     eval_accuracy: float | None = None
     """The latest evaluation's accuracy, in [0, 1]."""
     bounds: Bounds
+
+    @property
+    def in_force_at(self) -> int:
+        """The step from which a decision on these signals is in force."""
+        return self.step + DECISION_LAG
 
 
 @dataclass(frozen=True)

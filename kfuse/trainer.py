@@ -26,7 +26,8 @@ from kfuse.signals import Bounds
 def comm_options(config: dict[str, Any]) -> CommOptions:
     comm = config["comm"]
     schedule = comm["_target_"] or comm["schedule"]
-    return CommOptions(schedule, comm["dtype"], comm["bucket_mb"], comm["reproducible"], comm["tree"])
+    names = ("dtype", "bucket_mb", "reproducible", "tree", "check_every")
+    return CommOptions(schedule, **{name: comm[name] for name in names})
 
 
 def set_threads(config: dict[str, Any]) -> None:
@@ -57,7 +58,6 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
         session=session,
         policy=targets.build(config["policy"]),
         schedule=LRSchedule(
-            base=lr["base"],
             scaling=lr["scaling"],
             warmup_steps=lr["warmup_steps"],
             decay=lr["decay"],
@@ -74,6 +74,7 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
             eval_every=train["eval_every"],
             precision=train["precision"],
             seed=config["seed"],
+            base_lr=lr["base"],
             balance=workers["balance"],
             sync_every=config["comm"]["sync_every"],
             ledger=config["observe"]["ledger"],

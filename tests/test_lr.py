@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, get_args
 
 import pytest
@@ -57,17 +56,17 @@ def test_adascale_without_statistics_is_cautious(batch_size: int, expected: floa
 
 
 def test_warmup_then_constant() -> None:
-    schedule = LRSchedule(base=0.5, warmup_steps=4)
-    rates = [schedule.lr(progress, 1) for progress in range(6)]
-    assert rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5])
+    schedule = LRSchedule(warmup_steps=4)
+    rates = [schedule.factor(progress, 1) for progress in range(6)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
 def test_cosine_from_the_end_of_warmup_to_zero() -> None:
-    schedule = LRSchedule(base=2.0, warmup_steps=10, decay="cosine", total=110)
-    assert schedule.lr(10, 1) == pytest.approx(2.0)
-    assert schedule.lr(60, 1) == pytest.approx(1.0)
-    assert schedule.lr(110, 1) == pytest.approx(0.0, abs=1e-15)
-    assert schedule.lr(1e6, 1) == pytest.approx(0.0, abs=1e-15)
+    schedule = LRSchedule(warmup_steps=10, decay="cosine", total=110)
+    assert schedule.factor(10, 1) == pytest.approx(1.0)
+    assert schedule.factor(60, 1) == pytest.approx(0.5)
+    assert schedule.factor(110, 1) == pytest.approx(0.0, abs=1e-15)
+    assert schedule.factor(1e6, 1) == pytest.approx(0.0, abs=1e-15)
 
 
 @given(
@@ -77,8 +76,8 @@ def test_cosine_from_the_end_of_warmup_to_zero() -> None:
     length=st.floats(1, 1e4),
 )
 def test_schedule_rises_then_falls(progress: float, more: float, warmup: float, length: float) -> None:
-    schedule = LRSchedule(base=1.0, warmup_steps=warmup, decay="cosine", total=warmup + length)
-    now, later = schedule.lr(progress, 1), schedule.lr(progress + more, 1)
+    schedule = LRSchedule(warmup_steps=warmup, decay="cosine", total=warmup + length)
+    now, later = schedule.factor(progress, 1), schedule.factor(progress + more, 1)
     assert 0 <= now <= 1
     if progress >= warmup:
         assert later <= now
@@ -87,13 +86,13 @@ def test_schedule_rises_then_falls(progress: float, more: float, warmup: float, 
 
 
 def test_factors_multiply() -> None:
-    schedule = LRSchedule(base=0.1, scaling="linear", warmup_steps=4, base_batch_size=32)
-    assert schedule.lr(1, 64, lr_scale=0.5) == pytest.approx(0.1 * (2 / 4) * 2 * 0.5)
+    schedule = LRSchedule(scaling="linear", warmup_steps=4, base_batch_size=32)
+    assert schedule.factor(1, 64, lr_scale=0.5) == pytest.approx((2 / 4) * 2 * 0.5)
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
 def test_progress_follows_samples(scaling: Scaling) -> None:
-    schedule = LRSchedule(base=0.1, scaling=scaling, base_batch_size=32)
+    schedule = LRSchedule(scaling=scaling, base_batch_size=32)
     progress = 0.0
     for batch_size in (32, 64, 16, 128):
         progress = schedule.advance(progress, batch_size)
@@ -101,23 +100,21 @@ def test_progress_follows_samples(scaling: Scaling) -> None:
 
 
 def test_adascale_progress_follows_the_gain() -> None:
-    schedule = LRSchedule(base=0.1, scaling="adascale", base_batch_size=128)
+    schedule = LRSchedule(scaling="adascale", base_batch_size=128)
     assert schedule.advance(10.0, 512, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(12.0)
     assert schedule.advance(10.0, 512) == 11.0
-    assert schedule.lr(10.0, 512, 1.0, 1.0, 256.0) == pytest.approx(0.2)
+    assert schedule.factor(10.0, 512, 1.0, 1.0, 256.0) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
     ("key", "options"),
     [
-        ("lr.base=-1", {"base": -1}),
-        ("lr.base=nan", {"base": math.nan}),
-        ("lr.scaling=cubic", {"base": 1, "scaling": "cubic"}),
-        ("lr.decay=step", {"base": 1, "decay": "step"}),
-        ("lr.warmup_steps=-3", {"base": 1, "warmup_steps": -3}),
-        ("base batch size 0", {"base": 1, "base_batch_size": 0}),
-        ("lr.decay=cosine over None", {"base": 1, "decay": "cosine"}),
-        ("lr.decay=cosine over 5", {"base": 1, "decay": "cosine", "warmup_steps": 5, "total": 5}),
+        ("lr.scaling=cubic", {"scaling": "cubic"}),
+        ("lr.decay=step", {"decay": "step"}),
+        ("lr.warmup_steps=-3", {"warmup_steps": -3}),
+        ("base batch size 0", {"base_batch_size": 0}),
+        ("lr.decay=cosine over None", {"decay": "cosine"}),
+        ("lr.decay=cosine over 5", {"decay": "cosine", "warmup_steps": 5, "total": 5}),
     ],
 )
 def test_wrong_values_are_named(key: str, options: dict[str, Any]) -> None:

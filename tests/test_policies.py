@@ -282,10 +282,10 @@ PHASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
-        (9, None),
-        (10, Decision(batch_size=128, lr_scale=0.5)),
-        (19, Decision(batch_size=128, lr_scale=0.5)),
-        (20, Decision(batch_size=128, lr_scale=0.5, workers=4)),
+        (5, None),
+        (6, Decision(batch_size=128, lr_scale=0.5)),  # so that it is in force at step 10
+        (15, Decision(batch_size=128, lr_scale=0.5)),
+        (16, Decision(batch_size=128, lr_scale=0.5, workers=4)),
         (500, Decision(batch_size=128, lr_scale=0.3, workers=4)),
     ],
 )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm.step import StepPlan
-from kfuse.comm.tail import TAIL_SLOTS
+from kfuse.comm.tail import RANK_SLOTS, TAIL_SLOTS, digest_slots
 from kfuse.optim import StepStats
 from kfuse.optim.statistics import Statistics
 from kfuse.session import reset
@@ -484,16 +484,19 @@ def test_gradients_unscaled_by_hand_are_unknown_not_wrong() -> None:
 def push(statistics: Statistics, step: int, seed: int) -> None:
     """A step's record as the engine makes it: now and then not finite, or of a single micro-batch."""
     rng = np.random.default_rng([seed, step])
-    record = torch.zeros(TAIL_SLOTS + 2 + 3, dtype=torch.float64)  # three workers
+    record = torch.zeros(TAIL_SLOTS + 2 + 3 * RANK_SLOTS, dtype=torch.float64)  # three workers
+    squared_norm, skipped, of_ranks = TAIL_SLOTS, TAIL_SLOTS + 1, record[TAIL_SLOTS + 2 :].view(3, RANK_SLOTS)
     micro_batches = int(rng.integers(1, 5))
     samples = 7.0 * micro_batches
     record[:4] = torch.tensor([samples * rng.gamma(2.0), samples, samples * rng.normal(), micro_batches])
     record[4:9] = torch.tensor([rng.integers(0, 100), rng.random(), 0, 0, 1])  # the control word
-    record[-5] = rng.gamma(2.0) / 2
-    record[-3:] = torch.from_numpy(rng.random(3))
+    record[squared_norm] = rng.gamma(2.0) / 2
+    of_ranks[:, 0] = torch.from_numpy(rng.random(3))
+    if step % 3 == 0:
+        of_ranks[:, 1:] = digest_slots(torch.tensor(int(rng.integers(2**62))))
     if rng.random() < 0.1:
-        record[0] = record[2] = record[-5] = math.inf
-        record[-4] = 1.0
+        record[0] = record[2] = record[squared_norm] = math.inf
+        record[skipped] = 1.0
     statistics.push(step, "samples", record)
 
 

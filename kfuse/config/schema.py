@@ -74,6 +74,7 @@ class Comm:
     dtype: str = setting("fp32", "of gradients on the wire", choices=("fp32", "bf16"))
     bucket_mb: float = setting(25.0, "gradients that travel together, MiB", above=0)
     reproducible: bool = setting(False, "the same bits for any number of workers")
+    check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
     timeout_s: float = setting(30.0, "after which a silent worker is given up, seconds", above=0)
 
 

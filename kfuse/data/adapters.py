@@ -40,8 +40,8 @@ class TensorData:
 class MapData:
     """A map-style data set (`len(d)`, `d[i] -> (x, y)`) whose samples are collated as a DataLoader would.
 
-    Random transforms inside the data set draw from the process's global generators, which this class leaves
-    alone: for augmentation that is the same for any number of workers, write a `Dataset` and use `generator`.
+    Random transforms inside the data set may draw from the global generators of torch, numpy and random: the training
+    loop seeds them for each micro-batch, so what is drawn does not depend on the worker that fetches it.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -28,7 +28,10 @@ def share(group: Group, source: int, make: Callable[[], dict[str, Any]]) -> byte
     return payload.cpu().numpy().tobytes()
 
 
-def decode(payload: bytes) -> dict[str, Any]:
-    """The state in `payload`. Only tensors and plain values are accepted: nothing in it can run code."""
-    state: dict[str, Any] = torch.load(io.BytesIO(payload), weights_only=True)
+def decode(payload: bytes, device: torch.device) -> dict[str, Any]:
+    """The state in `payload`, tensors on `device`, wherever the sender had them.
+
+    Only tensors and plain values are accepted: nothing in it can run code.
+    """
+    state: dict[str, Any] = torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
     return state

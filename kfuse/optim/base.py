@@ -43,9 +43,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _attach(self, clip_norm: float | None, skip_nonfinite: bool) -> None:
         """Called by subclasses once `param_groups` exist. Raises ValueError for a clip_norm that is not positive."""
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
-        self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
+        self.set_clip_norm(clip_norm)
+        self.skip_nonfinite = skip_nonfinite
         self.statistics = Statistics()
         self._session: Session = current()
         self._unit = "micro-batches"
@@ -56,6 +55,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             params = [p for group in self.param_groups for p in group["params"]]
             names = names_of(self.param_groups)
             share_from_first(self._session.group, params, [f"parameter {names[id(p)]}" for p in params])
+
+    def set_clip_norm(self, clip_norm: float | None) -> None:
+        """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
+        self.clip_norm = clip_norm
 
     def _build_engine(self) -> None:
         session = self._session
@@ -105,8 +110,17 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             share_from_first(self._session.group, list(everything.values()), list(everything))
 
     def learning_rates(self) -> list[float]:
-        """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`."""
-        return [float(group["lr"]) * self.lr_factor for group in self.param_groups]
+        """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`.
+
+        0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
+        """
+        rates = [group.get("lr", 0.0) for group in self.param_groups]
+        return [0.0 if isinstance(rate, Tensor) and rate.is_cuda else float(rate) * self.lr_factor for rate in rates]
+
+    @property
+    def base_lr(self) -> float:
+        """The learning rate that records speak of, without `lr_factor`: the first group's that is not zero."""
+        return next((rate / self.lr_factor for rate in self.learning_rates() if rate), 0.0) if self.lr_factor else 0.0
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +193,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def _check_consistency(self) -> None:
-        """Raises ConsistencyError, on every rank, if the ranks' parameters differed in the newest step that was read."""
+        """Raises ConsistencyError, on every rank, if the ranks' parameters differed in the newest step read."""
         stats = self.statistics.latest
         if stats is None or len(set(stats.digests)) < 2:
             return

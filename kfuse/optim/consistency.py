@@ -76,7 +76,7 @@ def names_of(param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
 
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
-    """The buffers whose changes are averaged over a step's micro-batches: floating-point ones, and BatchNorm's counters.
+    """The buffers whose changes are averaged over a step's micro-batches: floating-point ones, BatchNorm's counters.
 
     A buffer that nothing changes costs its bytes in each step's last message, so large constants are left out by being
     registered as non-persistent buffers (as rotary embeddings' tables usually are).

@@ -117,7 +117,8 @@ class Statistics:
             if item.arrived is not None:
                 item.arrived.synchronize()
         in_flight = [(item.step, item.unit, item.host.tolist()) for item in self._in_flight]
-        unread = [asdict(stats) for stats in self._unread]
+        lists = ("seconds", "digests")  # tuples, but for plain formats
+        unread = [asdict(stats) | {name: list(getattr(stats, name)) for name in lists} for stats in self._unread]
         return {"noise_scale": self.noise_scale.state_dict(), "in_flight": in_flight, "unread": unread}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,10 +127,7 @@ class Statistics:
             _InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None)
             for step, unit, record in state["in_flight"]
         )
-        self._unread = [
-            StepStats(**stats | {"control": Control(**stats["control"])})
-            for stats in state["unread"]
-        ]
+        self._unread = [StepStats(**stats | {"control": Control(**stats["control"])}) for stats in state["unread"]]
         self.latest = self._unread[-1] if self._unread else None
 
     def _receive(self, lag: int) -> None:

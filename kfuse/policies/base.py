@@ -35,6 +35,14 @@ class BasePolicy:
     def after_train(self) -> None:
         """Called once, after the last step."""
 
+    def initial(self) -> Decision | None:
+        """What to begin with: called once, on rank 0, before the first step of a run that does not resume another.
+
+        Batch size, learning-rate factor and synchronisation are in force from the first step; more workers are asked
+        for, and join when they are ready.
+        """
+        return None
+
     def decide(self, signals: Signals) -> Decision | None:
         """What to change, given one finished step; None for nothing.
 

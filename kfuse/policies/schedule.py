@@ -28,8 +28,10 @@ class SchedulePolicy(BasePolicy):
     one of `batch_size`, `lr_scale`, `workers`: [{"epoch": 0, "lr_scale": 1.0},
     {"epoch": 5, "batch_size": 256, "workers": 2}]. A setting holds until a later phase changes it.
 
-    A phase is in force from the first step at or after its start, also in a run that resumes after it;
-    the policy asks until the signals show the settings, so it needs no memory of what it asked for.
+    A phase that starts at a step is in force from that step on, asked for as many steps ahead as a decision takes
+    (signals.in_force_at); only one at steps 1 to 3 is in force from step 4. A phase that starts at an epoch is in force
+    from that epoch's fifth step at the latest, epoch 0's from the first. More workers join when they are ready. The
+    same holds in a run that resumes later: the policy asks until the signals show the settings.
 
     Raises ValueError for phases that are not of that form.
     """
@@ -46,12 +48,12 @@ class SchedulePolicy(BasePolicy):
         if any(later <= earlier for earlier, later in pairwise(starts)):
             raise ValueError(f"policy.phases: {self._unit}={starts}: allowed is increasing order")
 
+    def initial(self) -> Decision | None:
+        asked = self._asked(0)
+        return None if asked.is_empty else asked
+
     def decide(self, signals: Signals) -> Decision | None:
-        now = signals.step if self._unit == "step" else signals.epoch
-        asked = Decision()
-        for phase in self._phases:
-            if phase.start <= now:
-                asked = asked.merged(phase.settings)
+        asked = self._asked(signals.in_force_at if self._unit == "step" else signals.epoch)
         # Compare what can be reached: within the bounds, and in whole micro-batches. Otherwise a setting
         # that is out of reach would be asked for at every step.
         goal, _ = asked.clipped(signals.bounds)
@@ -61,6 +63,14 @@ class SchedulePolicy(BasePolicy):
             workers=None if goal.workers == signals.workers else asked.workers,
         )
         return None if change.is_empty else change
+
+    def _asked(self, now: int) -> Decision:
+        """The settings of all phases that have started at step or epoch `now`; later ones win."""
+        asked = Decision()
+        for phase in self._phases:
+            if phase.start <= now:
+                asked = asked.merged(phase.settings)
+        return asked
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: decisions depend on the signals alone, and the phases belong to the configuration."""
