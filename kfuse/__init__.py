@@ -13,7 +13,7 @@ from kfuse.comm.group import CommError
 from kfuse.comm.step import CommOptions
 from kfuse.fit import Hook, fit
 from kfuse.loader import DataLoader
-from kfuse.optim import FusedAdamW, FusedLAMB, FusedSGD, Optimizer, StepStats
+from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer, StepStats
 from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
 from kfuse.session import Session, init
 from kfuse.signals import Bounds, Decision, Signals
@@ -42,6 +42,7 @@ __all__ = [
     "Bounds",
     "CommError",
     "CommOptions",
+    "ConsistencyError",
     "DataLoader",
     "Decision",
     "FusedAdamW",

@@ -52,16 +52,16 @@ def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[st
 
 
 def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[str], rates: Sequence[float]) -> str:
-    """In words, the first tensor or rate that is not the same on all ranks. Every rank calls it. Raises CommError."""
-    values = [digest([tensor]).to(group.device) for tensor in tensors]
-    values += [torch.tensor(rate, dtype=torch.float64).view(torch.int64).to(group.device) for rate in rates]
+    """In words, the first rate or tensor that is not the same on all ranks. Every rank calls it. Raises CommError."""
+    values = [torch.tensor(rate, dtype=torch.float64).view(torch.int64).to(group.device) for rate in rates]
+    values += [digest([tensor]).to(group.device) for tensor in tensors]
     found = torch.stack(group.all_gather(torch.stack(values), "digests of the parameters")).cpu()
     different = (found != found[0]).any(dim=0).nonzero().flatten().tolist()
     if not different:
         return "a parameter that has changed since on some of them"
     first = different[0]
     ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
-    what = f"parameter {names[first]}" if first < len(names) else f"the learning rate of group {first - len(names)}"
+    what = f"the learning rate of group {first}" if first < len(rates) else f"parameter {names[first - len(rates)]}"
     return f"{what} (ranks {', '.join(map(str, ranks))} against rank 0; {len(different)} values differ in all)"
 
 

@@ -127,7 +127,14 @@ class Statistics:
             _InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None)
             for step, unit, record in state["in_flight"]
         )
-        self._unread = [StepStats(**stats | {"control": Control(**stats["control"])}) for stats in state["unread"]]
+        self._unread = [
+            StepStats(
+                **stats
+                | {"control": Control(**stats["control"])}
+                | {name: tuple(stats[name]) for name in ("seconds", "digests")}
+            )
+            for stats in state["unread"]
+        ]
         self.latest = self._unread[-1] if self._unread else None
 
     def _receive(self, lag: int) -> None:

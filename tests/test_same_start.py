@@ -1,0 +1,193 @@
+"""Workers start from rank 0's model whatever each one has built, and a difference that arises later ends the job."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import WorkersFailed, run_workers
+from elastic_job import chaos, run_job, words
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm.tail import digest, digest_from_slots, digest_slots
+from kfuse.evaluation import params_sha256
+
+
+def problem(count: int = 64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 4, generator=generator)
+    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
+
+
+def network(rank: int) -> nn.Sequential:
+    """Another one on each rank, as in a script that sets no seed; with a frozen layer and buffers."""
+    torch.manual_seed(100 + rank)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    net[2].requires_grad_(False)
+    net[1].running_mean.normal_()
+    return net
+
+
+def start_of(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def fitted(kind: str) -> tuple[dict[str, Tensor], str]:
+    kf.init()
+    net = network(kf.rank())
+    opt: Any = (
+        kf.FusedAdamW(net.parameters()) if kind == "fused" else kf.Optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    )
+    summary = kf.fit(net, problem(), opt, batch_size=16, micro_batch=4)
+    assert summary is not None
+    return start_of(net), summary["params_sha256"]
+
+
+@pytest.mark.parametrize("kind", ["fused", "wrapped"])
+def test_fit_starts_from_rank_0s_model(kind: str) -> None:
+    """The same parameters, frozen ones and buffers too, as of rank 0's model trained alone (but for rounding)."""
+    (alone, _), *_ = run_workers(1, fitted, kind)
+    results = run_workers(2, fitted, kind)
+    for state, sha in results:
+        assert sha == results[0][1]
+        for name, value in state.items():
+            assert torch.equal(value, results[0][0][name]), name
+            assert torch.allclose(value.double(), alone[name].double(), rtol=1e-4, atol=1e-5), name
+
+
+def own_loop(tracked: bool) -> dict[str, Tensor]:
+    kf.init()
+    net = network(kf.rank())
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    if tracked:
+        opt.sync_buffers(net)
+    x, y = problem()
+    mine = slice(kf.rank(), None, kf.size())
+    for _ in range(5):
+        F.cross_entropy(net(x[mine]), y[mine]).backward()
+        opt.step()
+        opt.zero_grad()
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_loop_of_ones_own_starts_from_rank_0s_parameters(tracked: bool) -> None:
+    first, second = run_workers(2, own_loop, tracked)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def other_shapes() -> None:
+    kf.init()
+    net = nn.Linear(4, 3 + kf.rank())
+    kf.FusedSGD(net.parameters(), lr=0.1)
+
+
+def test_another_model_on_a_rank_is_refused() -> None:
+    with pytest.raises(WorkersFailed, match="rank 1 has another model than rank 0"):
+        run_workers(2, other_shapes)
+
+
+def test_an_elastic_job_starts_from_rank_0s_model(tmp_path: Path) -> None:
+    """Each process draws its own parameters; all workers, and one that joins later, have rank 0's."""
+    settings = words(
+        "model._target_=unseeded.UnseededMLP data=digits batch.size=64 batch.micro=16 train.steps=60",
+        "workers.count=2 workers.max=3 comm.check_every=1",
+    )
+    phases, gates = [{"step": 20, "workers": 3}], [{"step": 40, "workers": 3}]
+    job = run_job(tmp_path / "run", [*settings, *chaos(tmp_path, phases=phases, gates=gates, adaptive=False)])
+    assert job.error is None, job.told()
+    assert [len(view["workers"]) for view in job.views] == [2, 3]
+    assert job.summary["steps"] == 60
+
+
+# -- the check ------------------------------------------------------------------------------------------------------
+
+
+@given(value=st.integers(-(2**63), 2**63 - 1), others=st.integers(0, 3))
+def test_a_digest_survives_the_sum_over_ranks(value: int, others: int) -> None:
+    total = digest_slots(torch.tensor(value))
+    for _ in range(others):
+        total = total + torch.zeros(3)
+    assert digest_from_slots(total.tolist()) == value % 2**64
+    assert digest_from_slots([0.0, 0.0, 0.0]) is None
+
+
+def test_a_digest_tells_one_bit_apart() -> None:
+    tensors = [torch.randn(7, 5), torch.randn(3)]
+    other = [copy.deepcopy(t) for t in tensors]
+    assert digest(tensors) == digest(other)
+    other[1].view(torch.int32)[2] ^= 1
+    assert digest(tensors) != digest(other)
+    assert digest(tensors, salt=2**64 - 1) != digest(tensors)
+    assert digest([]) == 0
+
+
+def diverge(what: str, every: int, how: str) -> list[int]:
+    """Rank 1 changes something in step 13; returns the steps made until the job ended with an error."""
+    kf.init(kf.CommOptions(check_every=every))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    x, y = problem(256)
+    steps = 0
+
+    def spoil() -> None:
+        if steps == 13 and kf.rank() == 1:
+            if what == "parameter":
+                net[2].weight.data[1, 1] += 1e-6
+            else:
+                opt.param_groups[0]["lr"] = 0.2
+
+    try:
+        if how == "loader":
+            for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4, epochs=4):
+                spoil()
+                for inputs, targets in step:
+                    F.cross_entropy(net(inputs), targets).backward()
+                opt.step()
+                opt.zero_grad()
+                steps += 1
+        else:
+            for _ in range(128):
+                spoil()
+                F.cross_entropy(net(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+                steps += 1
+    except kf.ConsistencyError as error:
+        name = "2.weight" if how == "loader" else "2 of group 0, of shape (3, 8)"
+        first = f"parameter {name}" if what == "parameter" else "learning rate of group 0"
+        # Parameters of earlier layers follow within a step, so that the first that differs may be one of them.
+        assert first in str(error) or (what == "parameter" and "model: parameter 0" in str(error)), error
+        assert "ranks 1 against rank 0" in str(error)
+        return [steps]
+    return []
+
+
+@pytest.mark.parametrize("how", ["bare", "loader"])
+@pytest.mark.parametrize("what", ["parameter", "rate"])
+def test_workers_that_differ_end_within_two_checks(what: str, how: str) -> None:
+    results = run_workers(2, diverge, what, 5, how)
+    assert results[0] == results[1] != [], "no rank noticed"
+    assert 13 <= results[0][0] <= 13 + 2 * 5
+
+
+def reproducible_run() -> str:
+    kf.init(kf.CommOptions(reproducible=True, check_every=1))
+    net = network(kf.rank())
+    summary = kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), batch_size=12, micro_batch=4, epochs=2)
+    assert summary is not None and summary["params_sha256"] == params_sha256(net)
+    return str(summary["params_sha256"])
+
+
+def test_no_false_alarm_whoever_has_no_micro_batch() -> None:
+    """Three micro-batches, four workers: one has none, and sends no digest. The bits stay those of one worker."""
+    assert len({*run_workers(1, reproducible_run), *run_workers(4, reproducible_run)}) == 1
