@@ -8,6 +8,7 @@ Buckets start in index order on every rank; the tail rides at the end of the las
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -24,6 +25,8 @@ from kfuse.comm.step import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, 
 from kfuse.comm.stopwatch import Stopwatch
 from kfuse.comm.tree import LeafStep, plan_merges, plan_range
 from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
+
+_LOG = logging.getLogger("kfuse")
 
 
 class Engine:
@@ -47,6 +50,7 @@ class Engine:
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
         self.averaged: list[Tensor] = []
         """Buffers averaged with the gradients."""
+        self._warned = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._build()
         self.set_group(group)
@@ -162,6 +166,8 @@ class Engine:
             self._stopwatch.start()
         now.current = micro_batch
         now.leaf = now.leaves[now.done] if now.leaves is not None else LeafStep(0, now.done > 0, ())
+        if self.options.reproducible and now.plan is None:
+            self._warn_of_no_plan()
         if now.plan is not None:
             now.scale = micro_batch.samples / (now.plan.local or now.plan.samples)
         else:
@@ -171,6 +177,15 @@ class Engine:
             torch._foreach_copy_(*((self._saved, self.averaged) if first else (self.averaged, self._saved)))
         for bucket in self.buckets:
             bucket.begin_micro_batch()
+
+    def _warn_of_no_plan(self) -> None:
+        """Once: without a plan nobody knows a micro-batch's place in the canonical tree."""
+        if self.group.rank == 0 and not self._warned:
+            _LOG.warning(
+                "comm.reproducible=true: the micro-batches of this loop are not planned, so the bits depend on the "
+                "number of workers; kf.fit and kf.DataLoader plan them"
+            )
+        self._warned = True
 
     def _hook(self, bucket: Bucket, position: int, index: int) -> Callable[[Tensor], None]:
 

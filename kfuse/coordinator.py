@@ -196,6 +196,8 @@ class Coordinator:
         """In a new view: workers that are behind (a joiner is far behind) get the most advanced one's state."""
         view, group = self.session.view, self.session.group
         if view is None:
+            if not self._has_state:
+                self._begin(restarted=False)
             return
         started = time.perf_counter()
         orders = self._gather_orders()

@@ -52,9 +52,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._build_engine()
         self._session.register(self)
         if not self._session.elastic:  # in an elastic job the training loop shares all of the state
-            params = [p for group in self.param_groups for p in group["params"]]
-            names = names_of(self.param_groups)
-            share_from_first(self._session.group, params, [f"parameter {names[id(p)]}" for p in params])
+            self._share_parameters(self.param_groups)
+
+    def _share_parameters(self, groups: list[dict[str, Any]]) -> None:
+        """All workers take rank 0's values of these groups' parameters. Raises ValueError, CommError."""
+        params = [p for group in groups for p in group["params"]]
+        names = names_of(self.param_groups)
+        share_from_first(self._session.group, params, [f"parameter {names[id(p)]}" for p in params])
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
@@ -88,6 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
         if hasattr(self, "engine"):
             self._build_engine()
+            self._share_parameters(self.param_groups[-1:])
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)

@@ -1,0 +1,189 @@
+"""What a loop's body asks for is announced, whenever it asks; what was decided outlives changes of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import read_lines, run_job, words
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.session import current, reset
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+def problem(count: int = 256) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 4, generator=generator)
+    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Seen(kf.BasePolicy):
+    def __init__(self) -> None:
+        self.signals: list[kf.Signals] = []
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.signals.append(signals)
+        return None
+
+
+MOMENTS = ("before", "micro_batch", "after_backward", "after_step")
+
+
+def ask_at(moment: str) -> list[tuple[int, float, int | None]]:
+    """Asks for everything in step 3, at this moment of the body; what was in force in each step."""
+    net, policy = network(), Seen()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    number = 0
+
+    def ask(now: str) -> None:
+        if now == moment and number == 3:
+            kf.set_batch_size(24)
+            kf.set_lr(0.02)
+            kf.set_topology("tree")
+            kf.set_tree("star")
+
+    topologies = []
+    for step in kf.DataLoader(problem(), net, opt, batch_size=16, micro_batch=4, policy=policy, lr_scaling="none"):
+        ask("before")
+        for index, (x, y) in enumerate(step):
+            F.cross_entropy(net(x), y).backward()
+            if index == 0:
+                ask("micro_batch")
+        ask("after_backward")
+        opt.step()
+        opt.zero_grad()
+        topologies.append((current().topology, current().tree))
+        ask("after_step")
+        number += 1
+    assert topologies[-1] == ("tree", "star")
+    return [(s.batch_size, round(s.lr, 9), s.workers) for s in policy.signals]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_request_at_any_moment_of_a_step_takes_effect(moment: str, workers: int) -> None:
+    results = run_workers(workers, ask_at, moment) if workers > 1 else [ask_at(moment)]
+    for seen in results:
+        batches, rates = [batch for batch, *_ in seen], [rate for _, rate, _ in seen]
+        assert sorted(set(batches)) == [16, 24] and 4 <= batches.index(24) <= 7
+        assert sorted(set(rates)) == [0.02, 0.1]
+        assert seen == results[0]
+
+
+def local_sgd(moment: str) -> int:
+    net = network()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    drifted = 0
+    loader = kf.DataLoader(problem(), net, opt, batch_size=16, micro_batch=4)
+    for number, step in enumerate(loader):
+        for x, y in step:
+            F.cross_entropy(net(x), y).backward()
+        if moment == "after_backward" and number == 3:
+            kf.set_sync(4)
+        opt.step()
+        opt.zero_grad()
+        stats = opt.stats
+        drifted += stats is not None and stats.grad_norm is None
+    return drifted
+
+
+def test_set_sync_between_backward_and_step() -> None:
+    assert run_workers(2, local_sgd, "never") == [0, 0]
+    results = run_workers(2, local_sgd, "after_backward")
+    assert results[0] == results[1] > 5
+
+
+def test_a_parameter_group_added_inside_the_loop_is_trained() -> None:
+    """And the learning rates of both are their own."""
+    net, extra = network(), nn.Linear(4, 3)
+    before = extra.weight.detach().clone()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    for number, step in enumerate(kf.DataLoader(problem(), net, opt, batch_size=16, micro_batch=4)):
+        for x, y in step:
+            F.cross_entropy(net(x) + (extra(x) if number > 4 else 0), y).backward()
+        opt.step()
+        opt.zero_grad()
+        if number == 4:
+            opt.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
+    assert not torch.equal(before, extra.weight)
+    assert [group["lr"] for group in opt.param_groups] == [0.1, 0.5]
+
+
+def added_group() -> list[float]:
+    torch.manual_seed(kf.rank())
+    net = nn.Linear(4, 3)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    extra = nn.Linear(4, 3)
+    opt.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
+    x, y = problem()
+    for _ in range(3):
+        F.cross_entropy(net(x) + extra(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return [float(p.detach().sum()) for p in (*net.parameters(), *extra.parameters())]
+
+
+def test_a_group_that_is_added_starts_from_rank_0s_values() -> None:
+    first, second = run_workers(2, added_group)
+    assert first == second
+
+
+def test_after_epoch_is_called_again_where_its_collective_fails(tmp_path: Path) -> None:
+    settings = words(
+        "model=mlp model.hidden=[8] data=digits batch.size=128 batch.micro=32 train.epochs=3 workers.count=2",
+        f"policy._target_=epoch_collective.EpochCollective +policy.directory={tmp_path} elastic.replace=false",
+    )
+    job = run_job(tmp_path / "run", settings)
+    assert job.error is None, job.told()
+    assert [view["reason"] for view in job.views] == ["start", "failure"]
+    completed = [record["epoch"] for record in read_lines(tmp_path / "completed.jsonl")]
+    assert completed == [0, 1, 2]
+
+
+class Initial(Seen):
+    def __init__(self, decision: kf.Decision) -> None:
+        super().__init__()
+        self.decision = decision
+
+    def initial(self) -> kf.Decision | None:
+        return self.decision
+
+
+def test_a_policys_initial_decision_is_in_force_from_the_first_step() -> None:
+    net = network()
+    policy = Initial(kf.Decision(batch_size=10**6, lr_scale=0.5))  # clipped to max_batch_size
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=16, max_batch_size=32, lr_scaling="none")
+    assert {(s.batch_size, s.lr) for s in policy.signals} == {(32, 0.05)}
+
+
+@pytest.mark.parametrize("start", [0, 4, 5, 9])
+def test_a_scheduled_phase_is_in_force_from_its_step(start: int) -> None:
+    class Watched(kf.SchedulePolicy):
+        def decide(self, signals: kf.Signals) -> kf.Decision | None:
+            seen.append(signals)
+            return super().decide(signals)
+
+    seen: list[kf.Signals] = []
+    net, policy = network(), Watched([{"step": start, "batch_size": 24}])
+    opt: Any = kf.FusedSGD(net.parameters(), lr=0.1)
+    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=16, micro_batch=8)
+    assert [s.batch_size for s in seen] == [16] * start + [24] * (len(seen) - start)
