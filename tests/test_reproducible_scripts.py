@@ -1,0 +1,187 @@
+"""comm.reproducible in scripts: the same bits for any number of workers, or a refusal or warning of the cause."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.elastic import state
+from kfuse.session import reset
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    reset()
+    yield
+    reset()
+    torch.set_num_threads(threads)
+
+
+class Augmented(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Noise from all three global generators, as people's transforms draw it."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        noise = torch.rand(4) + float(np.random.rand()) + random.random()
+        return torch.full((4,), i / 48) + noise, i % 3
+
+
+class OwnGenerator(Augmented):
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+
+class RunningMean(nn.Module):
+    """A buffer that is not BatchNorm's, and a constant one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("table", torch.linspace(0, 1, 4) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean + self.table
+
+
+def networks(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    match kind:
+        case "running_mean":
+            return nn.Sequential(RunningMean(), nn.Linear(4, 3))
+        case "spectral_norm":
+            return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 3))
+        case "batch_norm":
+            return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+    raise ValueError(kind)
+
+
+def bits(kind: str, how: str) -> dict[str, list[float]]:
+    kf.init(kf.CommOptions(reproducible=True))
+    assert torch.get_num_threads() == 1
+    net = networks(kind)
+    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+    if how == "fit":
+        kf.fit(net, Augmented(), opt, batch_size=12, micro_batch=3, epochs=3)
+    else:
+        for step in kf.DataLoader(Augmented(), net, opt, batch_size=12, micro_batch=3, epochs=3):
+            for x, y in step:
+                F.cross_entropy(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    return {name: value.double().flatten().tolist() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["running_mean", "spectral_norm", "batch_norm"])
+@pytest.mark.parametrize("how", ["fit", "loader"])
+def test_parameters_and_buffers_have_the_same_bits(kind: str, how: str) -> None:
+    """Transforms that draw from torch, numpy and random included, whatever was drawn in the process before."""
+    torch.set_num_threads(2)
+    random.seed(7), np.random.seed(8), torch.manual_seed(9)
+    alone = bits(kind, how)
+    for workers in (2, 3):
+        for found in run_workers(workers, bits, kind, how):
+            assert found == alone
+
+
+def test_a_buffer_that_nothing_changes_keeps_its_bits() -> None:
+    net = networks("running_mean")
+    table = net[0].table.clone()  # type: ignore[index]
+    kf.fit(net, Augmented(), kf.FusedSGD(net.parameters(), lr=0.1), batch_size=12, micro_batch=5, epochs=2)
+    assert torch.equal(net[0].table, table)  # type: ignore[index]
+
+
+def test_the_users_generators_are_where_they_were() -> None:
+    torch.manual_seed(1), np.random.seed(2), random.seed(3)
+    expected = (torch.rand(3).tolist(), np.random.rand(), random.random())
+    torch.manual_seed(1), np.random.seed(2), random.seed(3)
+    net = nn.Linear(4, 3)
+    torch.manual_seed(1)  # the layer drew too
+    kf.fit(net, Augmented(), kf.FusedSGD(net.parameters(), lr=0.1))
+    assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == expected
+
+
+def embedding(max_norm: float | None) -> None:
+    kf.init()
+    net = nn.Sequential(nn.Embedding(10, 4, max_norm=max_norm), nn.Flatten(), nn.Linear(8, 3))
+    data = (torch.randint(10, (32, 2)), torch.randint(3, (32,)))
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=8)
+
+
+def test_an_embedding_that_renormalises_in_forward_is_refused_for_several_workers() -> None:
+    run_workers(2, embedding, None)
+    with pytest.raises(AssertionError, match=r"module 0: Embedding\(max_norm=1.0\) changes its weights in forward"):
+        run_workers(2, embedding, 1.0)
+    embedding(1.0)  # one worker does it as torch does
+
+
+def warnings_of(caplog: Any, net: nn.Module, data: Any, comm: kf.CommOptions | None = None) -> list[str]:
+    kf.init(comm)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=12, micro_batch=3)
+    return [record.getMessage() for record in caplog.records if record.name == "kfuse"]
+
+
+REPRODUCIBLE = kf.CommOptions(reproducible=True)
+
+
+def test_a_data_set_with_a_generator_of_its_own_is_named(caplog: Any) -> None:
+    [said] = warnings_of(caplog, nn.Linear(4, 3), OwnGenerator(), REPRODUCIBLE)
+    assert "OwnGenerator draws from a generator of its own (rng)" in said
+
+
+def test_a_changing_buffer_is_named(caplog: Any) -> None:
+    [said] = warnings_of(caplog, networks("running_mean"), Augmented())
+    assert "buffer 0.mean changes in forward" in said and "averaged" in said
+
+
+def test_a_counter_that_is_not_kept_the_same_is_named(caplog: Any) -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    [said] = warnings_of(caplog, Counting(), Augmented(), REPRODUCIBLE)
+    assert "buffer calls changes in forward and is not kept the same on all workers" in said
+
+
+def test_batch_norm_and_plain_models_are_silent(caplog: Any) -> None:
+    assert warnings_of(caplog, networks("batch_norm"), Augmented(), REPRODUCIBLE) == []
+
+
+def test_a_loop_that_plans_nothing_is_warned_of(caplog: Any) -> None:
+    kf.init(REPRODUCIBLE)
+    net = nn.Linear(4, 3)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        for j in range(2):
+            with opt.micro_batch(samples=4, last=j == 1):
+                net(torch.randn(4, 4)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    [said] = [record.getMessage() for record in caplog.records if record.name == "kfuse"]
+    assert "the micro-batches of this loop are not planned" in said
+
+
+def test_a_state_is_loaded_onto_the_receivers_device() -> None:
+    with patch.object(torch, "load", return_value={}) as load:
+        state.decode(b"", torch.device("cuda", 3))
+    assert load.call_args.kwargs["map_location"] == torch.device("cuda", 3)
