@@ -6,12 +6,14 @@ global batch (a view of its bucket), as with DistributedDataParallel. `step()` t
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
@@ -20,6 +22,8 @@ from kfuse.comm.step import MicroBatch, Reduced, StepPlan
 from kfuse.optim.statistics import Statistics, StepStats
 from kfuse.session import Session, current
 from kfuse.undecorated import undecorated
+
+_LOG = logging.getLogger("kfuse")
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
@@ -41,6 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.statistics = Statistics()
         self._session: Session = current()
         self._unit = "micro-batches"
+        self._had_gradients = False
         self._tracked: nn.Module | None = None
         self._build_engine()
         self._session.register(self)
@@ -48,13 +53,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _build_engine(self) -> None:
         session = self._session
         groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+        names = [name for p, name in self._named_parameters() if p.requires_grad]
         old: Engine | None = getattr(self, "engine", None)
+        if old is not None and old.reduced is not None:
+            raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
+        self._check_layout()
+        self.engine = Engine(groups, session.group, session.comm, names)
         if old is not None:
-            if old.reduced is not None:
-                raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
             old.close()
-        self.engine = Engine(groups, session.group, session.comm)
-        self.engine.step = old.step if old is not None else 0
+            self.engine.step = old.step
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control
         self._group_of = [g for g, params in enumerate(groups) for _ in params]
@@ -63,13 +70,48 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.sync_buffers(self._tracked)
         self._layout_changed()
 
+    def _check_layout(self) -> None:
+        """Before buckets are built: subclasses raise ValueError for parameters that they cannot lay out."""
+
     def _layout_changed(self) -> None:
         """The buckets are new: subclasses with flat state lay it out again."""
 
+    def _named_parameters(self) -> list[tuple[Parameter, str]]:
+        """All parameters, frozen ones too, as messages name them: by state_dict's index, and torch's name if given."""
+        named: list[tuple[Parameter, str]] = []
+        for group in self.param_groups:
+            names = group.get("param_names") or [None] * len(group["params"])
+            words = [_words(index, name) for index, name in enumerate(names, len(named))]
+            named += zip(group["params"], words, strict=True)
+        return named
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
+        if not isinstance(param_group.get("params"), Tensor | set):
+            param_group["params"] = list(param_group["params"])
+            self._refuse_duplicates(param_group)
         undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
         if hasattr(self, "engine"):
-            self._build_engine()
+            try:
+                self._build_engine()
+            except Exception:
+                self.param_groups.pop()
+                raise
+
+    def _refuse_duplicates(self, param_group: dict[str, Any]) -> None:
+        """In a group that is to be added, whose parameters may be (name, parameter) pairs."""
+        params = param_group["params"]
+        pairs = [given if isinstance(given, tuple) else (None, given) for given in params]
+        names = param_group.get("param_names") or [name for name, _ in pairs]
+        seen = {id(p): name for p, name in self._named_parameters()}
+        for index, (name, (_, p)) in enumerate(zip(names, pairs, strict=True), len(seen)):
+            words = _words(index, name)
+            if id(p) in seen:
+                raise ValueError(
+                    f"{words} of shape {tuple(p.shape)} is {seen[id(p)]} again: list each parameter once "
+                    "(model.parameters() does, also where modules share one)"
+                )
+            seen[id(p)] = words
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)
@@ -88,6 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
+        self.engine.check_owner()
         self._unit = "samples"
         self.engine.begin(plan)
 
@@ -96,8 +139,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
         samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
         last: whether it is this worker's last of the step; then the reduction starts as backward goes.
-        Raises ValueError for a sample count below 1.
+        Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
+        self.engine.check_owner()
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
@@ -113,6 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if reduced is None:
             return
         used = None if reduced.all_used_here else reduced.used.tolist()
+        self._had_gradients = self._had_gradients or used is None or any(used)
         for bucket in self.engine.of_params:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if used is None or used[index] > 0:
@@ -120,7 +165,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update with the mean gradient over the global batch. Without a backward before it, does nothing."""
+        """One update with the mean gradient over the global batch. Without gradients, does nothing.
+
+        Gradients that were set by hand (`p.grad = ...`), with no backward since the last step, count as one
+        micro-batch, as those of a bare backward do. Raises RuntimeError if a newer optimizer has the parameters, if
+        some were frozen or unfrozen without `rebuild`, or if the last step's gradients are still there.
+        """
+        self.engine.check_owner()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,12 +184,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
         if self.engine.reduced is None:
             try:
+                if self._session.failure is None and any(p.grad is not None for p in self.engine.params):
+                    self._take_gradients_set_by_hand()
                 self.synchronize()
             except CommError as error:
                 if not self._session.absorb(error):
                     raise
                 self.engine.abort()
         reduced, self.engine.reduced = self.engine.reduced, None
+        if not self._had_gradients and self._session.failure is None:
+            self._warn_of_no_gradients()
         if reduced is None:
             return loss
         self._take_back_gradients()
@@ -171,6 +226,27 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         for value, mean in zip(values, means, strict=True):
             mean = mean.view(value.shape)
             value.copy_(mean if value.is_floating_point() else mean.round())
+
+    def _take_gradients_set_by_hand(self) -> None:
+        if self.engine.begun:
+            return
+        if self._session.group.size > 1 and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler has looked for infinities in this worker's gradients before they were reduced over all "
+                "workers: with several workers and a GradScaler, gradients must come from backward, not from p.grad = "
+            )
+        self.engine.take_gradients()
+
+    def _warn_of_no_gradients(self) -> None:
+        """Once: perhaps the loss is that of another model, or of a copy of this one."""
+        self._had_gradients = True
+        if self.engine.params:
+            _LOG.warning(
+                "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "
+                "Does the loss come from the model whose parameters it was given?",
+                type(self).__name__,
+                len(self.engine.params),
+            )
 
     def _take_back_gradients(self) -> None:
         """Where the user replaced a `p.grad` (it may also be changed in place), the bucket gets the new values."""
@@ -237,3 +313,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def stats(self) -> StepStats | None:
         """The latest step's statistics, None before the first. Waits for the device."""
         return self.statistics.wait()
+
+
+def _words(index: int, name: str | None) -> str:
+    return f"parameter {index}" if name is None else f"parameter {index} ({name})"
