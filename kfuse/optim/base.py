@@ -45,7 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.statistics = Statistics()
         self._session: Session = current()
         self._unit = "micro-batches"
-        self._had_gradients = False
+        self._had_gradients = self._was_nonfinite = False
         self._tracked: nn.Module | None = None
         self._build_engine()
         self._session.register(self)
@@ -197,7 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if reduced is None:
             return loss
         self._take_back_gradients()
-        record, scale, found_inf = self._verdict(reduced)
+        record, scale, found_inf, finite = self._verdict(reduced)
         skipped = torch.zeros(1, dtype=torch.float64, device=record.device) if found_inf is None else found_inf.double()
         self._update(reduced, scale, found_inf)
         self._session.control_sent()
@@ -206,6 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         unit = "micro-batches" if reduced.implicit else self._unit
         record = torch.cat([record, skipped.reshape(1), reduced.seconds.double()])
         self.statistics.push(self.engine.step - 1, unit, record)
+        self._warn_of_nonfinite(self.engine.step - 1, finite)
         return loss
 
     @torch.no_grad()
@@ -261,35 +262,69 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
         self._build_engine()
 
-    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The record in units of the true gradient; what gradients are multiplied with; whether to skip (device)."""
+    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """The record in units of the true gradient; what gradients are multiplied with; whether to skip; whether
+        gradients are finite. All on the device.
+        """
         record = reduced.record
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        squared_norm, finite = self._squared_norm(reduced)
         if found_inf is not None:
             found_inf = torch.as_tensor(found_inf, dtype=torch.float32, device=record.device)
             record = record.clone()
             squared = torch.nan if loss_scale is None else loss_scale.double() ** 2  # unscaled by hand: not known
             record[t.SUM_SQUARES] /= squared
             record[t.TAIL_SLOTS] /= squared
+            squared_norm = squared_norm / squared
             if self.clip_norm is not None and loss_scale is not None:
-                # The scaled norm overflowed fp32 where no gradient did: there is no coefficient to clip with.
-                found_inf = torch.maximum(found_inf, (~torch.isfinite(record[t.TAIL_SLOTS])).to(torch.float32))
-        elif self.skip_nonfinite:
-            finite = torch.isfinite(record[t.SUM_SQUARES] + record[t.TAIL_SLOTS])
+                # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
+                found_inf = torch.maximum(found_inf, (~torch.isfinite(squared_norm)).to(torch.float32))
+        elif self.skip_nonfinite and (record.device.type == "cuda" or not finite):
             found_inf = (~finite).to(torch.float32)
         scale = None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
         if self.clip_norm is not None:
-            norm = self._norm_to_clip(record, loss_scale)
-            coefficient = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+            if hasattr(self, "found_inf") and loss_scale is None:  # p.grad was unscaled, perhaps changed, by the user
+                squared_norm = self._squared_norm_of_gradients()
+            coefficient = (self.clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
             scale = coefficient if scale is None else scale * coefficient
-        return record, scale, found_inf
+        return record, scale, found_inf, finite
 
-    def _norm_to_clip(self, record: Tensor, loss_scale: Tensor | None) -> Tensor:
-        if hasattr(self, "found_inf") and loss_scale is None:  # p.grad was unscaled, perhaps changed, by the user
-            grads = [p.grad for p in self.engine.params if p.grad is not None]
-            return torch.nn.utils.get_total_norm(grads).double()
-        return record[t.TAIL_SLOTS].sqrt()
+    def _squared_norm(self, reduced: Reduced) -> tuple[Tensor, Tensor]:
+        """|gbar|^2 (float64), and whether the gradients are finite, on the device.
+
+        The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
+        gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
+        """
+        record = reduced.record
+        squared_norm = record[t.TAIL_SLOTS]
+        finite = torch.isfinite(record[t.SUM_SQUARES] + squared_norm)
+        if record.device.type != "cuda" and not finite:
+            squared_norm = self._squared_norm_of_gradients()
+            if not reduced.local:  # else the others must skip too, and have other gradients
+                finite = torch.isfinite(squared_norm)
+        return squared_norm, finite
+
+    def _squared_norm_of_gradients(self) -> Tensor:
+        """In float64, where fp32 gradients' squares cannot overflow."""
+        squares = [p.grad.double().square().sum() for p in self.engine.params if p.grad is not None]
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def _warn_of_nonfinite(self, step: int, finite: Tensor) -> None:
+        """Rank 0 names the first of a run of steps whose gradients are not finite; on CUDA one step later."""
+        if hasattr(self, "found_inf"):  # GradScaler's: there skips are how it finds its scale
+            return
+        if finite.device.type == "cuda":
+            stats = self.statistics.latest
+            if stats is None:
+                return
+            step, nonfinite = stats.step, stats.grad_norm is None
+        else:
+            nonfinite = not finite
+        if nonfinite and not self._was_nonfinite and self._session.group.rank == 0:
+            outcome = "left out" if self.skip_nonfinite else "made all the same, since skip_nonfinite is off"
+            _LOG.warning("step %d: a gradient is not finite; the update was %s", step, outcome)
+        self._was_nonfinite = nonfinite
 
     @abstractmethod
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:

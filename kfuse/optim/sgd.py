@@ -16,7 +16,8 @@ class FusedSGD(FlatOptimizer, SGD):
     """torch.optim.SGD, data-parallel: reduces, measures, clips and updates in one go.
 
     Same arithmetic and same state_dict as torch's. Parameters must be fp32. `clip_norm` clips the global norm of the
-    mean gradient; `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation.
+    mean gradient; `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation, and
+    rank 0 warns. (On CUDA a gradient whose square overflows fp32, above 1e19, counts as not finite.)
     """
 
     _moment_names = ("momentum_buffer",)
@@ -32,7 +33,7 @@ class FusedSGD(FlatOptimizer, SGD):
         *,
         maximize: bool = False,
         clip_norm: float | None = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool = True,
     ) -> None:
         SGD.__init__(self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
         self._attach(clip_norm, skip_nonfinite)
