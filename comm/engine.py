@@ -32,11 +32,18 @@ _LOG = logging.getLogger("kfuse")
 class Engine:
     """Reduces the gradients of `groups` (lists of parameters that may share a bucket) over a `group` of workers."""
 
-    def __init__(self, groups: Sequence[Sequence[Parameter]], group: Group, options: CommOptions) -> None:
-        """Raises ValueError for parameters that are not dense fp32 on one device."""
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Parameter]],
+        group: Group,
+        options: CommOptions,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """`names`: what messages call each parameter. Raises ValueError for those not dense fp32 on one device."""
         self.options = options
         self.params = [p for params in groups for p in params]
-        _check_parameters(self.params)
+        self.names = list(names) if names is not None else [f"parameter {i}" for i in range(len(self.params))]
+        _check_parameters(self.params, self.names)
         kinds = [index for index, params in enumerate(groups) for _ in params]
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
         self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
@@ -51,7 +58,9 @@ class Engine:
         self.averaged: list[Tensor] = []
         """Buffers averaged with the gradients."""
         self._warned = False
+        self.of_params: list[Bucket] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._superseded = False
         self._build()
         self.set_group(group)
 
@@ -69,6 +78,7 @@ class Engine:
 
     def _build(self) -> None:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
+        self.check_owner()
         self.close()
         tail = len(self.params) + t.TAIL_SLOTS  # and RANK_SLOTS for each rank, once the group is known
         separate = bool(self.averaged) or self.options.dtype != "fp32" or not self._layouts
@@ -119,10 +129,14 @@ class Engine:
         self._reset()
 
     def close(self) -> None:
-        """Removes the hooks; gradients go where autograd leaves them."""
+        """Removes the hooks; gradients go where autograd leaves them. Those of a step that was taken are dropped."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for bucket in self.of_params if self.reduced is None else ():
+            for index, view in zip(bucket.layout.params, bucket.views, strict=True):
+                if self.params[index].grad is view:
+                    self.params[index].grad = None
 
     def _own(self, parameter: Parameter) -> None:
         """A parameter has one engine: with two, the first to be asked would take the gradient from the other."""
@@ -130,7 +144,16 @@ class Engine:
         other = owner() if owner is not None else None
         if other is not None and other is not self:
             other.close()
+            other._superseded = True
         _OWNERS[parameter] = weakref.ref(self)
+
+    def check_owner(self) -> None:
+        """Raises RuntimeError if a newer engine has taken parameters over: this one's would no longer be trained."""
+        if self._superseded:
+            raise RuntimeError(
+                "parameters of this optimizer belong to a newer kfuse optimizer, which was made over the same "
+                "parameters: use that one (or call rebuild() on this one, which takes them back)"
+            )
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -192,26 +215,57 @@ class Engine:
         def on_gradient(param: Tensor) -> None:
             grad = param.grad
             if grad is bucket.views[position] and self.reduced is None:
-                raise RuntimeError("the last step's gradients are still there: call opt.zero_grad() after opt.step()")
+                raise RuntimeError(_STILL_THERE)
             if self._now.current is None:
                 self._open_implicit()
             if bucket.packed or bucket.grads[position] is not None:
-                raise RuntimeError(f"parameter {index} received a second gradient: {REMEDY}")
-            bucket.grads[position] = grad
-            param.grad = None
-            bucket.missing -= 1
+                raise RuntimeError(f"{self.names[index]} received a second gradient: {REMEDY}")
+            self._collect(bucket, position, index)
             if bucket.missing == 0:
                 self._pack(bucket)
 
         return on_gradient
 
+    def _collect(self, bucket: Bucket, position: int, index: int) -> None:
+        """Takes over a parameter's fresh gradient."""
+        param = self.params[index]
+        assert param.grad is not None
+        if param.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{self.names[index]} of shape {tuple(param.shape)} has a sparse gradient: kfuse reduces dense ones "
+                "only; make its layer with sparse=False"
+            )
+        if param.dtype != torch.float32:
+            raise RuntimeError(
+                f"{self.names[index]} was torch.float32 and is {param.dtype} now: change the model first, then make "
+                "its optimizer"
+            )
+        bucket.grads[position], param.grad = param.grad, None
+        bucket.missing -= 1
+
     def _open_implicit(self) -> None:
         """A bare `loss.backward()`: this worker's only micro-batch of the step."""
-        if self._now.done:
+        self._begin_implicit()
+        torch.autograd.Variable._execution_engine.queue_callback(self.close_micro_batch)
+
+    def _begin_implicit(self) -> None:
+        if self._now.done or self._now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
         self._now.implicit = True
         self.open(MicroBatch(self, 1.0, last=True))
-        torch.autograd.Variable._execution_engine.queue_callback(self.close_micro_batch)
+
+    def take_gradients(self) -> None:
+        """The gradients that are there without a backward, set by hand: this worker's only micro-batch of the step."""
+        self._begin_implicit()
+        self.close_micro_batch()
+
+    def _collect_set_by_hand(self, bucket: Bucket) -> None:
+        """Gradients of parameters that backward did not get to."""
+        for position, index in enumerate(bucket.layout.params):
+            if bucket.grads[position] is None and (grad := self.params[index].grad) is not None:
+                if grad is bucket.views[position]:
+                    raise RuntimeError(_STILL_THERE)
+                self._collect(bucket, position, index)
 
     def _pack(self, bucket: Bucket) -> None:
         leaf = self._now.leaf
@@ -233,6 +287,7 @@ class Engine:
             return  # the backward failed, and was aborted before its callback ran
         for bucket in self.of_params:
             if not bucket.packed:
+                self._collect_set_by_hand(bucket)
                 self._pack(bucket)
         last = self.buckets[-1]
         if last not in self.of_params:
@@ -411,16 +466,17 @@ class Engine:
 
 
 _OWNERS = WeakTensorKeyDictionary()
+_STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
 
 
-def _check_parameters(params: Sequence[Parameter]) -> None:
+def _check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:
     devices = {p.device for p in params}
     if len(devices) > 1:
         raise ValueError(f"parameters lie on {sorted(map(str, devices))}: a worker has one device")
-    for index, p in enumerate(params):
+    for name, p in zip(names, params, strict=True):
         if p.dtype != torch.float32:
             raise ValueError(
-                f"parameter {index} is {p.dtype}: parameters must be torch.float32 (bf16 compute comes from autocast)"
+                f"{name} is {p.dtype}: parameters must be torch.float32 (bf16 compute comes from autocast)"
             )
         if not p.is_contiguous():
-            raise ValueError(f"parameter {index} of shape {tuple(p.shape)} is not contiguous")
+            raise ValueError(f"{name} of shape {tuple(p.shape)} is not contiguous")

@@ -376,12 +376,12 @@ def test_clip_norm_must_be_positive(value: float) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "wrapped"])
-def test_skip_nonfinite_leaves_the_step_out(kind: str, value: float) -> None:
+def test_a_step_with_a_nonfinite_gradient_is_left_out(kind: str, value: float) -> None:
     ours, theirs = twins()
     opt: Any = {
-        "adamw": lambda: kf.FusedAdamW(ours.parameters(), skip_nonfinite=True),
-        "sgd": lambda: kf.FusedSGD(ours.parameters(), momentum=0.9, skip_nonfinite=True),
-        "wrapped": lambda: kf.Optimizer(torch.optim.AdamW(ours.parameters()), skip_nonfinite=True),
+        "adamw": lambda: kf.FusedAdamW(ours.parameters()),
+        "sgd": lambda: kf.FusedSGD(ours.parameters(), momentum=0.9),
+        "wrapped": lambda: kf.Optimizer(torch.optim.AdamW(ours.parameters())),
     }[kind]()
     plain: Any = (
         torch.optim.SGD(theirs.parameters(), momentum=0.9) if kind == "sgd" else torch.optim.AdamW(theirs.parameters())
@@ -402,13 +402,74 @@ def test_skip_nonfinite_leaves_the_step_out(kind: str, value: float) -> None:
     assert difference(ours, theirs) <= 1e-6
 
 
-def test_without_skip_nonfinite_the_update_is_torchs() -> None:
+def test_without_skip_nonfinite_the_update_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
     ours, _ = twins()
-    opt = kf.FusedSGD(ours.parameters(), lr=0.1)
+    opt = kf.FusedSGD(ours.parameters(), lr=0.1, skip_nonfinite=False)
     x, y = next(batches(1))
     (F.mse_loss(ours(x), y) * float("nan")).backward()
     opt.step()
     assert ours.gain.isnan().item()
+    [record] = caplog.records
+    assert record.message.startswith("step 0: a gradient is not finite; the update was made all the same")
+
+
+def test_each_run_of_skipped_steps_is_warned_of_once_by_its_first(caplog: pytest.LogCaptureFixture) -> None:
+    net, _ = twins()
+    opt = kf.FusedAdamW(net.parameters())
+    for k, (x, y) in enumerate(batches(9)):
+        (F.mse_loss(net(x), y) * (float("inf") if k in (2, 3, 4, 7) else 1.0)).backward()
+        opt.step()
+        opt.zero_grad()
+    assert [record.message for record in caplog.records] == [
+        f"step {step}: a gradient is not finite; the update was left out" for step in (2, 7)
+    ]
+
+
+def test_skips_that_a_grad_scaler_asked_for_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    net, _ = twins()
+    scaled_training(net, kf.FusedAdamW(net.parameters()), unscale=False, clip=False, bad={0, 5})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", ["sgd", "wrapped"])
+def test_a_huge_finite_gradient_is_no_reason_to_skip(kind: str, clip: float | None) -> None:
+    """Its square overflows fp32; the clip coefficient comes from a norm in float64."""
+    ours, theirs = (nn.Linear(4, 2) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    lr = 1e-30 if clip is None else 0.1
+    opt = (
+        kf.FusedSGD(ours.parameters(), lr=lr, clip_norm=clip)
+        if kind == "sgd"
+        else kf.Optimizer(torch.optim.SGD(ours.parameters(), lr=lr), clip_norm=clip)
+    )
+    before = ours.weight.detach().clone()
+    for net in (ours, theirs):
+        (1e30 * net(torch.ones(1, 4)).sum()).backward()
+    opt.step()
+    if clip is not None:
+        norm = torch.stack([p.grad.double().norm() for p in theirs.parameters() if p.grad is not None]).norm()
+        for p in theirs.parameters():
+            p.grad = (p.grad.double() * (clip / norm)).float() if p.grad is not None else None
+    torch.optim.SGD(theirs.parameters(), lr=lr).step()
+    assert opt.stats is not None and not opt.stats.skipped
+    assert difference(ours, theirs) <= 1e-6
+    assert not torch.allclose(ours.weight, before)
+
+
+def test_grad_scaler_with_clip_norm_where_only_the_scaled_square_overflows() -> None:
+    ours, theirs = twins()
+    opt, plain = kf.FusedSGD(ours.parameters(), lr=0.1, clip_norm=0.3), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    x, y = next(batches(1))
+    for net, each in ((ours, opt), (theirs, plain)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**75)
+        scaler.scale(F.mse_loss(net(x), y)).backward()
+        if each is plain:
+            scaler.unscale_(each)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+        scaler.step(each)
+    assert difference(ours, theirs) <= 1e-6
+    assert difference(ours, twins()[0]) > 1e-4
 
 
 def test_closure() -> None:

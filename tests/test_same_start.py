@@ -163,7 +163,7 @@ def diverge(what: str, every: int, how: str) -> list[int]:
                 opt.zero_grad()
                 steps += 1
     except kf.ConsistencyError as error:
-        name = "2.weight" if how == "loader" else "2 of group 0, of shape (3, 8)"
+        name = "2.weight" if how == "loader" else "2"
         first = f"parameter {name}" if what == "parameter" else "learning rate of group 0"
         # Parameters of earlier layers follow within a step, so that the first that differs may be one of them.
         assert first in str(error) or (what == "parameter" and "model: parameter 0" in str(error)), error

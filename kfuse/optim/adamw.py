@@ -17,7 +17,8 @@ class FusedAdamW(AdamMoments, AdamW):
     """torch.optim.AdamW, data-parallel: reduces, measures, clips and updates in one go.
 
     Same arithmetic and same state_dict as torch's. Parameters must be fp32. `clip_norm` clips the global norm of the
-    mean gradient; `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation.
+    mean gradient; `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation, and
+    rank 0 warns. (On CUDA a gradient whose square overflows fp32, above 1e19, counts as not finite.)
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class FusedAdamW(AdamMoments, AdamW):
         *,
         maximize: bool = False,
         clip_norm: float | None = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool = True,
     ) -> None:
         AdamW.__init__(self, params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._attach(clip_norm, skip_nonfinite)

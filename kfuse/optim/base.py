@@ -6,12 +6,14 @@ global batch (a view of its bucket), as with DistributedDataParallel. `step()` t
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
@@ -21,13 +23,14 @@ from kfuse.optim.consistency import (
     ConsistencyError,
     averaged_buffers,
     first_difference,
-    names_of,
     rates_salt,
     share_from_first,
 )
 from kfuse.optim.statistics import Statistics, StepStats
 from kfuse.session import Session, current
 from kfuse.undecorated import undecorated
+
+_LOG = logging.getLogger("kfuse")
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
@@ -48,6 +51,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.statistics = Statistics()
         self._session: Session = current()
         self._unit = "micro-batches"
+        self._had_gradients = self._was_nonfinite = False
         self._tracked: nn.Module | None = None
         self._build_engine()
         self._session.register(self)
@@ -57,8 +61,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _share_parameters(self, groups: list[dict[str, Any]]) -> None:
         """All workers take rank 0's values of these groups' parameters. Raises ValueError, CommError."""
         params = [p for group in groups for p in group["params"]]
-        names = names_of(self.param_groups)
-        share_from_first(self._session.group, params, [f"parameter {names[id(p)]}" for p in params])
+        names = {id(p): name for p, name in self._named_parameters()}
+        share_from_first(self._session.group, params, [names[id(p)] for p in params])
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
@@ -69,13 +73,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _build_engine(self) -> None:
         session = self._session
         groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+        names = [name for p, name in self._named_parameters() if p.requires_grad]
         old: Engine | None = getattr(self, "engine", None)
+        if old is not None and old.reduced is not None:
+            raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
+        self._check_layout()
+        self.engine = Engine(groups, session.group, session.comm, names)
         if old is not None:
-            if old.reduced is not None:
-                raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
             old.close()
-        self.engine = Engine(groups, session.group, session.comm)
-        self.engine.step = old.step if old is not None else 0
+            self.engine.step = old.step
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control
         self.engine.digest_salt = lambda: rates_salt(self.learning_rates())
@@ -85,14 +91,49 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.sync_buffers(self._tracked)
         self._layout_changed()
 
+    def _check_layout(self) -> None:
+        """Before buckets are built: subclasses raise ValueError for parameters that they cannot lay out."""
+
     def _layout_changed(self) -> None:
         """The buckets are new: subclasses with flat state lay it out again."""
 
+    def _named_parameters(self) -> list[tuple[Parameter, str]]:
+        """All parameters, frozen ones too, as messages name them: by state_dict's index, and torch's name if given."""
+        named: list[tuple[Parameter, str]] = []
+        for group in self.param_groups:
+            names = group.get("param_names") or [None] * len(group["params"])
+            words = [_words(index, name) for index, name in enumerate(names, len(named))]
+            named += zip(group["params"], words, strict=True)
+        return named
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
+        if not isinstance(param_group.get("params"), Tensor | set):
+            param_group["params"] = list(param_group["params"])
+            self._refuse_duplicates(param_group)
         undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
         if hasattr(self, "engine"):
-            self._build_engine()
+            try:
+                self._build_engine()
+            except Exception:
+                self.param_groups.pop()
+                raise
             self._share_parameters(self.param_groups[-1:])
+
+    def _refuse_duplicates(self, param_group: dict[str, Any]) -> None:
+        """In a group that is to be added, whose parameters may be (name, parameter) pairs."""
+        params = param_group["params"]
+        pairs = [given if isinstance(given, tuple) else (None, given) for given in params]
+        names = param_group.get("param_names") or [name for name, _ in pairs]
+        seen = {id(p): name for p, name in self._named_parameters()}
+        for index, (name, (_, p)) in enumerate(zip(names, pairs, strict=True), len(seen)):
+            words = _words(index, name)
+            if id(p) in seen:
+                raise ValueError(
+                    f"{words} of shape {tuple(p.shape)} is {seen[id(p)]} again: list each parameter once "
+                    "(model.parameters() does, also where modules share one)"
+                )
+            seen[id(p)] = words
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)
@@ -131,6 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
+        self.engine.check_owner()
         self._unit = "samples"
         self.engine.begin(plan)
 
@@ -139,8 +181,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
         samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
         last: whether it is this worker's last of the step; then the reduction starts as backward goes.
-        Raises ValueError for a sample count below 1.
+        Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
+        self.engine.check_owner()
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
@@ -156,6 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if reduced is None:
             return
         used = None if reduced.all_used_here else reduced.used.tolist()
+        self._had_gradients = self._had_gradients or used is None or any(used)
         for bucket in self.engine.of_params:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if used is None or used[index] > 0:
@@ -163,7 +207,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update with the mean gradient over the global batch. Without a backward before it, does nothing."""
+        """One update with the mean gradient over the global batch. Without gradients, does nothing.
+
+        Gradients that were set by hand (`p.grad = ...`), with no backward since the last step, count as one
+        micro-batch, as those of a bare backward do. Raises RuntimeError if a newer optimizer has the parameters, if
+        some were frozen or unfrozen without `rebuild`, or if the last step's gradients are still there.
+        """
+        self.engine.check_owner()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -176,16 +226,20 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
         if self.engine.reduced is None:
             try:
+                if self._session.failure is None and any(p.grad is not None for p in self.engine.params):
+                    self._take_gradients_set_by_hand()
                 self.synchronize()
             except CommError as error:
                 if not self._session.absorb(error):
                     raise
                 self.engine.abort()
         reduced, self.engine.reduced = self.engine.reduced, None
+        if not self._had_gradients and self._session.failure is None:
+            self._warn_of_no_gradients()
         if reduced is None:
             return loss
         self._take_back_gradients()
-        record, scale, found_inf = self._verdict(reduced)
+        record, scale, found_inf, finite = self._verdict(reduced)
         skipped = torch.zeros(1, dtype=torch.float64, device=record.device) if found_inf is None else found_inf.double()
         self._update(reduced, scale, found_inf)
         self._session.control_sent()
@@ -194,6 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         unit = "micro-batches" if reduced.implicit else self._unit
         record = torch.cat([record, skipped.reshape(1), reduced.of_ranks.reshape(-1).double()])
         self.statistics.push(self.engine.step - 1, unit, record)
+        self._warn_of_nonfinite(self.engine.step - 1, finite)
         self._check_consistency()
         return loss
 
@@ -202,11 +257,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         stats = self.statistics.latest
         if stats is None or len(set(stats.digests)) < 2:
             return
-        names = names_of(self.param_groups)
+        params, names = self.engine.params, self.engine.names
         if self._tracked is not None:
-            names |= {id(p): name for name, p in self._tracked.named_parameters()}
-        params = self.engine.params
-        where = first_difference(self._session.group, params, [names[id(p)] for p in params], self.learning_rates())
+            known = {id(p): f"parameter {name}" for name, p in self._tracked.named_parameters()}
+            names = [known.get(id(p), name) for p, name in zip(params, names, strict=True)]
+        where = first_difference(self._session.group, params, names, self.learning_rates())
         raise ConsistencyError(f"step {stats.step}: the workers no longer have the same model: {where}")
 
     @torch.no_grad()
@@ -228,6 +283,27 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             mean = mean.view(value.shape)
             value.copy_(mean if value.is_floating_point() else mean.round())
 
+    def _take_gradients_set_by_hand(self) -> None:
+        if self.engine.begun:
+            return
+        if self._session.group.size > 1 and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler has looked for infinities in this worker's gradients before they were reduced over all "
+                "workers: with several workers and a GradScaler, gradients must come from backward, not from p.grad = "
+            )
+        self.engine.take_gradients()
+
+    def _warn_of_no_gradients(self) -> None:
+        """Once: perhaps the loss is that of another model, or of a copy of this one."""
+        self._had_gradients = True
+        if self.engine.params:
+            _LOG.warning(
+                "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "
+                "Does the loss come from the model whose parameters it was given?",
+                type(self).__name__,
+                len(self.engine.params),
+            )
+
     def _take_back_gradients(self) -> None:
         """Where the user replaced a `p.grad` (it may also be changed in place), the bucket gets the new values."""
         for bucket in self.engine.of_params:
@@ -241,35 +317,69 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
         self._build_engine()
 
-    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The record in units of the true gradient; what gradients are multiplied with; whether to skip (device)."""
+    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """The record in units of the true gradient; what gradients are multiplied with; whether to skip; whether
+        gradients are finite. All on the device.
+        """
         record = reduced.record
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        squared_norm, finite = self._squared_norm(reduced)
         if found_inf is not None:
             found_inf = torch.as_tensor(found_inf, dtype=torch.float32, device=record.device)
             record = record.clone()
             squared = torch.nan if loss_scale is None else loss_scale.double() ** 2  # unscaled by hand: not known
             record[t.SUM_SQUARES] /= squared
             record[t.TAIL_SLOTS] /= squared
+            squared_norm = squared_norm / squared
             if self.clip_norm is not None and loss_scale is not None:
-                # The scaled norm overflowed fp32 where no gradient did: there is no coefficient to clip with.
-                found_inf = torch.maximum(found_inf, (~torch.isfinite(record[t.TAIL_SLOTS])).to(torch.float32))
-        elif self.skip_nonfinite:
-            finite = torch.isfinite(record[t.SUM_SQUARES] + record[t.TAIL_SLOTS])
+                # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
+                found_inf = torch.maximum(found_inf, (~torch.isfinite(squared_norm)).to(torch.float32))
+        elif self.skip_nonfinite and (record.device.type == "cuda" or not finite):
             found_inf = (~finite).to(torch.float32)
         scale = None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
         if self.clip_norm is not None:
-            norm = self._norm_to_clip(record, loss_scale)
-            coefficient = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+            if hasattr(self, "found_inf") and loss_scale is None:  # p.grad was unscaled, perhaps changed, by the user
+                squared_norm = self._squared_norm_of_gradients()
+            coefficient = (self.clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
             scale = coefficient if scale is None else scale * coefficient
-        return record, scale, found_inf
+        return record, scale, found_inf, finite
 
-    def _norm_to_clip(self, record: Tensor, loss_scale: Tensor | None) -> Tensor:
-        if hasattr(self, "found_inf") and loss_scale is None:  # p.grad was unscaled, perhaps changed, by the user
-            grads = [p.grad for p in self.engine.params if p.grad is not None]
-            return torch.nn.utils.get_total_norm(grads).double()
-        return record[t.TAIL_SLOTS].sqrt()
+    def _squared_norm(self, reduced: Reduced) -> tuple[Tensor, Tensor]:
+        """|gbar|^2 (float64), and whether the gradients are finite, on the device.
+
+        The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
+        gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
+        """
+        record = reduced.record
+        squared_norm = record[t.TAIL_SLOTS]
+        finite = torch.isfinite(record[t.SUM_SQUARES] + squared_norm)
+        if record.device.type != "cuda" and not finite:
+            squared_norm = self._squared_norm_of_gradients()
+            if not reduced.local:  # else the others must skip too, and have other gradients
+                finite = torch.isfinite(squared_norm)
+        return squared_norm, finite
+
+    def _squared_norm_of_gradients(self) -> Tensor:
+        """In float64, where fp32 gradients' squares cannot overflow."""
+        squares = [p.grad.double().square().sum() for p in self.engine.params if p.grad is not None]
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def _warn_of_nonfinite(self, step: int, finite: Tensor) -> None:
+        """Rank 0 names the first of a run of steps whose gradients are not finite; on CUDA one step later."""
+        if hasattr(self, "found_inf"):  # GradScaler's: there skips are how it finds its scale
+            return
+        if finite.device.type == "cuda":
+            stats = self.statistics.latest
+            if stats is None:
+                return
+            step, nonfinite = stats.step, stats.grad_norm is None
+        else:
+            nonfinite = not finite
+        if nonfinite and not self._was_nonfinite and self._session.group.rank == 0:
+            outcome = "left out" if self.skip_nonfinite else "made all the same, since skip_nonfinite is off"
+            _LOG.warning("step %d: a gradient is not finite; the update was %s", step, outcome)
+        self._was_nonfinite = nonfinite
 
     @abstractmethod
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -293,3 +403,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def stats(self) -> StepStats | None:
         """The latest step's statistics, None before the first. Waits for the device."""
         return self.statistics.wait()
+
+
+def _words(index: int, name: str | None) -> str:
+    return f"parameter {index}" if name is None else f"parameter {index} ({name})"

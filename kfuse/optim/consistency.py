@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,18 +60,8 @@ def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[st
         return "a parameter that has changed since on some of them"
     first = different[0]
     ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
-    what = f"the learning rate of group {first}" if first < len(rates) else f"parameter {names[first - len(rates)]}"
+    what = f"the learning rate of group {first}" if first < len(rates) else names[first - len(rates)]
     return f"{what} (ranks {', '.join(map(str, ranks))} against rank 0; {len(different)} values differ in all)"
-
-
-def names_of(param_groups: Sequence[dict[str, Any]]) -> dict[int, str]:
-    """Of each parameter, by id(): its name where the optimizer was given names, else its place and shape."""
-    names: dict[int, str] = {}
-    for g, group in enumerate(param_groups):
-        given = group.get("param_names")
-        for k, p in enumerate(group["params"]):
-            names[id(p)] = given[k] if given else f"{k} of group {g}, of shape {tuple(p.shape)}"
-    return names
 
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:

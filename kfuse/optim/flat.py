@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack
 
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.step import Reduced
@@ -23,7 +26,7 @@ class _Flat:
 
     param: Tensor
     moments: dict[str, Tensor]
-    """State tensors shaped like the parameter, by torch's names."""
+    """State tensors shaped like the parameter, by torch's names; empty until an update needs them."""
     steps: Tensor
     """fp32 [parameters]: updates each one has had."""
     known: list[bool]
@@ -50,6 +53,11 @@ class FlatOptimizer(DistributedOptimizer):
     """Keeps torch's per-parameter `state` as views of flat buffers, so that state_dict is torch's own."""
 
     _moment_names: tuple[str, ...]
+    _warned_of_shared_memory = False
+
+    def _check_layout(self) -> None:
+        """Flat buffers give each parameter a place of its own: where two share memory, that would part them."""
+        _refuse_overlaps(self._named_parameters())
 
     def _layout_changed(self) -> None:
         """Lays parameters and state out for the engine's buckets; values are kept."""
@@ -59,14 +67,13 @@ class FlatOptimizer(DistributedOptimizer):
         params = self._params_of(bucket)
         param = _gather(bucket, [p.data for p in params])
         for p, view in zip(params, bucket.view(param), strict=True):
-            p.data = view
+            p.data = _with_own_storage(view)
         states: list[dict[str, Any]] = [self.state.get(p, {}) for p in params]
-        moments = {}
-        for name in self._moment_names:
-            values = [state.get(name) for state in states]
-            moments[name] = _gather(bucket, values)
         steps = torch.tensor([float(state.get("step", 0.0)) for state in states], device=bucket.device)
         known = [any(state.get(name) is not None for name in self._moment_names) for state in states]
+        moments = {}
+        for name in self._moment_names if any(known) else ():
+            moments[name] = _gather(bucket, [state.get(name) for state in states])
         together = len(set(known)) == 1 and len(set(steps.tolist())) == 1
         flat = _Flat(param, moments, steps, known, together)
         for k, p in enumerate(params):
@@ -79,24 +86,50 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _publish(self, p: Parameter, flat: _Flat, bucket: Bucket, k: int) -> None:
         """Makes the flat state visible as torch's `state[p]`."""
-        self.state[p] = {name: bucket.view(moment)[k] for name, moment in flat.moments.items()}
+        self.state[p].update({name: bucket.view(moment)[k] for name, moment in flat.moments.items()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what this class, or torch's optimizer of the same kind, saved."""
+        """Loads what this class, or torch's optimizer of the same kind, saved.
+
+        Raises ValueError where it does not fit the parameters; then nothing is loaded.
+        """
+        self._check_shapes(state_dict)
         super().load_state_dict(state_dict)
         self._layout_changed()
 
+    def _check_shapes(self, state_dict: dict[str, Any]) -> None:
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, (p, words) in zip(saved, self._named_parameters(), strict=False):  # torch's own checks the numbers
+            for name in self._moment_names:
+                value = state_dict["state"].get(key, {}).get(name)
+                if value is not None and value.shape != p.shape:
+                    raise ValueError(
+                        f"{words} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
+                    )
+
+    def _keeps_state(self, group: dict[str, Any]) -> bool:
+        """Whether an update with this group's settings makes state, or needs the state that is there."""
+        return True
+
+    def _skips_first(self, group: dict[str, Any], found_inf: Tensor | None) -> bool:
+        """Whether a first update is skipped, and so remains to be made.
+
+        A CUDA device is not asked, since that would wait for it: a state of zeros gives the first update too.
+        """
+        return found_inf is not None and found_inf.device.type != "cuda" and bool(found_inf.item())
+
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        self._keep_flat()
         for bucket, flat in zip(self.engine.of_params, self._flats, strict=True):
             params = self._params_of(bucket)
-            self._keep_flat(bucket, flat, params)
             group = self.param_groups[self._group_of[bucket.layout.params[0]]]
+            keeps = self._keeps_state(group)
             used = [p.grad is not None for p in params]
             advance = 1.0 if found_inf is None else 1.0 - found_inf
-            if all(used) and flat.together:
-                first = not flat.known[0]
-                if first and _skips(found_inf):
-                    continue  # it stays the first update
+            if all(used) and (flat.together or not keeps):
+                first = keeps and not flat.known[0]
+                if first and self._skips_first(group, found_inf):
+                    continue
                 if first:
                     self._first_update(params, flat, bucket, range(len(params)))
                 flat.steps.add_(advance)
@@ -105,10 +138,10 @@ class FlatOptimizer(DistributedOptimizer):
                 self._update_piece(whole, group, scale, found_inf)
                 continue
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
-            flat.together = False
+            flat.together = flat.together and not keeps
             for k in (k for k, has_gradient in enumerate(used) if has_gradient):
-                first = not flat.known[k]
-                if first and _skips(found_inf):
+                first = keeps and not flat.known[k]
+                if first and self._skips_first(group, found_inf):
                     continue
                 if first:
                     self._first_update(params, flat, bucket, [k])
@@ -120,18 +153,45 @@ class FlatOptimizer(DistributedOptimizer):
                 self._update_piece(alone, group, scale, found_inf)
 
     def _first_update(self, params: list[Parameter], flat: _Flat, bucket: Bucket, which: range | list[int]) -> None:
+        if not flat.moments:
+            flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
         for k in which:
             self._publish(params[k], flat, bucket, k)
             flat.known[k] = True
 
-    def _keep_flat(self, bucket: Bucket, flat: _Flat, params: list[Parameter]) -> None:
-        """Takes back parameters whose `.data` was replaced since the last step."""
-        start = flat.param.data_ptr()
-        for p, offset in zip(params, bucket.layout.offsets, strict=True):
-            if p.data_ptr() != start + 4 * offset and p.numel():
-                view = flat.param[offset : offset + p.numel()].view(p.shape)
-                view.copy_(p.data)
-                p.data = view
+    def _keep_flat(self) -> None:
+        """Takes back parameters whose `.data` was replaced since the last step.
+
+        Raises RuntimeError where it has another shape, type or device now, ValueError where two share their memory.
+        """
+        moved: list[tuple[Parameter, Tensor]] = []
+        for bucket, flat in zip(self.engine.of_params, self._flats, strict=True):
+            start = flat.param.data_ptr()
+            for index, offset in zip(bucket.layout.params, bucket.layout.offsets, strict=True):
+                p = self.engine.params[index]
+                if p.data_ptr() != start + 4 * offset and p.numel():
+                    place = bucket.view(flat.param)[bucket.layout.params.index(index)]
+                    _check_replaced(self.engine.names[index], place, p)
+                    moved.append((p, place))
+                    if p.device.type == "cpu" and p.is_shared():  # type: ignore[no-untyped-call]
+                        self._warn_of_shared_memory(self.engine.names[index])
+        if moved:
+            self._check_layout()
+            values = [p.data.clone() for p, _ in moved]  # they may lie in each other's places
+            for (p, place), value in zip(moved, values, strict=True):
+                place.copy_(value)
+                p.data = _with_own_storage(place)
+
+    def _warn_of_shared_memory(self, name: str) -> None:
+        """Once."""
+        if not self._warned_of_shared_memory:
+            self._warned_of_shared_memory = True
+            logging.getLogger("kfuse").warning(
+                "%s was moved to shared memory after %s was made, which moves it back: other processes do not see its "
+                "updates. kf.Optimizer leaves parameters where they are.",
+                name,
+                type(self).__name__,
+            )
 
     @abstractmethod
     def _update_piece(
@@ -146,9 +206,31 @@ def _one_tensor(numel: int, device: torch.device) -> PackTable:
     return PackTable.build([numel], [0], device)
 
 
-def _skips(found_inf: Tensor | None) -> bool:
-    """Waits for the device: asked before a first update only."""
-    return found_inf is not None and bool(found_inf.item())
+def _with_own_storage(view: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage begins and ends with it (and keeps the whole buffer alive).
+
+    What writes a tensor writes its storage: torch.save of one layer would write the whole buffer.
+    """
+    return from_dlpack(view) if view.numel() else view
+
+
+def _check_replaced(name: str, place: Tensor, p: Parameter) -> None:
+    was, now = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (place, p))
+    if was != now:
+        raise RuntimeError(f"{name} was {was} and is {now} now: change the model first, then make its optimizer")
+
+
+def _refuse_overlaps(named: list[tuple[Parameter, str]]) -> None:
+    """Raises ValueError where two parameters lie in the same memory, as after `a.data = b.data`."""
+    ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), i) for i, (p, _) in enumerate(named))
+    ranges = [(start, end, i) for start, end, i in ranges if end > start]
+    for (_, end, one), (start, _, other) in pairwise(ranges):
+        if start < end:
+            (p, first), (q, second) = (named[i] for i in sorted((one, other)))
+            raise ValueError(
+                f"{first} of shape {tuple(p.shape)} and {second} of shape {tuple(q.shape)} share their memory through "
+                ".data: to tie weights, give both modules the same Parameter (b.weight = a.weight)"
+            )
 
 
 def _gather(bucket: Bucket, tensors: list[Any]) -> Tensor:

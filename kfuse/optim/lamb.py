@@ -18,7 +18,8 @@ class FusedLAMB(AdamMoments, torch.optim.Optimizer):
 
     Each parameter tensor moves by lr * |p| / |u| * u, where u is Adam's bias-corrected update plus weight_decay * p;
     where p or u is zero, by lr * u. Parameters must be fp32. `clip_norm` clips the global norm of the mean gradient;
-    `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation.
+    `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation, and rank 0 warns.
+    (On CUDA a gradient whose square overflows fp32, above 1e19, counts as not finite.)
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class FusedLAMB(AdamMoments, torch.optim.Optimizer):
         *,
         maximize: bool = False,
         clip_norm: float | None = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool = True,
     ) -> None:
         """Raises ValueError for a negative lr, eps or weight_decay, or a beta outside [0, 1)."""
         self.check_arguments(lr, betas, eps, weight_decay)

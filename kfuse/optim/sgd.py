@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 
-from kfuse.comm.buckets import Bucket
 from kfuse.kernels import SGDOptions, sgd
-from kfuse.optim.flat import FlatOptimizer, Piece, _Flat
+from kfuse.optim.flat import FlatOptimizer, Piece
 
 
 class FusedSGD(FlatOptimizer, SGD):
     """torch.optim.SGD, data-parallel: reduces, measures, clips and updates in one go.
 
     Same arithmetic and same state_dict as torch's. Parameters must be fp32. `clip_norm` clips the global norm of the
-    mean gradient; `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation.
+    mean gradient; `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation, and
+    rank 0 warns. (On CUDA a gradient whose square overflows fp32, above 1e19, counts as not finite.)
     """
 
     _moment_names = ("momentum_buffer",)
@@ -34,14 +33,20 @@ class FusedSGD(FlatOptimizer, SGD):
         *,
         maximize: bool = False,
         clip_norm: float | None = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool = True,
     ) -> None:
         SGD.__init__(self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
         self._attach(clip_norm, skip_nonfinite)
 
-    def _publish(self, p: Parameter, flat: _Flat, bucket: Bucket, k: int) -> None:
-        if self.param_groups[self._group_of[bucket.layout.params[k]]]["momentum"] != 0:
-            super()._publish(p, flat, bucket, k)
+    def _keeps_state(self, group: dict[str, Any]) -> bool:
+        """As torch's: without momentum no buffer is made, and one that is there is left alone."""
+        return bool(group["momentum"] != 0)
+
+    def _skips_first(self, group: dict[str, Any], found_inf: Tensor | None) -> bool:
+        """With dampening a buffer of zeros does not give the first update: then a CUDA device is asked too."""
+        if found_inf is not None and group["dampening"] != 0:
+            return bool(found_inf.item())
+        return super()._skips_first(group, found_inf)
 
     def _update_piece(
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None

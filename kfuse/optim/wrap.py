@@ -24,15 +24,22 @@ class Optimizer(DistributedOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         clip_norm: float | None = None,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool | None = None,
     ) -> None:
-        """Raises TypeError for what is not a torch optimizer, or is a kfuse one already."""
+        """Raises TypeError for what is not a torch optimizer, or is a kfuse one already.
+
+        clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
+        finite; rank 0 warns either way. None is True on the CPU, and False on CUDA, where the host would have to wait
+        for the device at each step, since not every optimizer can skip a step on the device.
+        """
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(optimizer).__name__}")
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
         self.state = optimizer.state
         self._share()
+        if skip_nonfinite is None:
+            skip_nonfinite = all(p.device.type != "cuda" for group in self.param_groups for p in group["params"])
         self._attach(clip_norm, skip_nonfinite)
 
     def _share(self) -> None:

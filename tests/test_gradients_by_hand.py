@@ -1,0 +1,206 @@
+"""Gradients that no backward brought: set by hand, or of a second point as in sharpness-aware minimisation."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.session import reset
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "adamw": (lambda p: kf.FusedAdamW(p, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01)),
+    "sgd": (lambda p: kf.FusedSGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "wrapped": (lambda p: kf.Optimizer(torch.optim.Adam(p, lr=0.01)), lambda p: torch.optim.Adam(p, lr=0.01)),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last, self.unused = nn.Linear(5, 20), nn.Linear(20, 2), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.first(x)))
+        return out
+
+    def used(self) -> list[nn.Parameter]:
+        return [*self.first.parameters(), *self.last.parameters()]
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+    return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)
+
+
+def full(step: int, size: int) -> tuple[Tensor, Tensor]:
+    parts = [batch(step, rank) for rank in range(size)]
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def by_hand(net: Net, opt: Any, x: Tensor, y: Tensor) -> None:
+    grads = torch.autograd.grad(F.mse_loss(net(x), y), net.used())
+    for p, grad in zip(net.used(), grads, strict=True):
+        p.grad = grad
+    opt.step()
+    opt.zero_grad()
+
+
+def in_a_context(net: Net, opt: Any, x: Tensor, y: Tensor) -> None:
+    """Two micro-batches a worker, of unequal sizes."""
+    for part, last in ((slice(0, 3), False), (slice(3, 8), True)):
+        with opt.micro_batch(samples=part.stop - part.start, last=last):
+            grads = torch.autograd.grad(F.mse_loss(net(x[part]), y[part]), net.used())
+            for p, grad in zip(net.used(), grads, strict=True):
+                p.grad = grad
+    opt.step()
+    opt.zero_grad()
+
+
+def half_and_half(net: Net, opt: Any, x: Tensor, y: Tensor) -> None:
+    """One layer's gradient set by hand, then a backward through the rest."""
+    for p, grad in zip(
+        net.first.parameters(), torch.autograd.grad(F.mse_loss(net(x), y), [*net.first.parameters()]), strict=True
+    ):
+        p.grad = grad
+    hidden = torch.tanh(net.first(x)).detach()
+    F.mse_loss(net.last(hidden), y).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def sharpness_aware(net: Net, opt: Any, x: Tensor, y: Tensor) -> None:
+    F.mse_loss(net(x), y).backward()
+    norm = torch.stack([p.grad.norm() for p in net.used() if p.grad is not None]).norm()
+    olds = [p.detach().clone() for p in net.used()]
+    with torch.no_grad():
+        for p in net.used():
+            assert p.grad is not None
+            p.add_(p.grad * (0.05 / norm))
+    opt.zero_grad()
+    F.mse_loss(net(x), y).backward()
+    for p, old in zip(net.used(), olds, strict=True):
+        p.data = old
+    opt.step()
+    opt.zero_grad()
+
+
+LOOPS = {"by hand": by_hand, "in a context": in_a_context, "half": half_and_half, "sam": sharpness_aware}
+
+
+def beside_a_twin(steps: int) -> dict[str, float]:
+    """The largest relative difference to one torch optimizer over all workers' samples."""
+    session = kf.init()
+    rank, size = session.group.rank, session.group.size
+    found = {}
+    for optimizer, (fused, plain) in PAIRS.items():
+        for name, loop in LOOPS.items():
+            ours, theirs = Net(), Net()
+            opt, reference = fused(ours.parameters()), plain(theirs.parameters())
+            for step in range(steps):
+                loop(ours, opt, *batch(step, rank))
+                (sharpness_aware if name == "sam" else by_hand)(theirs, reference, *full(step, size))
+            pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+            found[f"{optimizer}, {name}"] = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
+            assert float((theirs.first.weight - Net().first.weight).detach().norm()) > 1e-3
+            assert opt.stats is not None and opt.stats.micro_batches == size * (2 if name == "in a context" else 1)
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_gradients_set_by_hand_are_reduced_and_applied(workers: int) -> None:
+    for found in run_workers(workers, beside_a_twin, 5):
+        for name, error in found.items():
+            assert error <= 1e-5, name
+
+
+def test_gradients_set_by_hand_are_measured() -> None:
+    net = nn.Linear(3, 1, bias=False)
+    opt = kf.FusedSGD(net.parameters(), lr=0.0)
+    net.weight.grad = torch.tensor([[3.0, 0.0, 4.0]])
+    opt.step()
+    assert opt.stats is not None and opt.stats.grad_norm == pytest.approx(5.0)
+
+
+def test_a_second_step_with_the_gradients_of_the_first_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(3, 1)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    net(torch.ones(2, 3)).sum().backward()
+    opt.step()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(RuntimeError, match=r"last step's gradients are still there: call opt\.zero_grad"):
+        opt.step()
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    opt.zero_grad()
+    net(torch.ones(2, 3)).sum().backward()
+    opt.step()
+    assert not torch.equal(net.weight, before["weight"])
+
+
+@pytest.mark.parametrize("how", ["never", "of a copy"])
+def test_an_optimizer_whose_parameters_never_get_a_gradient_warns_once(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(3, 1)
+    opt = kf.FusedAdamW(net.parameters())
+    trained = copy.deepcopy(net)
+    with caplog.at_level(logging.WARNING, "kfuse"):
+        for _ in range(3):
+            if how == "never":
+                trained(torch.ones(2, 3)).sum().backward()
+            else:
+                with opt.micro_batch(samples=2):
+                    trained(torch.ones(2, 3)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    [record] = caplog.records
+    assert record.message.startswith("FusedAdamW.step(): none of its 2 parameters has ever had a gradient")
+
+
+def test_an_optimizer_that_trains_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(3, 1)
+    opt = kf.FusedAdamW(net.parameters())
+    with caplog.at_level(logging.WARNING, "kfuse"):
+        net(torch.ones(2, 3)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        opt.step()
+    assert not caplog.records
+
+
+def scaled_by_hand() -> str:
+    kf.init()
+    net = Net()
+    opt = kf.FusedSGD(net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for p in net.used():
+        p.grad = torch.ones_like(p)
+    scaler.scale(torch.zeros(()))
+    try:
+        scaler.step(opt)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_set_by_hand_under_a_grad_scaler_are_refused_on_several_workers() -> None:
+    for message in run_workers(2, scaled_by_hand):
+        assert "must come from backward" in message
+    assert scaled_by_hand() == "", "one worker has nobody to disagree with"
