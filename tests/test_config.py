@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import hydra
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
@@ -19,9 +20,11 @@ from kfuse import targets
 from kfuse.__main__ import main
 from kfuse.config import ConfigError, drop_replaced, validate
 from kfuse.config.schema import SETTINGS, Setting
+from kfuse.trainer import _optimizer
 
 USER_MODULE = """
 import torch
+import kfuse.optim
 
 class Net(torch.nn.Module):
     def __init__(self, num_classes: int, width: int):
@@ -33,6 +36,26 @@ class Net(torch.nn.Module):
 class SlowAdam(torch.optim.Adam):
     def __init__(self, params, lr, slowness=1.0, **rest):
         super().__init__(params, lr / slowness, **rest)
+
+class Keywords(torch.optim.SGD):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+
+class Anything(torch.optim.SGD):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+class OtherName(torch.optim.SGD):
+    def __init__(self, weights, lr, factor=1.0):
+        super().__init__(weights, lr * factor)
+
+class NoRate(torch.optim.SGD):
+    def __init__(self, params, momentum=0.0):
+        super().__init__(params, lr=1.0, momentum=momentum)
+
+class OursDerived(kfuse.optim.FusedSGD):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
 """
 
 
@@ -190,6 +213,31 @@ def test_optimizer_of_ones_own_is_tried_as_what_it_derives_from(workplace: Path)
     validate(compose(*own, "optimizer.eps=0.1"))
     with pytest.raises(ConfigError, match="epsilon"):
         validate(compose(*own, "optimizer.eps=-1.0"))
+
+
+@pytest.mark.parametrize("name", ["Keywords", "Anything", "OtherName", "OursDerived"])
+def test_optimizer_of_ones_own_gets_parameters_rate_and_clipping(name: str, workplace: Path) -> None:
+    cfg = compose("optimizer=torch", f"optimizer._target_=users_own.{name}", "lr.base=0.25", "train.clip_norm=0.5")
+    validate(cfg)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    model = torch.nn.Linear(2, 2)
+    opt = _optimizer(config, model)
+    (group,) = opt.param_groups
+    assert group["lr"] == 0.25
+    assert group["params"] == list(model.parameters())
+    assert opt.clip_norm == 0.5 and opt.skip_nonfinite
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optimizer._target_=users_own.NoRate"], "optimizer: NoRate must take an argument lr; it has momentum"),
+        (["optimizer._target_=users_own.Anything", "+optimizer.momentun=0.9"], "optimizer.momentun=0.9: .*unexpected"),
+    ],
+)
+def test_optimizer_that_cannot_be_made_is_refused(overrides: list[str], said: str, workplace: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        validate(compose("optimizer=torch", *overrides))
 
 
 # -- the command line ----------------------------------------------------------------------------------------------

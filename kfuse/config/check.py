@@ -93,12 +93,14 @@ def _check_together(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"comm.dtype={comm['dtype']}: comm.reproducible=true allows fp32")
 
 
-def _check_class(group: str, node: Any, supplied: Collection[str] = ()) -> Any:
+def _check_class(
+    group: str, node: Any, supplied: Collection[str] = (), first: Collection[str] = (), always: Collection[str] = ()
+) -> Any:
     """Returns what the group's `_target_` names, its arguments being right."""
     if not isinstance(node, Mapping) or node.get("_target_") is None:
         raise ConfigError(f"{group}._target_: missing; allowed is the dotted path of a class or function")
     try:
-        return targets.check_arguments(node, supplied)
+        return targets.check_arguments(node, supplied, first, always)
     except ValueError as error:
         # Messages that start with an argument's name become the key.
         dot = str(error).split("=", 1)[0] in node
@@ -195,25 +197,34 @@ def _check_optimizer(node: Any, lr: float) -> None:
     for name, where in _SET_ELSEWHERE.items():
         if isinstance(node, Mapping) and name in node:
             raise ConfigError(f"optimizer.{name}={targets.show(node[name])}: not set here but by {where}")
-    factory = _check_class("optimizer", node, _SET_ELSEWHERE)
+    factory = _check_class("optimizer", node, first=("params",), always=("lr",))
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer._target_={node['_target_']}: allowed is a torch.optim.Optimizer's class")
+    quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
     for base in factory.__mro__:
         if base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer:
             known = inspect.signature(base).parameters
             given = {name: value for name, value in targets.arguments(node).items() if name in known}
-            quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
             try:
-                type(base.__name__, (base,), quick)(params=[torch.nn.Parameter(torch.zeros(1))], lr=lr, **given)
+                type(base.__name__, (base,), quick)(params=[weight], lr=lr, **given)
             except Exception as error:
                 raise _failed("optimizer", node, error) from error
-            return
-    check = getattr(factory, "check_arguments", None)
-    if check is not None:
+            break
+    if check := getattr(factory, "check_arguments", None):
+        known = inspect.signature(check).parameters
         try:
-            check(lr=lr, **targets.arguments(node))
+            check(lr=lr, **{name: value for name, value in targets.arguments(node).items() if name in known})
         except Exception as error:
             raise _failed("optimizer", node, error) from error
+    # A class of the user's own may hand on **kwargs that its base refuses. Ours are not built in this process.
+    if not any(base.__module__.startswith("kfuse.") for base in factory.__mro__):
+        try:
+            targets.build(node, [weight], always={"lr": lr})
+        except TypeError as error:
+            raise _failed("optimizer", node, error) from error
+        except Exception:
+            return  # it may need more than this one weight
 
 
 def _check_decay(values: Mapping[str, Any], samples: int) -> None:
