@@ -9,11 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+from kfuse import interrupt
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
 from kfuse.elastic.supervisor import Elasticity
 from kfuse.observe import Display, RunDirectory
 from kfuse.run import Reports, supervise
+from kfuse.version import __version__
 
 _EXAMPLES = """\
 on one machine:
@@ -43,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _join(args: argparse.Namespace) -> int:
     host, port = args.join
+    interrupt.raise_again()
     try:
         asyncio.run(offer(host, port, args.token, args.slots))
     except AgentError as error:
@@ -71,6 +74,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--token-file", type=Path, help="holds the job's secret; needed with --listen and --join")
     cores = os.cpu_count() or 1
     parser.add_argument("--slots", type=int, default=cores, help="workers that this host takes (default: its cores)")
+    parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
     parser.add_argument("script", type=Path, nargs="?", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     args = parser.parse_args(argv)

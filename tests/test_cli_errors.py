@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -97,6 +98,15 @@ WRONG = [
     ("optimizer=torch +optimizer.momentun=1", ["optimizer.momentun=1", "momentum"]),
     ("+optimizer.lr=1", ["optimizer.lr=1", "lr.base"]),
     ("seed='${batch.bucket}'", ["seed", "batch.bucket"]),
+    # Flags in place of keys.
+    ("--epochs 5", ["--epochs", "did you mean train.epochs=5?"]),
+    ("--lr 0.1", ["--lr", "did you mean lr.base=0.1?"]),
+    ("--batch-size=32", ["--batch-size=32", "did you mean batch.size=32?"]),
+    ("--train.steps=3", ["--train.steps=3", "did you mean train.steps=3?"]),
+    ("--model gpt data=text", ["--model", "did you mean model=gpt?"]),
+    ("--seed -1", ["--seed", "did you mean seed=...?"]),
+    ("--min 3", ["--min: no such flag; allowed is key=value, without dashes\n"]),
+    ("--re", ["--re: no such flag"]),
     # Data that is missing or unfit.
     ("data=text data.path=nope.txt", ["data.path=nope.txt", "does not exist"]),
     ("data=text data.path=empty.txt", ["data.path=empty.txt", "is empty"]),
@@ -173,6 +183,34 @@ def test_mistake_is_one_line(
     for words in said:
         assert words in err
     assert sorted(workplace.rglob("*")) == before
+
+
+# A directory where the file must be, or a file where the directory must be: root may write anywhere else.
+@pytest.mark.parametrize("taken", [".hydra/config.yaml/x", ".hydra", "metrics.jsonl/x", "tb"])
+@pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
+def test_run_directory_that_cannot_be_written_is_one_line(
+    taken: str, sweep: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = workplace / "here" / "0" if sweep else workplace / "here"
+    (run_dir / taken).parent.mkdir(parents=True)
+    (run_dir / taken).touch()
+    arguments = ["-m", "hydra.sweep.dir=here", "seed=1"] if sweep else ["hydra.run.dir=here"]
+    monkeypatch.setattr(sys, "argv", ["kfuse", "checkpoint.resume=auto", "train.steps=1", *arguments])
+    assert main() == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"kfuse: error: {run_dir / taken.removesuffix('/x')}") and err.count("\n") == 1
+    assert "cannot be written" in err and "hydra.run.dir" in err
+
+
+@pytest.mark.parametrize("arguments", [["hydra.run.dir=empty.txt/x"], ["-m", "seed=1", "hydra.sweep.dir=empty.txt/x"]])
+def test_run_directory_that_cannot_be_made_is_one_line(
+    arguments: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kfuse", *arguments])
+    assert main() == 2
+    err = capsys.readouterr().err
+    assert re.match(r"kfuse: error: .*empty\.txt.*: cannot be written: Not a directory; allowed is .*\n$", err)
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

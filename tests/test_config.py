@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +61,9 @@ class OursDerived(kfuse.optim.FusedSGD):
     def __init__(self, params, **kwargs):
         super().__init__(params, **kwargs)
 """
+
+
+PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def compose(*overrides: str) -> DictConfig:
@@ -283,6 +290,13 @@ def test_sweep_runs_each_job_in_its_own_directory(
     assert [run_dir for _, run_dir in runs] == [workplace / "sweep" / str(job) for job in range(4)]
 
 
+def test_flags_may_stand_between_overrides(
+    workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(monkeypatch, "policy=none", "-m", "seed=1,2", "hydra.sweep.dir=sweep") == 0
+    assert [(cfg.seed, cfg.policy._target_.split(".")[-1]) for cfg, _ in runs] == [(1, "NoPolicy"), (2, "NoPolicy")]
+
+
 def test_crash_keeps_its_traceback_and_the_sweep_goes_on(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,18 +324,80 @@ def test_users_own_options_come_from_a_directory(
     assert runs[0][0].model == {"_target_": "users_own.Net", "width": 7}
 
 
-def test_help_names_every_setting(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stopped:
         command(monkeypatch, "--help")
     assert stopped.value.code == 0
-    out = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_help_names_every_setting(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = help_text(monkeypatch, capsys)
     for setting in SETTINGS.values():
-        assert f"  {setting.key}=" in out
+        # The default is set apart from the text.
+        assert re.search(rf"^  {re.escape(setting.key)}=\S+  +{re.escape(setting.text)} \(", out, re.MULTILINE)
         assert setting.range in out
-    options = Path(kfuse.__file__).parent / "configs"
-    for option in options.glob("*/*.yaml"):
-        assert option.stem in out
     assert max(map(len, out.splitlines())) <= 120
     assert list(workplace.iterdir()) == [workplace / "users_own.py"]
+
+
+def test_help_lists_the_options_of_each_group(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = help_text(monkeypatch, capsys)
+    listed = {group: set(options.split("|")) for group, options in re.findall(r"(\w+)=(\w+(?:\|\w+)+)", out)}
+    configs = Path(kfuse.__file__).parent / "configs"
+    there = {folder: {option.stem for option in folder.glob("*.yaml")} for folder in configs.iterdir()}
+    assert listed == {folder.name: options for folder, options in there.items() if options}
+
+
+def test_every_example_of_the_help_runs(
+    workplace: Path,
+    runs: list[tuple[DictConfig, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (workplace / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
+    (workplace / "my.py").write_text(USER_MODULE)
+    examples = re.findall(r"^  kfuse(?: (\S+(?: \S+)*))?  +\S", help_text(monkeypatch, capsys), re.MULTILINE)
+    assert len(examples) == 6
+    for number, example in enumerate(examples):
+        where = "hydra.sweep.dir" if example.startswith("-m") else "hydra.run.dir"
+        assert command(monkeypatch, *example.split(), f"{where}=run{number}") == 0, capsys.readouterr().err
+    assert len(runs) == 11  # five, and a sweep of six
+
+
+@pytest.mark.parametrize("module", ["kfuse", "kfuse.script"])
+def test_version_is_ours(module: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=tmp_path, timeout=60, **PIPES)
+    program = {"kfuse": "kfuse", "kfuse.script": "kfuse-run"}[module]
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{program} {kfuse.__version__}\n", "")
+
+
+# A module that never ends to be imported, in the place of one that takes a while.
+@pytest.mark.parametrize("module", ["kfuse", "kfuse.script", "kfuse.worker"])
+@pytest.mark.parametrize("slow", ["torch", "rich"])
+def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Path) -> None:
+    if (module, slow) == ("kfuse.worker", "rich"):
+        slow = "numpy"  # which it imports too
+    (tmp_path / f"{slow}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(kfuse.__file__).parents[1])])
+    with subprocess.Popen(
+        [sys.executable, "-m", module], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, **PIPES
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+        assert process.returncode == 130
+
+
+def test_interrupt_raises_as_usual_where_kfuse_is_a_library() -> None:
+    program = """
+import signal
+import kfuse
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
