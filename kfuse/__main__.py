@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -24,6 +25,8 @@ from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.version import __version__
 
 USAGE_ERROR = 2
+# A home directory at the start of a value, which not every shell expands and Hydra does not read.
+_HOME = re.compile(r"(?:^|(?<=[=,\[]))~(?=/)")
 
 
 def main() -> int:
@@ -58,7 +61,8 @@ def _main(fixed: bool = False) -> int:
         if "--version" in sys.argv[1:]:  # Hydra's own prints Hydra's
             print(f"kfuse {__version__}")
             return 0
-        args = _parse(sys.argv[1:])
+        argv = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
+        args = _parse(argv)
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
             jobs = _jobs(args)
             if fixed and len(jobs) > 1:
@@ -66,7 +70,7 @@ def _main(fixed: bool = False) -> int:
             for overrides in jobs:
                 _check(args, overrides, fixed)
         # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
-        flags = [argument for argument in sys.argv[1:] if argument not in args.overrides]
+        flags = [word for word in argv if word not in args.overrides]
         sys.argv[1:] = [*flags, *args.overrides]
         return _run_hydra()
     except KeyboardInterrupt:

@@ -45,7 +45,7 @@ def fit(
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
-    data, heldout: an (x, y) pair of tensors, a map-style torch dataset, or a kfuse one; heldout is evaluated after
+    data, heldout: (x, y) tensors or arrays, a map-style torch dataset, or a kfuse one; heldout is evaluated after
     each epoch. batch_size: samples in an optimizer step, over all workers. micro_batch: samples in one forward and
     backward; default a quarter of the batch, so that the noise scale is known on one worker too. max_batch_size: the
     limit for policies; default 64 times the batch. loss_fn(output, target): the MEAN loss over a micro-batch.

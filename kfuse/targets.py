@@ -98,8 +98,16 @@ def check_arguments(
     all_given = [*first, *given, *always, *supplied]
     missing = [n for n in by_name if known[n].default is inspect.Parameter.empty and n not in all_given]
     if missing:
-        raise ValueError(f"{name} needs {', '.join(missing)}, and is given {', '.join(all_given) or 'nothing'}")
+        raise MissingArguments(name, missing, all_given)
     return factory
+
+
+class MissingArguments(ValueError):
+    """A class or function needs `names`, and is not given them."""
+
+    def __init__(self, factory: str, names: Sequence[str], given: Sequence[str]) -> None:
+        super().__init__(f"{factory} needs {', '.join(names)}, and is given {', '.join(given) or 'nothing'}")
+        self.names = names
 
 
 def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

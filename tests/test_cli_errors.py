@@ -14,6 +14,7 @@ from kfuse.__main__ import main
 
 USER_MODULE = """
 import torch
+import kfuse.data
 
 value = 3
 
@@ -24,6 +25,12 @@ class Net(torch.nn.Module):
 
 class Frozen(torch.nn.Module):
     pass
+
+def load_triple():
+    return kfuse.data.DataSplit((torch.zeros(4),) * 3, (torch.zeros(4),) * 2, {})
+
+def load_uneven():
+    return kfuse.data.DataSplit((torch.zeros(4), torch.zeros(5)), (torch.zeros(4),) * 2, {})
 
 def load():
     raise RuntimeError("the disk\\nis gone")
@@ -76,7 +83,8 @@ WRONG = [
     ("comm=reproducible comm.schedule=allreduce", ["comm.schedule=allreduce", "all_to_all"]),
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "9 steps"]),
     ("model=gpt data=text model.heads=3", ["model.width=128", "heads=3"]),
-    ("model=gpt", ["model:", "vocab_size, block_size", "num_classes"]),
+    ("model=gpt", ["model:", "vocab_size, block_size", "num_classes", "it fits data=text\n"]),
+    ("data=text", ["model:", "input_shape, num_classes", "it fits data=digits|cifar10|image_folder\n"]),
     # Unknown keys, groups and options.
     ("batch.sise=8", ["batch.sise", "did you mean batch.size?", "micro"]),
     ("size=8", ["size", "did you mean batch.size?"]),
@@ -110,6 +118,9 @@ WRONG = [
     # Data that is missing or unfit.
     ("data=text data.path=nope.txt", ["data.path=nope.txt", "does not exist"]),
     ("data=text data.path=empty.txt", ["data.path=empty.txt", "is empty"]),
+    ("data=text 'data.path=\"~/nope.txt\"'", ["data.path=~/nope.txt", "nope.txt does not exist"]),
+    ("data._target_=mistaken.load_triple", ["data._target_=mistaken.load_triple: train", "a pair (x, y) has two"]),
+    ("data._target_=mistaken.load_uneven", ["data._target_=mistaken.load_uneven: train", "same first dimension"]),
     ("data=text data.path=short.txt", ["data.path=short.txt", "too short"]),
     ("data=text data.path=binary.txt", ["data.path=binary.txt", "not UTF-8"]),
     ("data=text data.path=folder", ["data.path=folder", "is a folder"]),

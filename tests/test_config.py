@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 import kfuse.run
-from kfuse import targets
+from kfuse import script, targets
 from kfuse.__main__ import main
 from kfuse.config import ConfigError, drop_replaced, validate
 from kfuse.config.schema import SETTINGS, Setting
@@ -261,6 +261,37 @@ def test_run_gets_the_configuration_that_is_on_disk(
     assert "${" not in written
     assert OmegaConf.create(written) == cfg
     assert [path.name for path in run_dir.iterdir()] == [".hydra"]
+
+
+def test_home_directory_is_found_wherever_a_path_is_taken(
+    workplace: Path,
+    runs: list[tuple[DictConfig, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    home = workplace / "home"
+    (home / "options" / "model").mkdir(parents=True)
+    (home / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
+    (home / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
+    (home / "train.py").touch()
+    monkeypatch.setenv("HOME", str(home))
+    text = ["model=gpt", "data=text"]
+    for number, arguments in enumerate(
+        [
+            ["--config-dir", "~/options", "model=mine"],
+            ["--config-dir=~/options", "model=mine"],
+            [*text, "data.path=~/book.txt"],
+            [*text, "data.path='~/book.txt'"],
+            ["checkpoint.resume=~/options"],
+            ["checkpoint.resume='~/options'"],
+        ]
+    ):
+        assert command(monkeypatch, *arguments, f"hydra.run.dir=~/run{number}") == 0, capsys.readouterr().err
+    assert command(monkeypatch, "-m", *text, "data.path=~/book.txt,~/../home/book.txt", "hydra.sweep.dir=~/sweep") == 0
+    made = [f"run{number}" for number in range(6)] + ["sweep/0", "sweep/1"]
+    assert [run_dir for _, run_dir in runs] == [home / name for name in made]
+    args = script._parse(["--run-dir", "~/run", "--token-file=~/token", "~/train.py"])
+    assert (args.run_dir, args.token_file, args.script) == (home / "run", home / "token", home / "train.py")
 
 
 def test_run_directory_is_used_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,6 +18,12 @@ from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
 from kfuse.undecorated import undecorated
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
+_DATA_OPTIONS = {
+    "vocab_size": "data=text",
+    "block_size": "data=text",
+    "input_shape": "data=digits|cifar10|image_folder",
+    "num_classes": "data=digits|cifar10|image_folder",
+}
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
@@ -37,15 +44,15 @@ def validate(cfg: DictConfig) -> None:
             raise ConfigError(f"{setting.key}={targets.show(value)}: allowed is {setting.allowed}")
     _check_together(values)
     resume = values["checkpoint"]["resume"]
-    if resume not in ("never", "auto") and not Path(resume).exists():
+    if resume not in ("never", "auto") and not Path(resume).expanduser().exists():
         raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
     _check_transport(values["comm"]["_target_"])
     _check_optimizer(values["optimizer"], values["lr"]["base"])
     _check_policy(values["policy"])
     _check_launcher(values["launcher"], values["workers"]["count"])
-    split = _check_data(values["data"])
+    split, samples = _check_data(values["data"])
     _check_model(values["model"], split.spec)
-    _check_decay(values, len(split.train))
+    _check_decay(values, samples)
 
 
 def _get(values: Mapping[str, Any], key: str) -> Any:
@@ -128,7 +135,7 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     if message.split("=", 1)[0] in given:
         return ConfigError(f"{group}.{message}")
     for name, value in given.items():
-        says_value = isinstance(value, str) and value and value in message
+        says_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
         if says_value or re.search(rf"\b{re.escape(name)}\b", message):
             return ConfigError(f"{group}.{name}={targets.show(value)}: {message}")
     call = ", ".join(f"{name}={targets.show(value)}" for name, value in given.items())
@@ -146,8 +153,8 @@ def _check_launcher(node: Any, count: int) -> None:
         raise ConfigError(f"workers.count={count}: allowed is {fixed}, as many as torchrun started")
 
 
-def _check_data(node: Any) -> Any:
-    """Loads the data; returns the split."""
+def _check_data(node: Any) -> tuple[Any, int]:
+    """Loads the data; returns the split, and how many samples there are to train on."""
     _check_class("data", node)
     try:
         split = targets.build(node)
@@ -157,13 +164,28 @@ def _check_data(node: Any) -> Any:
         raise ConfigError(
             f"data._target_={node['_target_']}: returns a {type(split).__name__}, not a kfuse.data.DataSplit"
         )
-    return split
+    as_dataset = targets.locate("kfuse.data.as_dataset")  # by its path: configuration and data stand apart
+    lengths = {}
+    for part in ("train", "heldout"):
+        try:
+            lengths[part] = len(as_dataset(getattr(split, part)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
+        if lengths[part] == 0:
+            raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
+    return split, lengths["train"]
 
 
 def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     import torch  # after the cheap checks: it takes a second
 
-    _check_class("model", node, spec)
+    try:
+        _check_class("model", node, spec)
+    except ConfigError as error:
+        missing = error.__cause__.names if isinstance(error.__cause__, targets.MissingArguments) else ()
+        if options := dict.fromkeys(_DATA_OPTIONS[name] for name in missing if name in _DATA_OPTIONS):
+            raise ConfigError(f"{error}; it fits {', '.join(options)}") from error
+        raise
     try:
         try:
             with torch.device("meta"):  # no memory, no initialisation; but not every model can
