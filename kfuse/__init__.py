@@ -8,6 +8,10 @@ The gradient reduction itself yields the gradient noise scale and variance; poli
     kf.fit(model, data, opt, kf.Hook(kf.GNSPolicy()))
 """
 
+from kfuse import interrupt
+
+interrupt.exit_quietly()  # before torch is imported, which takes long
+
 from kfuse import nn
 from kfuse.comm.group import CommError
 from kfuse.comm.step import CommOptions

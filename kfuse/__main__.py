@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -17,12 +18,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from kfuse import targets, torchrun
-from kfuse.config import ConfigError, drop_replaced, explain, validate
+from kfuse import interrupt, targets, torchrun
+from kfuse.config import ConfigError, drop_replaced, explain, explain_flag, validate
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.elastic.rendezvous import Rendezvous
+from kfuse.version import __version__
 
 USAGE_ERROR = 2
+# A home directory at the start of a value, which not every shell expands and Hydra does not read.
+_HOME = re.compile(r"(?:^|(?<=[=,\[]))~(?=/)")
 
 
 def main() -> int:
@@ -52,17 +56,25 @@ def main() -> int:
 
 def _main(fixed: bool = False) -> int:
     """`fixed`: torchrun has started the workers, so that there is one run, and no other launcher."""
+    interrupt.raise_again()
     try:
-        args = _parse(sys.argv[1:])
+        if "--version" in sys.argv[1:]:  # Hydra's own prints Hydra's
+            print(f"kfuse {__version__}")
+            return 0
+        argv = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
+        args = _parse(argv)
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
             jobs = _jobs(args)
             if fixed and len(jobs) > 1:
                 raise ConfigError("-m: torchrun's workers are there for one run; allowed is no sweep")
             for overrides in jobs:
                 _check(args, overrides, fixed)
+        # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
+        flags = [word for word in argv if word not in args.overrides]
+        sys.argv[1:] = [*flags, *args.overrides]
         return _run_hydra()
     except KeyboardInterrupt:
-        return 130
+        return interrupt.STATUS
     except Exception as error:  # Hydra's own: a job keeps its errors to itself
         return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
 
@@ -73,14 +85,18 @@ def _refuse(message: str) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = get_args_parser()
+    parser.allow_abbrev = False
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return get_args_parser().parse_args(argv)
-    except SystemExit as stop:
-        if not stop.code:  # --version
-            raise
+            args, unknown = parser.parse_known_intermixed_args(argv)
+    except SystemExit:
         raise ConfigError(said.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
+    if unknown:
+        after = argv[argv.index(unknown[0]) + 1 :]
+        raise ConfigError(explain_flag(unknown[0], after[0] if after else None))
+    return args
 
 
 def _jobs(args: argparse.Namespace) -> list[list[str]]:
@@ -133,7 +149,9 @@ def _job(cfg: DictConfig) -> int:
         return run(cfg, run_dir)
     except ConfigError as error:
         return _refuse(str(error))
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and Path(error.filename or "").is_relative_to(run_dir):
+            return _refuse(explain(error))
         # Hydra would add its own words, and the rest of a sweep would not run.
         traceback.print_exc()
         return 1

@@ -11,6 +11,9 @@ from kfuse.position import CheckpointSettings
 from kfuse.session import Session
 
 _LAST_TIMEOUT_S = 15.0  # of the grace period that a preempted job has
+_NOTHING_TO_RESUME = (
+    "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
+)
 
 State = Callable[[], dict[str, Any]]
 
@@ -34,8 +37,10 @@ class Checkpoints:
         if restarted or self._settings.resume == "auto":
             found = load_newest(self._settings.directory, self._report)
         if found is None and self._settings.resume not in ("never", "auto"):
-            found = self._load_path(Path(self._settings.resume))
+            found = self._load_path(Path(self._settings.resume).expanduser())
         if found is None:
+            if self._settings.resume == "auto" and not restarted:
+                self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._settings.directory)})
             return None
         state, path = found
         self._written = state["position"]["step"]

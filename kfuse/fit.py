@@ -55,7 +55,7 @@ def fit(
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
-    data, heldout: an (x, y) pair of tensors, a map-style torch dataset, or a kfuse one. heldout is evaluated every
+    data, heldout: (x, y) tensors or arrays, a map-style torch dataset, or a kfuse one. heldout is evaluated every
     `eval_every` steps, by default after each epoch; training ends once its accuracy reaches `target_accuracy`.
     epochs, steps: how far to go, whichever ends first; by default one epoch.
     batch_size: samples in an optimizer step, over all workers. micro_batch: samples in one forward and backward;

@@ -9,11 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+from kfuse import interrupt
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
 from kfuse.elastic.supervisor import Elasticity
 from kfuse.observe import Display, RunDirectory
 from kfuse.run import Reports, supervise
+from kfuse.version import __version__
 
 _EXAMPLES = """\
 on one machine:
@@ -43,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _join(args: argparse.Namespace) -> int:
     host, port = args.join
+    interrupt.raise_again()
     try:
         asyncio.run(offer(host, port, args.token, args.slots))
     except AgentError as error:
@@ -64,14 +67,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-workers", type=int, default=1, help="policies never go below it (default 1)")
     parser.add_argument("--max-workers", type=int, help="policies never go above it (default: --workers)")
     parser.add_argument("--no-replace", action="store_true", help="restore lost workers only up to --min-workers")
-    parser.add_argument("--run-dir", type=Path, help="where metrics and events go (default runs/DATE/TIME)")
+    parser.add_argument("--run-dir", type=_path, help="where metrics and events go (default runs/DATE/TIME)")
     parser.add_argument("--quiet", action="store_true", help="show only the script's own output and the summary")
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
-    parser.add_argument("--token-file", type=Path, help="holds the job's secret; needed with --listen and --join")
+    parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
     cores = os.cpu_count() or 1
     parser.add_argument("--slots", type=int, default=cores, help="workers that this host takes (default: its cores)")
-    parser.add_argument("script", type=Path, nargs="?", help="a Python file")
+    parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
+    parser.add_argument("script", type=_path, nargs="?", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     args = parser.parse_args(argv)
     args.max_workers = max(args.workers, args.min_workers) if args.max_workers is None else args.max_workers
@@ -90,6 +94,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     elif args.script is None or not args.script.is_file():
         parser.error(f"{args.script or 'script'}: no such file; a Python script is needed")
     return args
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -54,20 +54,23 @@ def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in node.items() if name != "_target_"}
 
 
-def build(node: Mapping[str, Any], **supplied: Any) -> Any:
-    """Calls what `_target_` names with the node's arguments, and those of `supplied` that it has a place for.
+def build(node: Mapping[str, Any], /, *first: Any, always: Mapping[str, Any] | None = None, **supplied: Any) -> Any:
+    """Calls what `_target_` names with `first`, the node's arguments, `always`, and what it names of `supplied`.
 
     The node's arguments win. Raises ValueError where nothing is found, and whatever the call raises.
     """
     factory = locate(node.get("_target_"))
     known = _parameters(factory)
     fitting = {name: value for name, value in supplied.items() if known is not None and name in known}
-    return factory(**(fitting | arguments(node)))
+    return factory(*first, **(fitting | dict(always or {}) | arguments(node)))
 
 
-def check_arguments(node: Mapping[str, Any], supplied: Collection[str]) -> Callable[..., Any]:
-    """Returns what `_target_` names, once its signature takes the node's arguments and those `supplied`.
+def check_arguments(
+    node: Mapping[str, Any], supplied: Collection[str], first: Collection[str] = (), always: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Returns what `_target_` names, once its signature takes what `build` will call it with.
 
+    first: what is given by position, in words. always: arguments that it must take, by name or by **kwargs.
     Raises ValueError for an unknown argument, one of the wrong type (as annotated), and one that is missing.
     """
     factory = locate(node.get("_target_"))
@@ -76,19 +79,35 @@ def check_arguments(node: Mapping[str, Any], supplied: Collection[str]) -> Calla
         return factory
     given = arguments(node)
     name = getattr(factory, "__name__", str(node["_target_"]))
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    kinds = [p.kind for p in known.values()]
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    positions = [n for n, p in known.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][: len(first)]
+    if len(positions) < len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise ValueError(f"{name} takes no argument by position, and is given {', '.join(first)}")
     by_name = [n for n, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_name = [n for n in by_name if n not in positions]
+    for key in always:
+        if key not in by_name and not takes_any:
+            raise ValueError(f"{name} must take an argument {key}; it has {', '.join(by_name) or 'none'}")
     hints = _hints(factory)
     for key, value in given.items():
         if key not in by_name and not takes_any:
-            raise ValueError(f"{key}={value}: {name} has no argument {key}; it has {', '.join(by_name)}")
+            raise ValueError(f"{key}={show(value)}: {name} has no argument {key}; it has {', '.join(by_name)}")
         if key in hints and not fits(value, hints[key]):
             raise ValueError(f"{key}={show(value)}: {name} allows {describe(hints[key])}")
-    missing = [n for n in by_name if known[n].default is inspect.Parameter.empty and n not in (*given, *supplied)]
+    all_given = [*first, *given, *always, *supplied]
+    missing = [n for n in by_name if known[n].default is inspect.Parameter.empty and n not in all_given]
     if missing:
-        has = ", ".join([*given, *supplied]) or "nothing"
-        raise ValueError(f"{name} needs {', '.join(missing)}, and is given {has}")
+        raise MissingArguments(name, missing, all_given)
     return factory
+
+
+class MissingArguments(ValueError):
+    """A class or function needs `names`, and is not given them."""
+
+    def __init__(self, factory: str, names: Sequence[str], given: Sequence[str]) -> None:
+        super().__init__(f"{factory} needs {', '.join(names)}, and is given {', '.join(given) or 'nothing'}")
+        self.names = names
 
 
 def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

@@ -93,6 +93,8 @@ def total_steps(config: dict[str, Any], samples: int) -> float:
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:
-    own: dict[str, Any] = {"clip_norm": config["train"]["clip_norm"], "skip_nonfinite": True}
-    made = targets.build(config["optimizer"], params=model.parameters(), lr=config["lr"]["base"], **own)
-    return made if isinstance(made, DistributedOptimizer) else Optimizer(made, **own)
+    made = targets.build(config["optimizer"], model.parameters(), always={"lr": config["lr"]["base"]})
+    opt = made if isinstance(made, DistributedOptimizer) else Optimizer(made)
+    # Not by the constructor: a class of the user's own, derived from one of ours, need not pass them on.
+    opt.clip_norm, opt.skip_nonfinite = config["train"]["clip_norm"], True
+    return opt

@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 
 from kfuse import checkpoint
 from kfuse.checkpoint import Checkpointer, CheckpointError, load, load_newest
+from kfuse.checkpoints import Checkpoints
+from kfuse.position import CheckpointSettings
 
 PATIENCE_S = 60.0
 FILES = ("manifest.json", "model.pt", "optimizer.pt", "state.pt")
@@ -445,6 +448,18 @@ def test_bad_ones_are_reported_and_skipped(tmp_path: Path) -> None:
         ("checkpoint_rejected", "step-00000003"),
     ]
     assert "state.pt" in events[0]["why"] and "model.pt" in events[1]["why"]
+
+
+@pytest.mark.parametrize(("resume", "restarted", "said"), [("auto", False, 1), ("auto", True, 0), ("never", False, 0)])
+def test_nothing_to_resume_is_said_once(tmp_path: Path, resume: str, restarted: bool, said: int) -> None:
+    reports: list[dict[str, Any]] = []
+    session: Any = SimpleNamespace(report=lambda kind, event: reports.append(event))
+    checkpoints = Checkpoints(CheckpointSettings(tmp_path / "checkpoints", resume=resume), session)
+    assert checkpoints.load(restarted) is None
+    assert [event["kind"] for event in reports] == ["started"] * said
+    for event in reports:
+        assert str(tmp_path) in event["note"]
+        assert "hydra.run.dir=DIR" in event["note"] and "checkpoint.resume=PATH" in event["note"]
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:

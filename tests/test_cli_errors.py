@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from kfuse.__main__ import main
 
 USER_MODULE = """
 import torch
+import kfuse.data
 
 value = 3
 
@@ -23,6 +25,12 @@ class Net(torch.nn.Module):
 
 class Frozen(torch.nn.Module):
     pass
+
+def load_triple():
+    return kfuse.data.DataSplit((torch.zeros(4),) * 3, (torch.zeros(4),) * 2, {})
+
+def load_uneven():
+    return kfuse.data.DataSplit((torch.zeros(4), torch.zeros(5)), (torch.zeros(4),) * 2, {})
 
 def load():
     raise RuntimeError("the disk\\nis gone")
@@ -75,7 +83,8 @@ WRONG = [
     ("comm=reproducible comm.schedule=allreduce", ["comm.schedule=allreduce", "all_to_all"]),
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "9 steps"]),
     ("model=gpt data=text model.heads=3", ["model.width=128", "heads=3"]),
-    ("model=gpt", ["model:", "vocab_size, block_size", "num_classes"]),
+    ("model=gpt", ["model:", "vocab_size, block_size", "num_classes", "it fits data=text\n"]),
+    ("data=text", ["model:", "input_shape, num_classes", "it fits data=digits|cifar10|image_folder\n"]),
     # Unknown keys, groups and options.
     ("batch.sise=8", ["batch.sise", "did you mean batch.size?", "micro"]),
     ("size=8", ["size", "did you mean batch.size?"]),
@@ -97,9 +106,21 @@ WRONG = [
     ("optimizer=torch +optimizer.momentun=1", ["optimizer.momentun=1", "momentum"]),
     ("+optimizer.lr=1", ["optimizer.lr=1", "lr.base"]),
     ("seed='${batch.bucket}'", ["seed", "batch.bucket"]),
+    # Flags in place of keys.
+    ("--epochs 5", ["--epochs", "did you mean train.epochs=5?"]),
+    ("--lr 0.1", ["--lr", "did you mean lr.base=0.1?"]),
+    ("--batch-size=32", ["--batch-size=32", "did you mean batch.size=32?"]),
+    ("--train.steps=3", ["--train.steps=3", "did you mean train.steps=3?"]),
+    ("--model gpt data=text", ["--model", "did you mean model=gpt?"]),
+    ("--seed -1", ["--seed", "did you mean seed=...?"]),
+    ("--min 3", ["--min: no such flag; allowed is key=value, without dashes\n"]),
+    ("--re", ["--re: no such flag"]),
     # Data that is missing or unfit.
     ("data=text data.path=nope.txt", ["data.path=nope.txt", "does not exist"]),
     ("data=text data.path=empty.txt", ["data.path=empty.txt", "is empty"]),
+    ("data=text 'data.path=\"~/nope.txt\"'", ["data.path=~/nope.txt", "nope.txt does not exist"]),
+    ("data._target_=mistaken.load_triple", ["data._target_=mistaken.load_triple: train", "a pair (x, y) has two"]),
+    ("data._target_=mistaken.load_uneven", ["data._target_=mistaken.load_uneven: train", "same first dimension"]),
     ("data=text data.path=short.txt", ["data.path=short.txt", "too short"]),
     ("data=text data.path=binary.txt", ["data.path=binary.txt", "not UTF-8"]),
     ("data=text data.path=folder", ["data.path=folder", "is a folder"]),
@@ -173,6 +194,34 @@ def test_mistake_is_one_line(
     for words in said:
         assert words in err
     assert sorted(workplace.rglob("*")) == before
+
+
+# A directory where the file must be, or a file where the directory must be: root may write anywhere else.
+@pytest.mark.parametrize("taken", [".hydra/config.yaml/x", ".hydra", "metrics.jsonl/x", "tb"])
+@pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
+def test_run_directory_that_cannot_be_written_is_one_line(
+    taken: str, sweep: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = workplace / "here" / "0" if sweep else workplace / "here"
+    (run_dir / taken).parent.mkdir(parents=True)
+    (run_dir / taken).touch()
+    arguments = ["-m", "hydra.sweep.dir=here", "seed=1"] if sweep else ["hydra.run.dir=here"]
+    monkeypatch.setattr(sys, "argv", ["kfuse", "checkpoint.resume=auto", "train.steps=1", *arguments])
+    assert main() == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"kfuse: error: {run_dir / taken.removesuffix('/x')}") and err.count("\n") == 1
+    assert "cannot be written" in err and "hydra.run.dir" in err
+
+
+@pytest.mark.parametrize("arguments", [["hydra.run.dir=empty.txt/x"], ["-m", "seed=1", "hydra.sweep.dir=empty.txt/x"]])
+def test_run_directory_that_cannot_be_made_is_one_line(
+    arguments: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kfuse", *arguments])
+    assert main() == 2
+    err = capsys.readouterr().err
+    assert re.match(r"kfuse: error: .*empty\.txt.*: cannot be written: Not a directory; allowed is .*\n$", err)
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,18 +14,21 @@ from typing import Any, Literal
 
 import hydra
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 import kfuse.run
-from kfuse import targets
+from kfuse import script, targets
 from kfuse.__main__ import main
 from kfuse.config import ConfigError, drop_replaced, validate
 from kfuse.config.schema import SETTINGS, Setting
+from kfuse.trainer import _optimizer
 
 USER_MODULE = """
 import torch
+import kfuse.optim
 
 class Net(torch.nn.Module):
     def __init__(self, num_classes: int, width: int):
@@ -33,7 +40,30 @@ class Net(torch.nn.Module):
 class SlowAdam(torch.optim.Adam):
     def __init__(self, params, lr, slowness=1.0, **rest):
         super().__init__(params, lr / slowness, **rest)
+
+class Keywords(torch.optim.SGD):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+
+class Anything(torch.optim.SGD):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+class OtherName(torch.optim.SGD):
+    def __init__(self, weights, lr, factor=1.0):
+        super().__init__(weights, lr * factor)
+
+class NoRate(torch.optim.SGD):
+    def __init__(self, params, momentum=0.0):
+        super().__init__(params, lr=1.0, momentum=momentum)
+
+class OursDerived(kfuse.optim.FusedSGD):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
 """
+
+
+PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
 def compose(*overrides: str) -> DictConfig:
@@ -192,6 +222,31 @@ def test_optimizer_of_ones_own_is_tried_as_what_it_derives_from(workplace: Path)
         validate(compose(*own, "optimizer.eps=-1.0"))
 
 
+@pytest.mark.parametrize("name", ["Keywords", "Anything", "OtherName", "OursDerived"])
+def test_optimizer_of_ones_own_gets_parameters_rate_and_clipping(name: str, workplace: Path) -> None:
+    cfg = compose("optimizer=torch", f"optimizer._target_=users_own.{name}", "lr.base=0.25", "train.clip_norm=0.5")
+    validate(cfg)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    model = torch.nn.Linear(2, 2)
+    opt = _optimizer(config, model)
+    (group,) = opt.param_groups
+    assert group["lr"] == 0.25
+    assert group["params"] == list(model.parameters())
+    assert opt.clip_norm == 0.5 and opt.skip_nonfinite
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optimizer._target_=users_own.NoRate"], "optimizer: NoRate must take an argument lr; it has momentum"),
+        (["optimizer._target_=users_own.Anything", "+optimizer.momentun=0.9"], "optimizer.momentun=0.9: .*unexpected"),
+    ],
+)
+def test_optimizer_that_cannot_be_made_is_refused(overrides: list[str], said: str, workplace: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        validate(compose("optimizer=torch", *overrides))
+
+
 # -- the command line ----------------------------------------------------------------------------------------------
 
 
@@ -206,6 +261,37 @@ def test_run_gets_the_configuration_that_is_on_disk(
     assert "${" not in written
     assert OmegaConf.create(written) == cfg
     assert [path.name for path in run_dir.iterdir()] == [".hydra"]
+
+
+def test_home_directory_is_found_wherever_a_path_is_taken(
+    workplace: Path,
+    runs: list[tuple[DictConfig, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    home = workplace / "home"
+    (home / "options" / "model").mkdir(parents=True)
+    (home / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
+    (home / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
+    (home / "train.py").touch()
+    monkeypatch.setenv("HOME", str(home))
+    text = ["model=gpt", "data=text"]
+    for number, arguments in enumerate(
+        [
+            ["--config-dir", "~/options", "model=mine"],
+            ["--config-dir=~/options", "model=mine"],
+            [*text, "data.path=~/book.txt"],
+            [*text, "data.path='~/book.txt'"],
+            ["checkpoint.resume=~/options"],
+            ["checkpoint.resume='~/options'"],
+        ]
+    ):
+        assert command(monkeypatch, *arguments, f"hydra.run.dir=~/run{number}") == 0, capsys.readouterr().err
+    assert command(monkeypatch, "-m", *text, "data.path=~/book.txt,~/../home/book.txt", "hydra.sweep.dir=~/sweep") == 0
+    made = [f"run{number}" for number in range(6)] + ["sweep/0", "sweep/1"]
+    assert [run_dir for _, run_dir in runs] == [home / name for name in made]
+    args = script._parse(["--run-dir", "~/run", "--token-file=~/token", "~/train.py"])
+    assert (args.run_dir, args.token_file, args.script) == (home / "run", home / "token", home / "train.py")
 
 
 def test_run_directory_is_used_once(
@@ -235,6 +321,13 @@ def test_sweep_runs_each_job_in_its_own_directory(
     assert [run_dir for _, run_dir in runs] == [workplace / "sweep" / str(job) for job in range(4)]
 
 
+def test_flags_may_stand_between_overrides(
+    workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(monkeypatch, "policy=none", "-m", "seed=1,2", "hydra.sweep.dir=sweep") == 0
+    assert [(cfg.seed, cfg.policy._target_.split(".")[-1]) for cfg, _ in runs] == [(1, "NoPolicy"), (2, "NoPolicy")]
+
+
 def test_crash_keeps_its_traceback_and_the_sweep_goes_on(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,18 +355,80 @@ def test_users_own_options_come_from_a_directory(
     assert runs[0][0].model == {"_target_": "users_own.Net", "width": 7}
 
 
-def test_help_names_every_setting(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stopped:
         command(monkeypatch, "--help")
     assert stopped.value.code == 0
-    out = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_help_names_every_setting(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = help_text(monkeypatch, capsys)
     for setting in SETTINGS.values():
-        assert f"  {setting.key}=" in out
+        # The default is set apart from the text.
+        assert re.search(rf"^  {re.escape(setting.key)}=\S+  +{re.escape(setting.text)} \(", out, re.MULTILINE)
         assert setting.range in out
-    options = Path(kfuse.__file__).parent / "configs"
-    for option in options.glob("*/*.yaml"):
-        assert option.stem in out
     assert max(map(len, out.splitlines())) <= 120
     assert list(workplace.iterdir()) == [workplace / "users_own.py"]
+
+
+def test_help_lists_the_options_of_each_group(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = help_text(monkeypatch, capsys)
+    listed = {group: set(options.split("|")) for group, options in re.findall(r"(\w+)=(\w+(?:\|\w+)+)", out)}
+    configs = Path(kfuse.__file__).parent / "configs"
+    there = {folder: {option.stem for option in folder.glob("*.yaml")} for folder in configs.iterdir()}
+    assert listed == {folder.name: options for folder, options in there.items() if options}
+
+
+def test_every_example_of_the_help_runs(
+    workplace: Path,
+    runs: list[tuple[DictConfig, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (workplace / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
+    (workplace / "my.py").write_text(USER_MODULE)
+    examples = re.findall(r"^  kfuse(?: (\S+(?: \S+)*))?  +\S", help_text(monkeypatch, capsys), re.MULTILINE)
+    assert len(examples) == 6
+    for number, example in enumerate(examples):
+        where = "hydra.sweep.dir" if example.startswith("-m") else "hydra.run.dir"
+        assert command(monkeypatch, *example.split(), f"{where}=run{number}") == 0, capsys.readouterr().err
+    assert len(runs) == 11  # five, and a sweep of six
+
+
+@pytest.mark.parametrize("module", ["kfuse", "kfuse.script"])
+def test_version_is_ours(module: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=tmp_path, timeout=60, **PIPES)
+    program = {"kfuse": "kfuse", "kfuse.script": "kfuse-run"}[module]
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{program} {kfuse.__version__}\n", "")
+
+
+# A module that never ends to be imported, in the place of one that takes a while.
+@pytest.mark.parametrize("module", ["kfuse", "kfuse.script", "kfuse.worker"])
+@pytest.mark.parametrize("slow", ["torch", "rich"])
+def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Path) -> None:
+    if (module, slow) == ("kfuse.worker", "rich"):
+        slow = "numpy"  # which it imports too
+    (tmp_path / f"{slow}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(kfuse.__file__).parents[1])])
+    with subprocess.Popen(
+        [sys.executable, "-m", module], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, **PIPES
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+        assert process.returncode == 130
+
+
+def test_interrupt_raises_as_usual_where_kfuse_is_a_library() -> None:
+    program = """
+import signal
+import kfuse
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

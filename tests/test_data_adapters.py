@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
+import kfuse as kf
 from kfuse.data import DataError, Dataset, MapData, TensorData, as_dataset, load_digits
 from kfuse.data.base import read_bytes, split_indices
 
@@ -71,6 +72,48 @@ def test_as_dataset_takes_what_torch_users_have(obj, kind):
     assert isinstance(data, Dataset)
     x, y = data.fetch(ROWS)
     assert len(x) == len(y) == 3
+
+
+@pytest.mark.parametrize("pair", [tuple, list])
+def test_a_pair_of_arrays_becomes_what_models_and_losses_take(pair):
+    x, y = np.linspace(0, 1, 8)[::-1].reshape(4, 2), np.array([2, 0, 1, 2], dtype=np.int32)
+    got_x, got_y = as_dataset(pair([x, y])).fetch(ROWS)
+    assert (got_x.dtype, got_y.dtype) == (torch.float32, torch.int64)
+    assert torch.equal(got_x, torch.tensor(x[ROWS], dtype=torch.float32))
+    assert got_y.tolist() == [2, 2, 2]
+    model = torch.nn.Linear(2, 3)
+    assert kf.fit(model, pair([x, y]), kf.FusedSGD(model.parameters(), lr=0.1), batch_size=2)["steps"] == 2
+
+
+def test_arrays_of_bytes_and_bools_keep_their_type():
+    pixels, masks = np.zeros((3, 2), dtype=np.uint8), np.ones(3, dtype=bool)
+    got_x, got_y = as_dataset((pixels, masks)).fetch(np.array([0]))
+    assert (got_x.dtype, got_y.dtype) == (torch.uint8, torch.bool)
+    mixed = as_dataset([torch.zeros(3, dtype=torch.float64), masks])  # a tensor is taken as it is
+    assert mixed.fetch(np.array([0]))[0].dtype == torch.float64
+
+
+def test_a_list_of_two_tensors_is_a_pair():
+    x, y = torch.randn(4, 2), torch.arange(4)
+    got_x, got_y = as_dataset([x, y]).fetch(ROWS)
+    assert torch.equal(got_x, x[[3, 0, 3]]) and got_y.tolist() == [3, 0, 3]
+
+
+@pytest.mark.parametrize(
+    "obj, kind, said",
+    [
+        ([torch.zeros(4), torch.zeros(5)], ValueError, "same first dimension"),
+        ((np.zeros((4, 2)), np.zeros(5)), ValueError, "same first dimension"),
+        ((torch.zeros(4),) * 3, TypeError, r"tuple of 3 tensors or arrays: a pair \(x, y\) has two"),
+        ([torch.zeros(4)], TypeError, "list of 1 tensors"),
+        ((np.array(["a", "b"]), np.zeros(2)), TypeError, "dtype <U1"),
+        ((np.array([[1], None], dtype=object), np.zeros(2)), TypeError, "dtype object"),
+    ],
+)
+def test_a_pair_that_is_none_is_refused_in_one_line(obj, kind, said):
+    with pytest.raises(kind, match=said) as caught:
+        as_dataset(obj)
+    assert "\n" not in str(caught.value)
 
 
 def test_as_dataset_leaves_a_dataset_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,6 +18,12 @@ from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
 from kfuse.undecorated import undecorated
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
+_DATA_OPTIONS = {
+    "vocab_size": "data=text",
+    "block_size": "data=text",
+    "input_shape": "data=digits|cifar10|image_folder",
+    "num_classes": "data=digits|cifar10|image_folder",
+}
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
@@ -37,15 +44,15 @@ def validate(cfg: DictConfig) -> None:
             raise ConfigError(f"{setting.key}={targets.show(value)}: allowed is {setting.allowed}")
     _check_together(values)
     resume = values["checkpoint"]["resume"]
-    if resume not in ("never", "auto") and not Path(resume).exists():
+    if resume not in ("never", "auto") and not Path(resume).expanduser().exists():
         raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
     _check_transport(values["comm"]["_target_"])
     _check_optimizer(values["optimizer"], values["lr"]["base"])
     _check_policy(values["policy"])
     _check_launcher(values["launcher"], values["workers"]["count"])
-    split = _check_data(values["data"])
+    split, samples = _check_data(values["data"])
     _check_model(values["model"], split.spec)
-    _check_decay(values, len(split.train))
+    _check_decay(values, samples)
 
 
 def _get(values: Mapping[str, Any], key: str) -> Any:
@@ -93,12 +100,14 @@ def _check_together(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"comm.dtype={comm['dtype']}: comm.reproducible=true allows fp32")
 
 
-def _check_class(group: str, node: Any, supplied: Collection[str] = ()) -> Any:
+def _check_class(
+    group: str, node: Any, supplied: Collection[str] = (), first: Collection[str] = (), always: Collection[str] = ()
+) -> Any:
     """Returns what the group's `_target_` names, its arguments being right."""
     if not isinstance(node, Mapping) or node.get("_target_") is None:
         raise ConfigError(f"{group}._target_: missing; allowed is the dotted path of a class or function")
     try:
-        return targets.check_arguments(node, supplied)
+        return targets.check_arguments(node, supplied, first, always)
     except ValueError as error:
         # Messages that start with an argument's name become the key.
         dot = str(error).split("=", 1)[0] in node
@@ -126,7 +135,7 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     if message.split("=", 1)[0] in given:
         return ConfigError(f"{group}.{message}")
     for name, value in given.items():
-        says_value = isinstance(value, str) and value and value in message
+        says_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
         if says_value or re.search(rf"\b{re.escape(name)}\b", message):
             return ConfigError(f"{group}.{name}={targets.show(value)}: {message}")
     call = ", ".join(f"{name}={targets.show(value)}" for name, value in given.items())
@@ -144,8 +153,8 @@ def _check_launcher(node: Any, count: int) -> None:
         raise ConfigError(f"workers.count={count}: allowed is {fixed}, as many as torchrun started")
 
 
-def _check_data(node: Any) -> Any:
-    """Loads the data; returns the split."""
+def _check_data(node: Any) -> tuple[Any, int]:
+    """Loads the data; returns the split, and how many samples there are to train on."""
     _check_class("data", node)
     try:
         split = targets.build(node)
@@ -155,13 +164,28 @@ def _check_data(node: Any) -> Any:
         raise ConfigError(
             f"data._target_={node['_target_']}: returns a {type(split).__name__}, not a kfuse.data.DataSplit"
         )
-    return split
+    as_dataset = targets.locate("kfuse.data.as_dataset")  # by its path: configuration and data stand apart
+    lengths = {}
+    for part in ("train", "heldout"):
+        try:
+            lengths[part] = len(as_dataset(getattr(split, part)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
+        if lengths[part] == 0:
+            raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
+    return split, lengths["train"]
 
 
 def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     import torch  # after the cheap checks: it takes a second
 
-    _check_class("model", node, spec)
+    try:
+        _check_class("model", node, spec)
+    except ConfigError as error:
+        missing = error.__cause__.names if isinstance(error.__cause__, targets.MissingArguments) else ()
+        if options := dict.fromkeys(_DATA_OPTIONS[name] for name in missing if name in _DATA_OPTIONS):
+            raise ConfigError(f"{error}; it fits {', '.join(options)}") from error
+        raise
     try:
         try:
             with torch.device("meta"):  # no memory, no initialisation; but not every model can
@@ -195,25 +219,34 @@ def _check_optimizer(node: Any, lr: float) -> None:
     for name, where in _SET_ELSEWHERE.items():
         if isinstance(node, Mapping) and name in node:
             raise ConfigError(f"optimizer.{name}={targets.show(node[name])}: not set here but by {where}")
-    factory = _check_class("optimizer", node, _SET_ELSEWHERE)
+    factory = _check_class("optimizer", node, first=("params",), always=("lr",))
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer._target_={node['_target_']}: allowed is a torch.optim.Optimizer's class")
+    quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
     for base in factory.__mro__:
         if base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer:
             known = inspect.signature(base).parameters
             given = {name: value for name, value in targets.arguments(node).items() if name in known}
-            quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
             try:
-                type(base.__name__, (base,), quick)(params=[torch.nn.Parameter(torch.zeros(1))], lr=lr, **given)
+                type(base.__name__, (base,), quick)(params=[weight], lr=lr, **given)
             except Exception as error:
                 raise _failed("optimizer", node, error) from error
-            return
-    check = getattr(factory, "check_arguments", None)
-    if check is not None:
+            break
+    if check := getattr(factory, "check_arguments", None):
+        known = inspect.signature(check).parameters
         try:
-            check(lr=lr, **targets.arguments(node))
+            check(lr=lr, **{name: value for name, value in targets.arguments(node).items() if name in known})
         except Exception as error:
             raise _failed("optimizer", node, error) from error
+    # A class of the user's own may hand on **kwargs that its base refuses. Ours are not built in this process.
+    if not any(base.__module__.startswith("kfuse.") for base in factory.__mro__):
+        try:
+            targets.build(node, [weight], always={"lr": lr})
+        except TypeError as error:
+            raise _failed("optimizer", node, error) from error
+        except Exception:
+            return  # it may need more than this one weight
 
 
 def _check_decay(values: Mapping[str, Any], samples: int) -> None:

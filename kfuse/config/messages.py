@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 
@@ -19,7 +20,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from kfuse.config.schema import SETTINGS
+from kfuse.config.schema import CLASS_GROUPS, SETTINGS
 from kfuse.targets import did_you_mean, one_line
 
 
@@ -43,10 +44,46 @@ def explain(error: BaseException) -> str:
             return f"{group}: has a value already; allowed is {group}=OPTION, without a plus"
         return " ".join(_lines(error))
     if isinstance(error, OSError):
-        return f"hydra.run.dir: cannot be made: {error.strerror}: {error.filename}"
+        where = "hydra.run.dir=DIR, of a sweep hydra.sweep.dir=DIR"
+        return f"{error.filename}: cannot be written: {error.strerror}; allowed is a run directory elsewhere, {where}"
     if isinstance(error, HydraException | ValueError):
         return " ".join(_lines(error))
     return one_line(error)
+
+
+_ALIASES = {
+    "learning_rate": "lr.base",
+    "lr": "lr.base",
+    "batch": "batch.size",
+    "bs": "batch.size",
+    "workers": "workers.count",
+    "num_workers": "workers.count",
+    "nproc_per_node": "workers.count",
+    "max_steps": "train.steps",
+    "resume": "checkpoint.resume",
+    "output_dir": "hydra.run.dir",
+    "run_dir": "hydra.run.dir",
+}
+
+
+def explain_flag(flag: str, after: str | None) -> str:
+    """One line for `--epochs 5` or `--epochs=5`: the setting that may be meant. after: the next argument, if any."""
+    name, equals, value = flag.lstrip("-").partition("=")
+    if not equals and after is not None and not after.startswith("-") and "=" not in after:
+        value = after
+    word = name.replace("-", "_")
+    known = {key.replace(".", "_"): key for key in SETTINGS} | {group: group for group in (*CLASS_GROUPS, "comm")}
+    # The last part of a key alone, unless two keys share it (batch.min, workers.min).
+    last = [key.rpartition(".")[2] for key in SETTINGS]
+    known |= {name: key for name, key in zip(last, SETTINGS, strict=True) if last.count(name) == 1}
+    known |= _ALIASES
+    if name not in SETTINGS:
+        close = word if word in known else next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.75)), None)
+        key = known[close] if close else None
+    else:
+        key = name
+    meant = f" (did you mean {key}={value or '...'}?)" if key else ""
+    return f"{flag}: no such flag; allowed is key=value, without dashes{meant}"
 
 
 def _missing_option(error: MissingConfigException) -> str:

@@ -88,7 +88,7 @@ class Checkpoint:
 @dataclass
 class Elastic:
     replace: bool = setting(True, "start a new worker for each that was lost; else only up to workers.min")
-    heartbeat_timeout_s: float = setting(10.0, "without a sign of life, after which a worker is killed", above=1)
+    heartbeat_timeout_s: float = setting(10.0, "seconds without a heartbeat, after which a worker is killed", above=1)
     boot_timeout_s: float = setting(120.0, "for a new worker to come up, seconds", above=0)
     max_failures: int = setting(5, "workers lost in a row, no step between, after which the job ends", least=1)
 
@@ -191,11 +191,11 @@ SETTINGS = {leaf.key: leaf for leaf in _leaves(Config)}
 
 def settings_help() -> str:
     """A line for each setting: `key=default`, what it is, what is allowed."""
-    lines = []
-    for leaf in SETTINGS.values():
-        default = OmegaConf.to_yaml({"x": leaf.default}).removeprefix("x: ").strip()
-        lines.append(f"  {leaf.key + '=' + default:<31}{leaf.text} ({leaf.range})")
-    return "\n".join(lines)
+    defaults = [OmegaConf.to_yaml({"x": leaf.default}).removeprefix("x: ").strip() for leaf in SETTINGS.values()]
+    keys = [f"{leaf.key}={default}" for leaf, default in zip(SETTINGS.values(), defaults, strict=True)]
+    width = max(map(len, keys))
+    texts = [f"{leaf.text} ({leaf.range})" for leaf in SETTINGS.values()]
+    return "\n".join(f"  {key:<{width}}  {text}" for key, text in zip(keys, texts, strict=True))
 
 
 ConfigStore.instance().store("schema", Config)

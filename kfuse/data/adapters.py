@@ -64,14 +64,18 @@ class MapData:
 
 
 def as_dataset(obj: Any) -> Dataset:
-    """Return `obj` as a `Dataset`: our own, a pair of tensors `(x, y)`, or a map-style data set.
+    """Return `obj` as a `Dataset`: our own, a pair (x, y) of tensors or NumPy arrays, or a map-style data set.
 
-    Raises TypeError, naming what is accepted, for anything else.
+    A pair is a tuple or a list. Of arrays, floats become torch's default dtype (float32, as models' parameters are)
+    and integer targets int64, as losses take them; both are copied. Tensors are taken as they are.
+    Raises TypeError, naming what is accepted, for anything else, and ValueError for parts of different lengths.
     """
     if isinstance(obj, Dataset):
         return obj
-    if isinstance(obj, tuple) and len(obj) == 2 and all(isinstance(part, Tensor) for part in obj):
-        return TensorData(*obj)
+    if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, (Tensor, np.ndarray)) for part in obj):
+        if len(obj) != 2:
+            raise TypeError(f"{type(obj).__name__} of {len(obj)} tensors or arrays: a pair (x, y) has two")
+        return TensorData(_as_tensor(obj[0]), _as_tensor(obj[1], target=True))
     if isinstance(obj, TensorDataset) and len(obj.tensors) == 2:
         return TensorData(*obj.tensors)
     indexable = hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
@@ -81,3 +85,17 @@ def as_dataset(obj: Any) -> Dataset:
         f"{type(obj).__name__} is not a data set: pass a pair of tensors (x, y), a TensorDataset, a "
         "map-style data set (len(d), d[i] -> (x, y)), or an object with len(d), d.fetch(indices, generator)"
     )
+
+
+def _as_tensor(part: Tensor | np.ndarray, target: bool = False) -> Tensor:
+    if isinstance(part, Tensor):
+        return part
+    part = np.ascontiguousarray(part)  # torch has no negative strides
+    if np.issubdtype(part.dtype, np.floating):
+        return torch.tensor(part, dtype=torch.get_default_dtype())
+    if target and np.issubdtype(part.dtype, np.integer):
+        return torch.tensor(part.astype(np.int64))
+    try:
+        return torch.tensor(part)
+    except TypeError:
+        raise TypeError(f"an array of dtype {part.dtype} is no tensor: allowed are numbers and bool") from None

@@ -73,7 +73,7 @@ def load_cifar10(path: str | os.PathLike[str] | None = None, augment: bool = Tru
     """
     if path is None:
         raise DataError("data=cifar10 needs data.path=FOLDER: the published binary or Python version")
-    folder, suffix = find_batches(Path(path))
+    folder, suffix = find_batches(Path(path).expanduser())
     read = read_binary if suffix else read_pickle
     batches = [read(folder / (name + suffix)) for name in (*TRAIN_FILES, TEST_FILE)]
     return DataSplit(

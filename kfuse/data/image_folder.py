@@ -112,7 +112,7 @@ def load_image_folder(
         raise DataError("data=image_folder needs data.path=FOLDER, with a folder of images for each class")
     if size < 1:
         raise DataError(f"size={size}: images need at least one pixel a side")
-    root = Path(path)
+    root = Path(path).expanduser()
     if os.path.isdir(root / "train") and os.path.isdir(root / "val"):
         classes = class_names(root / "train")
         unknown = sorted(set(class_names(root / "val")) - set(classes))
