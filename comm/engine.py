@@ -103,6 +103,7 @@ class Engine:
         self._stopwatch = Stopwatch(self._device)
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._saved = [b.clone() for b in self.averaged]
+        self._infinite = [i for i, b in enumerate(self.averaged) if not b.isfinite().all()]
         self._wire: dict[int, list[Tensor]] = {}
         for bucket in self.of_params:
             for position, index in enumerate(bucket.layout.params):
@@ -307,7 +308,10 @@ class Engine:
     def _pack_buffers(self, bucket: Bucket) -> None:
         leaf = self._now.leaf
         scratch = torch.empty(bucket.table.num_chunks, device=bucket.device)
-        values = [(self.averaged[i] - self._saved[i]).to(torch.float32) for i in bucket.layout.params]
+        changes = list(torch._foreach_sub(self.averaged, self._saved)) if self.averaged else []
+        for i in self._infinite:  # inf - inf is not 0
+            changes[i] = torch.where(self.averaged[i] == self._saved[i], 0, changes[i])
+        values = [changes[i].to(torch.float32) for i in bucket.layout.params]
         flat = bucket.slot(leaf.slot)
         pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
 
@@ -328,7 +332,8 @@ class Engine:
         sum_partials(self._sumsq, self._total)
         slots[t.SUM_SQUARES] = self._total * weight
         if current.loss is not None:
-            slots[t.LOSS] = current.loss * weight
+            loss = current.loss.detach() if isinstance(current.loss, Tensor) else current.loss
+            slots[t.LOSS] = loss * weight
         if now.done == 0 and self._digest_is_due:
             slots[own + 1 : own + t.RANK_SLOTS] = t.digest_slots(t.digest(self.params, self.digest_salt()))
         place = bucket.slot(now.leaf.slot)[bucket.body :]
@@ -421,6 +426,8 @@ class Engine:
     def _contribute_nothing(self) -> None:
         """This worker has no micro-batch in this step: zeros, where the transport takes one contribution from each."""
         self._stopwatch.forget()
+        if self.averaged:
+            torch._foreach_copy_(self._saved, self.averaged)
         if not self.options.reproducible:
             for bucket in self.buckets:
                 bucket.slots[0].zero_()

@@ -26,7 +26,7 @@ from kfuse.elastic.control import ControlError
 from kfuse.evaluation import params_sha256
 from kfuse.lr import LRSchedule
 from kfuse.model_checks import BufferWatch, refuse_uneven_embeddings, warn_of_own_generators
-from kfuse.optim import DistributedOptimizer
+from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.position import Phase, Position, Settings, StepSamples
 from kfuse.reports import Reporter
@@ -105,6 +105,9 @@ class Coordinator:
         except (ControlError, CommError):
             self.opt.engine.abort()
             self.checkpoints.save_last(self.position.step, self.state.capture)
+            raise
+        except ConsistencyError as error:
+            self.session.give_up(str(error))
             raise
         finally:
             self.opt.statistics.end_run()

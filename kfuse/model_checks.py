@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 _LOG = logging.getLogger("kfuse")
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
 def refuse_uneven_embeddings(model: nn.Module) -> None:
@@ -27,9 +26,10 @@ def refuse_uneven_embeddings(model: nn.Module) -> None:
 
 def warn_of_own_generators(data: Any) -> None:
     """Logs a warning for a data set that draws from a generator of its own: what it draws depends on the worker."""
+    generators = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
     dataset = getattr(data, "dataset", data)
     for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, generators):
             _LOG.warning(
                 "data set %s draws from a generator of its own (%s): its samples depend on which worker fetched what "
                 "before. Draw from torch, numpy.random or random instead, which are seeded for each micro-batch",

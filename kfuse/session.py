@@ -258,6 +258,12 @@ class Session:
         for optimizer in self._optimizers:
             optimizer.engine.set_group(self.group, self.topology, self.tree)
 
+    def give_up(self, why: str) -> None:
+        """Tells the supervisor, if there is one, that the job must end: no other worker could go on either."""
+        if self.control_client is not None:
+            with contextlib.suppress(ControlError):
+                self.control_client.send("fatal", why=why)
+
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Sends a record to the supervisor, which keeps the run directory.
 

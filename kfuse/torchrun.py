@@ -14,6 +14,7 @@ from kfuse import session
 from kfuse.comm.group import CommError
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
+from kfuse.optim import ConsistencyError
 from kfuse.session import Record, Session
 from kfuse.trainer import build_loop, comm_options, set_threads
 
@@ -33,7 +34,7 @@ def lead(meeting: Rendezvous, job: dict[str, Any], reports: Reports) -> int:
     why: str | None = "failed"
     try:
         why = _train(meeting, job, record)
-    except CommError as error:
+    except (CommError, ConsistencyError) as error:
         record("event", {"step": None, "kind": "failure", "why": str(error)})
         print(f"kfuse: error: {error}; the run directory is {reports.directory.path}", file=sys.stderr)
         return 1
@@ -48,7 +49,7 @@ def follow(meeting: Rendezvous) -> int:
         job = meeting.await_job()
         return job if isinstance(job, int) else STOP_STATUS.get(_train(meeting, job) or "", 0)
     except RuntimeError as error:
-        if not isinstance(error, CommError):
+        if not isinstance(error, CommError | ConsistencyError):
             raise
         print(f"kfuse: rank {meeting.rank} ends: {error}", file=sys.stderr)
         return 1

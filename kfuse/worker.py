@@ -8,6 +8,7 @@ import traceback
 
 from kfuse import session
 from kfuse.elastic.control import ControlClient, ControlError
+from kfuse.optim import ConsistencyError
 from kfuse.trainer import build_loop, comm_options, set_threads
 
 
@@ -21,7 +22,7 @@ def main() -> int:
     loop = build_loop(config, own)
     try:
         loop.run()
-    except ControlError as error:
+    except (ControlError, ConsistencyError) as error:
         print(f"kfuse: worker {client.worker} ends: {error}", file=sys.stderr)
         return 1
     client.close()

@@ -409,8 +409,8 @@ def test_truncated_and_missing_files_are_named(damaged: Path, name: str) -> None
 
 def test_unknown_format_version_is_named(damaged: Path) -> None:
     manifest = json.loads((damaged / "manifest.json").read_text())
-    (damaged / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json: format version 2 is unknown; this kfuse reads 1"):
+    (damaged / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: format version 1 is unknown; this kfuse reads 2"):
         load(damaged)
 
 

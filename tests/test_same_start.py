@@ -180,6 +180,17 @@ def test_workers_that_differ_end_within_two_checks(what: str, how: str) -> None:
     assert 13 <= results[0][0] <= 13 + 2 * 5
 
 
+def test_an_elastic_job_whose_workers_differ_ends_in_one_line(tmp_path: Path) -> None:
+    settings = words(
+        "model=mlp model.hidden=[16] data=digits batch.size=64 batch.micro=16 train.steps=200 comm.check_every=5",
+        "workers.count=2 workers.max=2 policy._target_=unseeded.SpoilsRank1",
+    )
+    job = run_job(tmp_path / "run", settings)
+    assert job.error is not None and "the workers no longer have the same model: parameter layers." in job.error
+    assert "\n" not in job.error and len(job.metrics) < 30
+    assert len(job.views) == 1  # nobody was replaced
+
+
 def reproducible_run() -> str:
     kf.init(kf.CommOptions(reproducible=True, check_every=1))
     net = network(kf.rank())

@@ -1,4 +1,4 @@
-"""A model as a script that sets no seed makes it: another one in each process."""
+"""A model as a script that sets no seed makes it, another one in each process; a policy that spoils one worker's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ from typing import Any
 
 import torch
 
+import kfuse as kf
 from kfuse.models import MLP
+from kfuse.session import current
 
 
 class UnseededMLP(MLP):
     def __init__(self, input_shape: Any, num_classes: int) -> None:
         torch.manual_seed(os.getpid())
         super().__init__(input_shape, num_classes, hidden=[16])
+
+
+class SpoilsRank1(kf.BasePolicy):
+    """In step 13 rank 1's first parameters change, as by a fault of memory."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def after_step(self) -> None:
+        self.step += 1
+        opt = current().latest_optimizer()
+        if self.step == 13 and kf.rank() == 1 and opt is not None:
+            opt.param_groups[0]["params"][0].data[0, 0] += 1e-6

@@ -1,7 +1,7 @@
 """What the supervisor and its workers say to each other: one JSON object a line over TCP.
 
 worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive, broken (generation, why),
-resize (workers), replace (worker), record (kind, data).
+fatal (why: no worker can go on), resize (workers), replace (worker), record (kind, data).
 supervisor -> worker: welcome (job), view, stop (reason), over.
 """
 

@@ -299,6 +299,8 @@ class Supervisor:
             case "broken":
                 loop = asyncio.get_running_loop()
                 loop.call_later(_BROKEN_GRACE_S, self._on_broken, message["generation"], message["why"])
+            case "fatal":
+                self._end(JobFailed(message["why"]))
             case "resize":
                 await self._resize(message["workers"])
             case "replace":
