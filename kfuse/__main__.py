@@ -21,7 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from kfuse import interrupt, targets, torchrun
 from kfuse.config import ConfigError, drop_replaced, explain, explain_flag, validate
 from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
+from kfuse.observe.sweep import Sweep
 from kfuse.version import __version__
 
 USAGE_ERROR = 2
@@ -62,9 +64,11 @@ def _main(fixed: bool = False) -> int:
             print(f"kfuse {__version__}")
             return 0
         argv = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
-        args = _parse(argv)
+        args, sweep = _parse(argv), None
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
             jobs = _jobs(args)
+            if _is_sweep(args):
+                sweep = Sweep(jobs)
             if fixed and len(jobs) > 1:
                 raise ConfigError("-m: torchrun's workers are there for one run; allowed is no sweep")
             for overrides in jobs:
@@ -72,7 +76,7 @@ def _main(fixed: bool = False) -> int:
         # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
         flags = [word for word in argv if word not in args.overrides]
         sys.argv[1:] = [*flags, *args.overrides]
-        return _run_hydra()
+        return _run_hydra(sweep)
     except KeyboardInterrupt:
         return interrupt.STATUS
     except Exception as error:  # Hydra's own: a job keeps its errors to itself
@@ -99,9 +103,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def _is_sweep(args: argparse.Namespace) -> bool:
+    return args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+
+
 def _jobs(args: argparse.Namespace) -> list[list[str]]:
     """The overrides of each run: one list, or a sweep's many."""
-    if not args.multirun and "hydra.mode=MULTIRUN" not in args.overrides:
+    if not _is_sweep(args):
         return [args.overrides]
     parsed = OverridesParser.create().parse_overrides(args.overrides)
     return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]
@@ -124,24 +132,37 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
         raise ConfigError("launcher: torchrun started this process; allowed is launcher=torchrun")
 
 
-def _run_hydra() -> int:
+def _run_hydra(sweep: Sweep | None) -> int:
+    """Runs what `sys.argv` says, as Hydra reads it. Returns the exit status, the largest of a sweep's."""
     statuses = [0]
 
     @hydra.main(config_path="pkg://kfuse.configs", config_name="config", version_base="1.3")
     def job(cfg: DictConfig) -> None:
-        statuses.append(_job(cfg))
+        context = HydraConfig.get()
+        run_dir = Path(context.runtime.output_dir)
+        if sweep is not None:
+            sweep.begin(context.job.num, Path(context.sweep.dir).absolute(), run_dir)
+        statuses.append(_job(cfg, run_dir))
+        if sweep is not None:
+            sweep.end(context.job.num, run_dir, statuses[-1])
+        if statuses[-1] in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
+            raise KeyboardInterrupt
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
-    job()
+    try:
+        job()
+    except KeyboardInterrupt:
+        statuses.append(interrupt.STATUS)
+    finally:
+        if sweep is not None:
+            sweep.finish()
     return max(statuses)
 
 
-def _job(cfg: DictConfig) -> int:
+def _job(cfg: DictConfig, run_dir: Path) -> int:
     """One run, in the directory that Hydra made for it; returns its exit status."""
-    context = HydraConfig.get()
-    drop_replaced(cfg, list(context.overrides.task))
+    drop_replaced(cfg, list(HydraConfig.get().overrides.task))
     OmegaConf.resolve(cfg)
-    run_dir = Path(context.runtime.output_dir)
     try:
         _claim(run_dir, cfg)
         from kfuse.run import run  # not before it is needed: `--help` is quick

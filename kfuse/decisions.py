@@ -35,6 +35,8 @@ class Decisions:
     ) -> None:
         self._session, self._policy, self._opt, self._schedule = session, policy, opt, schedule
         self._settings, self._reports = settings, reports
+        self._clipped: dict[str, str | None] = {}
+        """By what was asked for: how the latest request for it was clipped; None if it was granted as it was."""
 
     def begin(self, at: Position) -> None:
         """Before the first step, on the leader, whose state all workers start from: the policy's initial settings."""
@@ -94,29 +96,41 @@ class Decisions:
                 self._reports.event(at.step, "clipped", note=note)
             self._session.ask(workers=decision.workers)
             decision = replace(decision, workers=None)
-        decision, notes = decision.clipped(self._settings.bounds)
-        for note in notes:
-            self._reports.event(at.step, "clipped", note=note)
+        asked, (decision, notes) = decision, decision.clipped(self._settings.bounds)
+        by_name = {note.split()[0]: note for note in notes}
+        for name in ("batch_size", "workers", "lr_scale", "sync"):
+            if getattr(asked, name) is not None:
+                self._tell(at, name, by_name.get(name))
         if decision.workers is not None and decision.workers != self._session.workers_asked:
             self._session.ask(workers=decision.workers)
         if decision.replace is not None:
             self._replace(at, decision.replace)
         sync = decision.sync
-        if sync is not None and sync > 1 and self._session.comm.reproducible:
-            self._reports.event(at.step, "clipped", note=f"sync {sync} clipped to 1: comm.reproducible=true")
-            sync = None
+        if sync is not None and self._session.comm.reproducible:
+            self._tell(at, "local SGD", f"sync {sync} clipped to 1: comm.reproducible=true" if sync > 1 else None)
+            sync = 1
         self._session.ask(batch_size=decision.batch_size, lr_scale=decision.lr_scale, sync=sync)
+        if decision.topology is None:
+            return
+        refusal = None
         try:
             self._session.ask(topology=decision.topology)
         except ValueError as error:
-            self._reports.event(at.step, "clipped", note=f"{error}; it stays as it is")
+            refusal = f"{error}; it stays as it is"
+        self._tell(at, "topology", refusal)
+
+    def _tell(self, at: Position, name: str, note: str | None) -> None:
+        """An event where a request was clipped: one, until the request or the bounds change."""
+        if note is not None and note != self._clipped.get(name):
+            self._reports.event(at.step, "clipped", note=note)
+        self._clipped[name] = note
 
     def _replace(self, at: Position, rank: int) -> None:
         workers = self._session.workers
         if not (self._session.elastic and 0 <= rank < len(workers)):
-            note = f"replace {rank}: allowed are ranks 0 to {len(workers) - 1} of an elastic job"
-            self._reports.event(at.step, "clipped", note=note)
+            self._tell(at, "replace", f"replace {rank}: allowed are ranks 0 to {len(workers) - 1} of an elastic job")
         else:
+            self._tell(at, "replace", None)
             self._session.ask(replace=workers[rank])
 
     def _apply(self, at: Position, control: Control, step: int) -> None:
@@ -126,8 +140,9 @@ class Decisions:
         bounds = self._settings.bounds
         wanted = control.batch_size or at.batch_size
         at.batch_size = min(max(wanted, bounds.batch_min), bounds.batch_max)
-        if at.batch_size != wanted:
-            self._reports.event(at.step, "clipped", note=f"batch_size {wanted} clipped to {at.batch_size}")
+        if control.batch_size:
+            clipped = at.batch_size != wanted
+            self._tell(at, "set_batch_size", f"batch_size {wanted} clipped to {at.batch_size}" if clipped else None)
         at.lr_scale = control.lr_scale or at.lr_scale
         if before != (at.batch_size, at.lr_scale):
             changes: dict[str, list[float]] = {

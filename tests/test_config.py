@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import os
 import re
@@ -319,6 +321,75 @@ def test_sweep_runs_each_job_in_its_own_directory(
         (2, "GNSPolicy"),
     ]
     assert [run_dir for _, run_dir in runs] == [workplace / "sweep" / str(job) for job in range(4)]
+
+
+def test_sweep_says_what_each_job_is_and_ends_with_a_table(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(cfg: DictConfig, run_dir: Path) -> int:
+        if cfg.seed == 1:
+            raise RuntimeError("a mistake of ours")
+        summary = {"steps": 10 * cfg.seed, "loss": 0.25, "eval_accuracy": 0.5, "eval_loss": None, "wall_s": 75.0}
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+        (run_dir / "metrics.jsonl").write_text('{"noise_scale": null}\n{"noise_scale": 312.4}\n')
+        return 1 if cfg.seed == 3 else 0
+
+    monkeypatch.setattr(kfuse.run, "run", run)
+    # Another run's directory, and its results: this sweep's job is refused, and they are not its own.
+    (workplace / "sweep" / "3" / ".hydra").mkdir(parents=True)
+    (workplace / "sweep" / "3" / ".hydra" / "config.yaml").touch()
+    (workplace / "sweep" / "3" / "summary.json").write_text('{"steps": 77}')
+    assert command(monkeypatch, "-m", "seed=1,2,3,4", "batch.size=16", "hydra.sweep.dir=sweep") == 2
+    out = capsys.readouterr().out.splitlines()
+    assert [line for line in out if line.startswith("job ")] == [
+        f"job {k} ({k + 1} of 4): seed={k + 1}" for k in range(4)
+    ]
+    (heading,) = [number for number, line in enumerate(out) if "held-out accuracy" in line]
+    cells = [re.split(r"  +", line.strip()) for line in out[heading:]]
+    assert cells[0] == [
+        "job",
+        "seed",
+        "steps",
+        "loss",
+        "held-out accuracy",
+        "noise scale",
+        "time",
+        "status",
+        "directory",
+    ]
+    assert cells[1:] == [
+        ["0", "1", "-", "-", "-", "-", "-", "1", "0"],
+        ["1", "2", "20", "0.25", "50.0%", "312", "1:15", "0", "1"],
+        ["2", "3", "30", "0.25", "50.0%", "312", "1:15", "1", "2"],
+        ["3", "4", "-", "-", "-", "-", "-", "2", "3"],
+    ]
+    with (workplace / "sweep" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = ["seed", "steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s", "status"]
+    assert list(rows[0]) == ["job", *names, "run_dir"]
+    assert [[row[name] for name in names] for row in rows] == [
+        ["1", "", "", "", "", "", "", "1"],
+        ["2", "20", "0.25", "0.5", "", "312.4", "75.0", "0"],
+        ["3", "30", "0.25", "0.5", "", "312.4", "75.0", "1"],
+        ["4", "", "", "", "", "", "", "2"],
+    ]
+    assert [row["run_dir"] for row in rows] == [str(workplace / "sweep" / str(job)) for job in range(4)]
+
+
+@pytest.mark.parametrize("status", [130, 143])
+def test_interrupt_ends_the_whole_sweep(
+    status: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = []
+
+    def run(cfg: DictConfig, run_dir: Path) -> int:
+        seeds.append(cfg.seed)
+        return status if cfg.seed == 2 else 0
+
+    monkeypatch.setattr(kfuse.run, "run", run)
+    assert command(monkeypatch, "-m", "seed=1,2,3,4", "hydra.sweep.dir=sweep") == status
+    assert seeds == [1, 2]
+    assert "not run: 2 of 4 jobs" in capsys.readouterr().out
 
 
 def test_flags_may_stand_between_overrides(

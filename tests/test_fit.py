@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import kfuse as kf
+from kfuse.reports import Reporter
 from kfuse.session import reset
 
 
@@ -265,6 +266,48 @@ def test_a_batch_size_out_of_bounds_is_clipped() -> None:
             max_batch_size=32,
         )
         assert summary is not None and summary["batch_size"] == expected
+
+
+def test_a_batch_size_need_not_be_whole_micro_batches() -> None:
+    net = network()
+    policy = kf.SchedulePolicy([{"step": 0, "batch_size": 127}])
+    summary = kf.fit(
+        net,
+        problem(1270),
+        kf.FusedSGD(net.parameters()),
+        kf.Hook(policy),
+        batch_size=64,
+        micro_batch=64,
+        max_batch_size=128,
+    )
+    assert summary is not None and summary["batch_size"] == 127
+
+
+def test_the_same_clipping_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Greedy(kf.BasePolicy):
+        def decide(self, signals: kf.Signals) -> kf.Decision | None:
+            if signals.step in (2, 3):
+                return None
+            sizes = {6: 10**5, 7: 10**5, 9: 16}
+            bad = {"lr_scale": math.nan, "topology": "nowhere", "replace": 7}
+            return kf.Decision(batch_size=sizes.get(signals.step, 10**6), **bad)  # type: ignore[arg-type]
+
+    notes: list[tuple[int, str]] = []
+
+    def event(self: Reporter, step: int, kind: str, **fields: Any) -> None:
+        if kind == "clipped":
+            notes.append((step, fields["note"]))
+
+    monkeypatch.setattr(Reporter, "event", event)
+    net = network()
+    kf.fit(net, problem(1600), kf.FusedSGD(net.parameters()), kf.Hook(Greedy()), batch_size=8, max_batch_size=32)
+    asked = [(step, note.split(" clipped")[0]) for step, note in notes if note.startswith("batch_size")]
+    first = asked[0][0]
+    assert [note for _, note in asked] == [f"batch_size {10**size}" for size in (6, 5, 6, 6)]
+    assert [step - first for step, _ in asked] == [0, 6, 8, 10]
+    others = [note for _, note in notes if not note.startswith("batch_size")]
+    for words in ("lr_scale nan", "replace 7", "nowhere"):
+        assert sum(words in note for note in others) == 1
 
 
 def test_verbs_that_change_training_belong_inside_fit() -> None:

@@ -315,8 +315,13 @@ def test_schedule_gives_up_on_what_is_out_of_reach() -> None:
     reached, notes = asked.clipped(BOUNDS)
     assert len(notes) == 2
     assert policy.decide(signals(reached.batch_size or 0, workers=reached.workers)) is None
-    rounded = SchedulePolicy([{"step": 0, "batch_size": 100}])  # 12.5 micro-batches of 8
-    assert rounded.decide(signals(96)) is None
+
+
+@pytest.mark.parametrize(("now", "goal"), [(64, 127), (65, 100), (127, 64), (96, 97)])
+def test_schedule_changes_the_batch_by_less_than_a_micro_batch(now: int, goal: int) -> None:
+    policy = SchedulePolicy([{"step": 0, "batch_size": goal}])
+    assert policy.decide(signals(now, micro_batch=64)) == Decision(batch_size=goal)
+    assert policy.decide(signals(goal, micro_batch=64)) is None
 
 
 def test_schedule_takes_hydra_configs() -> None:

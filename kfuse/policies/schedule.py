@@ -54,11 +54,10 @@ class SchedulePolicy(BasePolicy):
 
     def decide(self, signals: Signals) -> Decision | None:
         asked = self._asked(signals.in_force_at if self._unit == "step" else signals.epoch)
-        # Compare what can be reached: within the bounds, and in whole micro-batches. Otherwise a setting
-        # that is out of reach would be asked for at every step.
+        # Compare what can be reached: otherwise a setting out of bounds would be asked for at every step.
         goal, _ = asked.clipped(signals.bounds)
         change = Decision(
-            batch_size=None if _same_batch(goal.batch_size, signals) else asked.batch_size,
+            batch_size=None if goal.batch_size == signals.batch_size else asked.batch_size,
             lr_scale=None if _same_scale(goal.lr_scale, signals.lr_scale) else asked.lr_scale,
             workers=None if goal.workers == signals.workers else asked.workers,
         )
@@ -93,11 +92,6 @@ def _parse(index: int, phase: Mapping[str, Any], unit: str) -> _Phase:
         raise ValueError(f"{key}.lr_scale={scale!r}: allowed is a finite number above 0")
     settings = Decision(phase.get("batch_size"), phase.get("lr_scale"), phase.get("workers"))
     return _Phase(phase[unit], settings)
-
-
-def _same_batch(goal: int | None, signals: Signals) -> bool:
-    micro = signals.micro_batch
-    return goal is None or max(goal // micro, 1) == max(signals.batch_size // micro, 1)
 
 
 def _same_scale(goal: float | None, now: float) -> bool:

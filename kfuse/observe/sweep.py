@@ -1,0 +1,118 @@
+"""A sweep's jobs: what each is, as it starts, and a table of their results, also as results.csv."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kfuse.observe.display import _duration, _figure
+
+RESULTS = ("steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s")
+
+
+class Sweep:
+    """Keeps the results of a sweep's jobs, which run one after the other.
+
+    results.csv, in the sweep's directory, has a row for each job that has ended: its number, the overrides that are
+    not the same in all jobs, RESULTS, its exit status and its run directory. What is not known is empty.
+    """
+
+    def __init__(self, jobs: Sequence[Sequence[str]], console: Console | None = None) -> None:
+        """jobs: the overrides (key=value) of each."""
+        self._console = console or Console(highlight=False)
+        if not self._console.is_terminal:
+            self._console.width = 200  # of no consequence for a file: lines are as long as they need to be
+        self._overrides = [dict(_parted(override) for override in job) for job in jobs]
+        keys = dict.fromkeys(key for job in self._overrides for key in job)
+        self._varied = [key for key in keys if len({job.get(key) for job in self._overrides}) > 1]
+        self._rows: list[dict[str, Any]] = []
+        self._directory = Path()
+        self._before: int | None = None
+
+    def begin(self, number: int, directory: Path, run_dir: Path) -> None:
+        """Job `number` starts. directory: the sweep's."""
+        self._directory, self._before = directory, _changed_at(run_dir)
+        job = self._overrides[number]
+        what = " ".join(f"{key}={job[key]}" for key in self._varied if key in job) or "no overrides that differ"
+        self._console.print(Text(f"job {number} ({number + 1} of {len(self._overrides)}): {what}"), soft_wrap=True)
+
+    def end(self, number: int, run_dir: Path, status: int) -> None:
+        """Job `number` has ended with this exit status. Its results are in its run directory, if it came so far."""
+        # A job that is refused its directory leaves there what another has written.
+        results = {} if _changed_at(run_dir) == self._before else _results(run_dir)
+        varied = {key: self._overrides[number].get(key) for key in self._varied}
+        found = {name: results.get(name) for name in RESULTS}
+        self._rows.append({"job": number, **varied, **found, "status": status, "run_dir": str(run_dir)})
+        try:
+            with (self._directory / "results.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, self._rows[0].keys())
+                writer.writeheader()
+                writer.writerows(self._rows)
+        except OSError as error:
+            self._console.print(Text(f"{self._directory / 'results.csv'}: cannot be written: {error.strerror}"))
+
+    def finish(self) -> None:
+        """Prints the table. Columns of which nothing is known are left out."""
+        if not self._rows:
+            return
+        table = Table(title=f"{self._directory}: results.csv", title_justify="left", title_style="bold", box=None)
+        columns = [key for key in self._rows[0] if any(row[key] is not None for row in self._rows)]
+        for key in columns:
+            table.add_column(_HEADINGS.get(key, key), justify="left" if key in self._varied else "right")
+        for row in self._rows:
+            table.add_row(*(Text(self._cell(key, row[key])) for key in columns))
+        self._console.print(table)
+        if left := len(self._overrides) - len(self._rows):
+            self._console.print(Text(f"not run: {left} of {len(self._overrides)} jobs"))
+
+    def _cell(self, key: str, value: Any) -> str:
+        if value is None:
+            return "-"
+        if key == "run_dir":
+            path = Path(value)
+            return str(path.relative_to(self._directory)) if path.is_relative_to(self._directory) else value
+        if key == "eval_accuracy":
+            return f"{value:.1%}"
+        if key == "wall_s":
+            return _duration(value) if value >= 60 else f"{value:.1f} s"
+        return _figure(value) if isinstance(value, float) else str(value)
+
+
+_HEADINGS = {
+    "eval_accuracy": "held-out accuracy",
+    "eval_loss": "held-out loss",
+    "noise_scale": "noise scale",
+    "wall_s": "time",
+    "run_dir": "directory",
+}
+
+
+def _parted(override: str) -> tuple[str, str]:
+    key, _, value = override.partition("=")
+    return key.lstrip("+"), value
+
+
+def _changed_at(run_dir: Path) -> int | None:
+    try:
+        return (run_dir / "summary.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _results(run_dir: Path) -> dict[str, Any]:
+    """The summary, and the last noise scale of metrics.jsonl."""
+    results: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        results = json.loads((run_dir / "summary.json").read_text())
+        with (run_dir / "metrics.jsonl").open() as file:
+            *_, last = file
+        results = {"noise_scale": json.loads(last)["noise_scale"], **results}
+    return results
