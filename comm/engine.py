@@ -48,12 +48,13 @@ class Engine:
         self.reduced: Reduced | None = None
         """The last step's result, until the optimizer takes it."""
         self.control: Callable[[], t.Control] = t.Control  # asked once a step, on the leader
+        self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
         self.averaged: list[Tensor] = []
         """Buffers averaged with the gradients."""
         self.of_params: list[Bucket] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._superseded = False
+        self._superseded, self._new = False, True
         self._build()
         self.set_group(group)
 
@@ -167,6 +168,9 @@ class Engine:
     def open(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch."""
         now = self._now
+        if self._new:
+            self.on_first_micro_batch()
+            self._new = False
         if self._broken:
             raise CommError(self._broken)
         if self.reduced is not None or now.closed:

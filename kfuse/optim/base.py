@@ -19,6 +19,7 @@ from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import CommError
 from kfuse.comm.step import MicroBatch, Reduced, StepPlan
+from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
 from kfuse.optim.statistics import Statistics, StepStats
 from kfuse.session import Session, current
 from kfuse.undecorated import undecorated
@@ -57,11 +58,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         old: Engine | None = getattr(self, "engine", None)
         if old is not None and old.reduced is not None:
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
+        refuse_sharded(self._named_parameters())
         self._check_layout()
         self.engine = Engine(groups, session.group, session.comm, names)
         if old is not None:
             old.close()
             self.engine.step = old.step
+        self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control
         self._group_of = [g for g, params in enumerate(groups) for _ in params]
@@ -231,6 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _take_gradients_set_by_hand(self) -> None:
         if self.engine.begun:
             return
+        refuse_sharded(self._named_parameters())
         if self._session.group.size > 1 and hasattr(self, "found_inf"):
             raise RuntimeError(
                 "GradScaler has looked for infinities in this worker's gradients before they were reduced over all "
@@ -241,6 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _warn_of_no_gradients(self) -> None:
         """Once: perhaps the loss is that of another model, or of a copy of this one."""
         self._had_gradients = True
+        refuse_fsdp()
         if self.engine.params:
             _LOG.warning(
                 "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "
