@@ -54,13 +54,14 @@ class Engine:
         """Asked at the begin of each planned step, on every rank; the leader's answer travels with the step."""
         self.digest_salt: Callable[[], int] = int
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
+        self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
         self.averaged: list[Tensor] = []
         """Buffers averaged with the gradients."""
         self._warned = False
         self.of_params: list[Bucket] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._superseded = False
+        self._superseded, self._new = False, True
         self._build()
         self.set_group(group)
 
@@ -177,6 +178,9 @@ class Engine:
     def open(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch."""
         now = self._now
+        if self._new:
+            self.on_first_micro_batch()
+            self._new = False
         if self._broken:
             raise CommError(self._broken)
         if self.reduced is not None or now.closed:

@@ -11,7 +11,7 @@ from kfuse.data import Dataset, as_dataset
 from kfuse.loop import Loop, LossFunction
 from kfuse.lr import Decay, LRSchedule, Scaling
 from kfuse.objective import default_loss
-from kfuse.optim import DistributedOptimizer
+from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.position import Settings
 from kfuse.session import current
@@ -125,6 +125,7 @@ def plan_run(
     """The coordinator of a run in a user's script: kf.fit's and kf.DataLoader's arguments, checked."""
     if not isinstance(opt, DistributedOptimizer):
         raise TypeError(f"kf.fit takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
+    refuse_wrapped(model)
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: must be at least 1")
     micro_batch = max(1, batch_size // 4) if micro_batch is None else micro_batch

@@ -26,6 +26,7 @@ from kfuse.optim.consistency import (
     rates_salt,
     share_from_first,
 )
+from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
 from kfuse.optim.statistics import Statistics, StepStats
 from kfuse.session import Session, current
 from kfuse.undecorated import undecorated
@@ -77,11 +78,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         old: Engine | None = getattr(self, "engine", None)
         if old is not None and old.reduced is not None:
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
+        refuse_sharded(self._named_parameters())
         self._check_layout()
         self.engine = Engine(groups, session.group, session.comm, names)
         if old is not None:
             old.close()
             self.engine.step = old.step
+        self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control
         self.engine.digest_salt = lambda: rates_salt(self.learning_rates())
@@ -286,6 +289,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _take_gradients_set_by_hand(self) -> None:
         if self.engine.begun:
             return
+        refuse_sharded(self._named_parameters())
         if self._session.group.size > 1 and hasattr(self, "found_inf"):
             raise RuntimeError(
                 "GradScaler has looked for infinities in this worker's gradients before they were reduced over all "
@@ -296,6 +300,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _warn_of_no_gradients(self) -> None:
         """Once: perhaps the loss is that of another model, or of a copy of this one."""
         self._had_gradients = True
+        refuse_fsdp()
         if self.engine.params:
             _LOG.warning(
                 "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "

@@ -1,0 +1,87 @@
+"""Models that another library wrapped to reduce or shard them itself: refused, since both would do the same work."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+_REMEDY = "give kfuse the inner model ({inner}) and do not wrap it"
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises TypeError if the model, or a module in it, is wrapped in DistributedDataParallel or sharded by FSDP."""
+    for path, module in model.named_modules():
+        name = ".".join(filter(None, ("model", path)))
+        if issubclass(type(module), DistributedDataParallel):
+            raise TypeError(_ddp_message(name))
+        if issubclass(type(module), _fsdp_classes()):
+            raise TypeError(_fsdp_message(name))
+
+
+def refuse_sharded(named: Iterable[tuple[Parameter, str]]) -> None:
+    """Raises TypeError for parameters that FSDP flattened, or that are DTensors (fully_shard, tensor parallelism)."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    dtensor = getattr(tensor, "DTensor", ())
+    for p, name in named:
+        if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+            raise TypeError(f"{name}: {_fsdp_message('its model')}")
+        if isinstance(p, dtensor) or isinstance(p.data, dtensor):
+            raise TypeError(
+                f"{name} is a DTensor: kfuse trains whole parameters; give it the model without fully_shard, "
+                "distribute_tensor or parallelize_module"
+            )
+
+
+def refuse_ddp(params: Iterable[Parameter]) -> None:
+    """Raises TypeError if a DistributedDataParallel in this process holds one of these parameters.
+
+    A parameter does not know who wrapped its model, and that may happen after the optimizer was made: so this looks
+    through all objects of the process (tens of milliseconds), only where torch.distributed is in use.
+    """
+    if not _torch_distributed_in_use():
+        return
+    mine = {id(p) for p in params}
+    for wrapped in _instances(DistributedDataParallel):
+        if any(id(p) in mine for p in wrapped.parameters()):
+            raise TypeError(_ddp_message("the model"))
+
+
+def refuse_fsdp() -> None:
+    """For an optimizer whose parameters get no gradients. Raises TypeError if FSDP shards a model in this process.
+
+    FSDP replaces a model's parameters; an optimizer that was made before has the old ones.
+    """
+    if _torch_distributed_in_use() and (classes := _fsdp_classes()) and _instances(*classes):
+        raise TypeError(_fsdp_message("the model"))
+
+
+def _torch_distributed_in_use() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _instances(*classes: type) -> list[nn.Module]:
+    """`type`, since isinstance asks an object for its __class__, and a proxy may do anything then."""
+    return [found for found in gc.get_objects() if issubclass(type(found), classes)]
+
+
+def _fsdp_classes() -> tuple[type, ...]:
+    """None where FSDP was not imported: then no model is sharded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    names = ("FullyShardedDataParallel", "FSDPModule")
+    return tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
+
+
+def _ddp_message(what: str) -> str:
+    remedy = _REMEDY.format(inner="model.module")
+    return f"{what} is wrapped in DistributedDataParallel, which reduces gradients itself: {remedy}"
+
+
+def _fsdp_message(what: str) -> str:
+    remedy = _REMEDY.format(inner="as it was before FSDP or fully_shard")
+    return f"{what} is sharded by FSDP, which reduces gradients itself: {remedy}"
