@@ -76,15 +76,20 @@ class Coordinator:
 
         That is when the supervisor is lost, or a worker and there is no supervisor.
         """
+        failed_at = None
         try:
             yield
-        except (ControlError, CommError):
+        except Exception as error:
+            failed_at = self.position.step
+            if not isinstance(error, ControlError | CommError):
+                raise
             self.opt.engine.abort()
             self.checkpoints.save_last(self.position.step, self._state)
             raise
         finally:
             self.opt.statistics.end_run()
             self.session.lr = None
+            self.session.end_training(failed_at)
 
     @contextlib.contextmanager
     def absorbing_failures(self) -> Iterator[None]:
@@ -103,6 +108,7 @@ class Coordinator:
 
     def start(self) -> bool:
         """In the first view: takes over the others' state if there is one."""
+        self.session.training += 1
         self.opt.statistics.begin_run()
         self.opt.engine.step = 0
         return self.attempt(self._join)

@@ -1,7 +1,7 @@
 """What the supervisor and its workers say to each other: one JSON object a line over TCP.
 
 worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive, broken (generation, why),
-resize (workers), replace (worker), record (kind, data).
+resize (workers), replace (worker), record (kind, data), loop_ended (training, failed_at).
 supervisor -> worker: welcome (job), view, stop (reason), over.
 """
 
