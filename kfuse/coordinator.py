@@ -99,20 +99,23 @@ class Coordinator:
 
         That is when the supervisor is lost, or a worker and there is no supervisor.
         """
+        failed_at = None
         try:
             with generators_restored(self.session.group.device):
                 yield
-        except (ControlError, CommError):
-            self.opt.engine.abort()
-            self.checkpoints.save_last(self.position.step, self.state.capture)
-            raise
-        except ConsistencyError as error:
-            self.session.give_up(str(error))
+        except Exception as error:
+            failed_at = self.position.step
+            if isinstance(error, ControlError | CommError):
+                self.opt.engine.abort()
+                self.checkpoints.save_last(self.position.step, self.state.capture)
+            elif isinstance(error, ConsistencyError):
+                self.session.give_up(str(error))
             raise
         finally:
             self.opt.statistics.end_run()
             self.opt.lr_factor = 1.0
             self.session.lr = None
+            self.session.end_training(failed_at)
 
     @contextlib.contextmanager
     def absorbing_failures(self) -> Iterator[None]:
@@ -131,6 +134,7 @@ class Coordinator:
 
     def start(self) -> bool:
         """In the first view: takes over the others' state if there is one."""
+        self.session.training += 1
         self.opt.statistics.begin_run()
         self.opt.engine.step = 0
         return self.attempt(self._join)

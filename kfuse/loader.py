@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,8 @@ class DataLoader:
     Workers may join and leave between steps. Where one is lost, `opt.step()` does nothing and the step comes again,
     with the lost worker's micro-batches spread over the rest: the loop's body must not mind. The random state is keyed
     by (seed, step, micro-batch). On a worker that is asked to leave, iteration ends and `kf.rank()` is -1.
+    All workers may `break` at the same step: that ends this training. Where one alone breaks, the others go on without
+    it once it has ended, or has kept them waiting for the timeout of kf.init.
     """
 
     def __init__(
@@ -105,7 +108,13 @@ class DataLoader:
                 else:
                     step = Step(run, run.begin_step(), self._data)
                     taken = self._opt.engine.step
-                    yield step
+                    try:
+                        yield step
+                    except GeneratorExit:  # the body has left the loop: what it has done is recorded
+                        if self._opt.engine.step == taken + 1 and not sys.is_finalizing():
+                            run.end_step(step.samples, step.seconds(), step.data_wait_s)
+                            run.read_statistics(lag=0)
+                        raise
                     if (failure := run.take_failure()) is not None:
                         stays = run.recover(failure)
                         continue

@@ -52,7 +52,8 @@ class Reporter:
         """Training begins at `step` (above 0: from a checkpoint), and this is how far it is to go."""
         epochs = self._settings.epochs
         total = None if epochs is None else epochs * samples_an_epoch
-        self._send("start", {"samples": total, "steps": self._settings.steps, "step": step})
+        training = self._session.training
+        self._send("start", {"samples": total, "steps": self._settings.steps, "step": step, "training": training})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
         """A view in force; pause_s is how long the survivors stood still for it."""

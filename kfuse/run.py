@@ -14,16 +14,26 @@ from omegaconf import DictConfig, OmegaConf
 from kfuse import targets, torchrun
 from kfuse.elastic.launchers import Launcher, TorchrunLauncher
 from kfuse.elastic.protocol import STOP_STATUS
-from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
+from kfuse.elastic.supervisor import LOOP_LEFT, NOT_TRAINED, Elasticity, JobFailed, Supervisor
 from kfuse.observe.display import Display
 from kfuse.observe.run_dir import RunDirectory
 
 
 class Reports:
-    """Keeps what workers report, and shows it."""
+    """Keeps what workers report, and shows it.
+
+    A script's second training has a directory of its own in the first one's: RUN_DIR/2, and so on.
+    """
 
     def __init__(self, directory: RunDirectory, display: Display) -> None:
         self.directory, self._display = directory, display
+        directory.warn = display.line
+        self._first = directory
+        self._training: int | None = None
+        self._trainings = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self.summary: dict[str, Any] | None = None
         self._started = time.time()
         self._last: dict[str, Any] = {}
@@ -31,12 +41,11 @@ class Reports:
     def record(self, kind: str, data: dict[str, Any]) -> None:
         match kind:
             case "start":
-                self.directory.rewind(data["step"])
-                self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
+                self._start(data)
             case "metrics":
-                self._last = data
-                self.directory.metrics(data)
-                self._display.metrics(data)
+                if self.directory.metrics(data):  # else it is known: a new leader reports the newest steps again
+                    self._last = data
+                    self._display.metrics(data)
             case "event":
                 self.directory.event(data)
                 self._display.event(data)
@@ -45,11 +54,29 @@ class Reports:
             case "summary":
                 self.summary = data
 
+    def _start(self, data: dict[str, Any]) -> None:
+        if data["training"] != self._training:
+            self._training = data["training"]
+            self._trainings += 1
+            if self._trainings > 1:
+                self._finish(LOOP_LEFT)
+                self.directory = self._first.another(str(self._trainings))
+                self._begin()
+        self.directory.rewind(data["step"])
+        self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
+
     def line(self, text: str) -> None:
         self._display.line(text)
 
+    def failed(self, why: str) -> None:
+        """The job has failed. The event is not shown: who ends the job says it."""
+        self.directory.event({"step": self._last.get("step"), "kind": "failure", "why": why})
+
     def close(self, why: str | None) -> None:
         """Writes the summary; where the workers could not give one, from the last step that was reported."""
+        self._finish(why)
+
+    def _finish(self, why: str | None) -> None:
         summary = self.summary or {
             "steps": self._last["step"] + 1 if self._last else 0,
             "epochs": self._last.get("epoch", 0),
@@ -61,9 +88,12 @@ class Reports:
             "params_sha256": None,
             "exit_reason": why,
         }
-        self.directory.summary(summary)
+        try:
+            self.directory.summary(summary)
+        except OSError as error:
+            self.line(f"kfuse: warning: {self.directory.path / 'summary.json'}: cannot be written: {error.strerror}")
         self.directory.close()
-        if why == "failed":
+        if self.summary is None and why in ("failed", NOT_TRAINED):
             self._display.stop()
         else:
             self._display.finish(summary)
@@ -91,16 +121,20 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
 
 def supervise(launcher: Launcher, job: dict[str, Any], reports: Reports, elasticity: Elasticity) -> int:
     """Runs a job to its end and returns the exit status, as `run` does."""
-    why: str | None = "failed"
+    why, failure = "failed", ""
     try:
-        why = asyncio.run(_supervise(Supervisor(launcher, job, reports, elasticity)))
+        why = asyncio.run(_supervise(Supervisor(launcher, job, reports, elasticity))) or ""
     except JobFailed as error:
-        reports.record("event", {"step": None, "kind": "failure", "why": str(error)})
-        print(f"kfuse: error: {error}; the run directory is {reports.directory.path}", file=sys.stderr)
-        return 1
+        failure = str(error)
+        reports.failed(failure)
     finally:
-        reports.close(why)
-    return STOP_STATUS.get(why or "", 0)
+        reports.close(why or None)
+    if failure:
+        print(f"kfuse: error: {failure}; the run directory is {reports.directory.path}", file=sys.stderr)
+        return 1
+    if why == NOT_TRAINED:
+        print("kfuse: the script has ended without using kf.fit or kf.DataLoader: nothing was trained", file=sys.stderr)
+    return STOP_STATUS.get(why, 0)
 
 
 async def _supervise(supervisor: Supervisor) -> str | None:

@@ -33,14 +33,26 @@ def main(argv: list[str] | None = None) -> int:
     if args.join is not None:
         return _join(args)
     run_dir = args.run_dir or Path("runs", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
-    reports = Reports(RunDirectory(run_dir, tensorboard=True, ledger=False), Display(progress=not args.quiet))
+    if RunDirectory.is_used(run_dir):
+        return _refuse(f"--run-dir {run_dir}: holds a run already; allowed is a new directory")
+    try:
+        directory = RunDirectory(run_dir, tensorboard=True, ledger=False)
+    except OSError as error:
+        return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
+    reports = Reports(directory, Display(progress=not args.quiet))
     command = [sys.executable, str(args.script), *args.arguments]
     launcher: Launcher = LocalLauncher(command)
     if args.listen is not None:
         host, port = args.listen
         launcher = HostsLauncher(command, host, port, args.token, args.slots)
-    elasticity = Elasticity(args.workers, args.min_workers, args.max_workers, replace=not args.no_replace)
+    replace = not args.no_replace
+    elasticity = Elasticity(args.workers, args.min_workers, args.max_workers, replace=replace, script=True)
     return supervise(launcher, {"run_dir": str(run_dir.absolute())}, reports, elasticity)
+
+
+def _refuse(message: str) -> int:
+    print(f"kfuse-run: error: {message}", file=sys.stderr)
+    return 2
 
 
 def _join(args: argparse.Namespace) -> int:

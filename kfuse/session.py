@@ -13,6 +13,7 @@ import operator
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -75,6 +76,8 @@ class Session:
         self.left = False
         """A view was formed without this worker."""
         self._generation = 0  # of the view in force, or of the one being entered
+        self.training = 0
+        """Which training of this process is under way, from 1: a script may train more than once."""
 
     @property
     def local_rank(self) -> int:
@@ -263,6 +266,12 @@ class Session:
         if self.control_client is not None:
             with contextlib.suppress(ControlError):
                 self.control_client.send("fatal", why=why)
+
+    def end_training(self, failed_at: int | None) -> None:
+        """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
+        if self.control_client is not None and not sys.is_finalizing():
+            with contextlib.suppress(ControlError):
+                self.control_client.send("loop_ended", training=self.training, failed_at=failed_at)
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Sends a record to the supervisor, which keeps the run directory.

@@ -35,7 +35,7 @@ def lead(meeting: Rendezvous, job: dict[str, Any], reports: Reports) -> int:
     try:
         why = _train(meeting, job, record)
     except (CommError, ConsistencyError) as error:
-        record("event", {"step": None, "kind": "failure", "why": str(error)})
+        reports.failed(str(error))
         print(f"kfuse: error: {error}; the run directory is {reports.directory.path}", file=sys.stderr)
         return 1
     finally:

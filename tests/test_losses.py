@@ -92,7 +92,7 @@ def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
     events = [{"step": 20, "moment": "source", "rank": 0, "how": "kill"}]
     phases = [{"step": 5, "workers": 2}]
     job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, events=events, phases=phases)])
-    assert job.error == "the workers that had the training's state are lost; with checkpoints it would go on"
+    assert job.error == "the workers that had the training's state are lost; with checkpoints, training would go on"
     assert job.metrics, "what was recorded stays"
 
 

@@ -1,7 +1,8 @@
 """What the supervisor and its workers say to each other: one JSON object a line over TCP.
 
 worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive, broken (generation, why),
-fatal (why: no worker can go on), resize (workers), replace (worker), record (kind, data).
+fatal (why: no worker can go on), resize (workers), replace (worker), record (kind, data), loop_ended (training,
+failed_at).
 supervisor -> worker: welcome (job), view, stop (reason), over.
 """
 

@@ -32,6 +32,10 @@ _BROKEN_GRACE_S = 0.1  # a lost connection is mostly a death that is about to be
 _LAST_WORDS_S = 1.0
 _KILL_GRACE_S = 1.0  # for word of a killed process's end: from a host that is cut off there is none
 
+# How a job ends where all workers' scripts end with status 0 before a training does.
+NOT_TRAINED = "not_trained"  # without kf.fit and kf.DataLoader
+LOOP_LEFT = "loop_left"  # out of the loop over a kf.DataLoader
+
 
 class Sink(Protocol):
     """Who keeps what workers report. After a loss, records of a step may come again: they count once."""
@@ -57,10 +61,17 @@ class Elasticity:
     boot_timeout_s: float = 120.0
     restart: bool = False
     """If all workers are lost: start anew, from the last checkpoint."""
+    script: bool = False
+    """Workers run a user's script. It may end before a training does or go on after it, and train more than once; it
+    has no checkpoints of ours."""
 
 
 class JobFailed(RuntimeError):
     """Training cannot go on; the message says why."""
+
+
+class LaunchError(RuntimeError):
+    """The launcher could not start a worker; the message says why."""
 
 
 class Supervisor:
@@ -76,8 +87,18 @@ class Supervisor:
         self._view: View | None = None
         self._store: TCPStore | None = None
         self._stopping: str | None = None
+        self._outcome: str | None = None
+        self._training = 0  # which one is under way, from 1
         self._done = False
-        self._failures = 0
+        self._late_failure: JobFailed | None = None
+        """A script that failed when its training was over."""
+        self._failures = self._boot_failures = 0
+        self._errors: set[tuple[object, ...]] = set()
+        """Exceptions that ended workers, each with its step; since the last new step."""
+        self._boot_errors: set[tuple[str, ...]] = set()
+        self._waiting_told = False
+        self._unsaid: list[dict[str, Any]] = []
+        """Events of workers whose scripts have ended or left the loop. They are told if the others go on."""
         self._furthest = -1
         self._events: deque[dict[str, Any]] = deque(maxlen=256)
         self._starting = asyncio.Lock()
@@ -85,7 +106,8 @@ class Supervisor:
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def run(self) -> str | None:
-        """Returns when all workers have ended: the stop reason, None if training came to its own end.
+        """Returns when all workers have ended: the stop reason, `NOT_TRAINED`, `LOOP_LEFT`, or None if training came to
+        its own end.
 
         Raises JobFailed. Whatever happens, no worker is left behind.
         """
@@ -104,9 +126,13 @@ class Supervisor:
         self._address = f"{self._host}:{server.sockets[0].getsockname()[1]}"
         heartbeats = asyncio.create_task(self._watch_heartbeats())
         try:
-            await self._start_up_to(self._wanted)
+            try:
+                await self._start_up_to(self._wanted)
+            except LaunchError as error:
+                raise JobFailed(f"the launcher cannot start workers: {error}") from error
+            self._end_if_none_left()
             await self._over
-            return self._stopping
+            return self._stopping or self._outcome
         finally:
             heartbeats.cancel()
             for worker in self._alive():
@@ -154,9 +180,27 @@ class Supervisor:
                 protocol.ENV_TOKEN: self._token,
                 protocol.ENV_WORKER: str(number),
             }
-            worker = Worker(number, await self._launcher.start(env))
-            self._workers[number] = worker
-            self._spawn(self._watch(worker))
+            try:
+                process = await self._launcher.start(env)
+            except Exception as error:  # a launcher may be the user's own
+                raise LaunchError(" ".join(str(error).split()) or type(error).__name__) from error
+            self._workers[number] = Worker(number, process)
+            self._spawn(self._watch(self._workers[number]))
+
+    async def _add_up_to(self, target: int) -> None:
+        """As `_start_up_to`. Where the launcher cannot start a worker, the job goes on with those it has."""
+        try:
+            await self._start_up_to(target)
+        except LaunchError as error:
+            if not self._alive():
+                self._end(JobFailed(f"no worker is left, and the launcher cannot start another: {error}"))
+                return
+            for worker in self._members():
+                worker.leaving = False
+            asked, self._wanted = self._wanted, min(self._wanted, len(self._alive()))
+            self._event(
+                "clipped", note=f"workers {asked} clipped to {self._wanted}: the launcher cannot start another: {error}"
+            )
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -176,14 +220,25 @@ class Supervisor:
         if status is None:  # should it come back: its place is taken
             lines.cancel()
             worker.disconnect()
-        left = status == 0 and (self._done or self._view is None or self._view.rank_of(worker.number) is None)
-        if not (left or self._done or self._over.done()):
-            await asyncio.wait([lines], timeout=0.05)  # its last words
-            await self._lost(worker, was, how_it_ended(status, worker.why))
+        if not self._over.done():
+            if status == 0:
+                self._quit(worker)
+            else:
+                await asyncio.wait([lines], timeout=0.05)  # its last words
+                if not self._done and not self._all_out(worker):
+                    await self._lost(worker, was, status)
+                elif self._elasticity.script and (worker.why or not worker.killed.is_set()):
+                    self._failed_late(worker, status)
         await asyncio.wait([lines], timeout=_LAST_WORDS_S)  # what it started may hold the pipe open
         lines.cancel()
-        if not self._alive() and (self._done or self._stopping):
-            self._end()
+        self._end_if_none_left()
+
+    def _end_if_none_left(self) -> None:
+        if self._alive() or self._starting.locked() or self._over.done():
+            return
+        if not (self._done or self._stopping):
+            self._outcome = NOT_TRAINED if self._training == 0 else LOOP_LEFT
+        self._end(self._late_failure)
 
     async def _pass_on(self, worker: Worker) -> None:
         async for line in worker.process.lines():
@@ -205,7 +260,21 @@ class Supervisor:
                 silent = time.monotonic() - worker.alive_at
                 if silent > limit and not worker.why:
                     worker.why = f"showed no life for {silent:.0f} s"
+                    if worker.writer is None and self._elasticity.script:
+                        worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
                     worker.kill()
+            self._tell_who_is_waited_for()
+
+    def _tell_who_is_waited_for(self) -> None:
+        """Once: a script that has called kf.init may take any time before it trains, but the others wait for it."""
+        if self._view is not None or self._waiting_told:
+            return
+        ready = [worker for worker in self._alive() if worker.state is State.READY]
+        late = [worker for worker in self._alive() if worker.state is State.BOOTING and worker.process.running]
+        since = min((worker.started_at for worker in late), default=time.monotonic())
+        if ready and time.monotonic() - since > self._elasticity.boot_timeout_s:
+            self._waiting_told = True
+            self._event("waiting", workers=[worker.number for worker in ready], late=[worker.number for worker in late])
 
     def _end(self, error: BaseException | None = None) -> None:
         if self._over.done():
@@ -217,31 +286,113 @@ class Supervisor:
 
     # -- losses ---------------------------------------------------------------------------------------------------
 
-    async def _lost(self, worker: Worker, was: State, how: str) -> None:
+    def _rank_of(self, worker: Worker) -> int | None:
+        return None if self._view is None else self._view.rank_of(worker.number)
+
+    def _out(self, worker: Worker) -> bool:
+        """Whether its training loop has ended, by an error or not."""
+        return worker.ended_loop >= max(self._training, 1)
+
+    def _all_out(self, worker: Worker) -> bool:
+        """Whether this worker and the others of its view have ended their loops, this one without an error."""
+        return worker.failed_at is None and all(map(self._out, [worker, *self._members()]))
+
+    def _quit(self, worker: Worker) -> None:
+        """A worker's script ended with status 0. Before training is over that is no failure, but the others must do
+        without it: another one would end in the same way.
+        """
+        rank = self._rank_of(worker)
+        if self._done or (rank is None and worker.joined):  # in good order
+            return
+        if rank is None:
+            self._do_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
+            self._propose()
+            return
+        self._do_without(worker, "ended with exit status 0 before training did")
+        if not self._members():
+            for newcomer in self._alive():  # they have no state to go on from
+                if not newcomer.joined:
+                    newcomer.kill()
+            self._done = True
+            self._outcome = NOT_TRAINED if self._training == 0 else LOOP_LEFT
+        self._recover("quit")
+
+    def _do_without(self, worker: Worker, how: str) -> None:
+        """It is not replaced. The event is written if the others go on."""
+        members = [member for member in self._members() if not self._out(member)]
+        leaving = [member for member in members if member.leaving]
+        if leaving and not worker.joined:
+            leaving[-1].leaving = False
+        else:
+            self._wanted = max(1, len(members), self._wanted - 1)
+        self._unsaid.append({"worker": worker.number, "pid": worker.pid, "rank": self._rank_of(worker), "how": how})
+
+    def _failed_late(self, worker: Worker, status: int | None) -> None:
+        """A script failed when its training was over: what was trained stays, but the job has not succeeded."""
+        how, cause = self._tell_failure(worker, status)
+        when = " after training had ended" if self._done else ""
+        self._late_failure = self._late_failure or JobFailed(f"worker {worker.number} {how}{when}{cause}")
+
+    def _tell_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
+        """How the worker ended, and the exception that ended it if there was one, in words."""
+        how = how_it_ended(status, worker.why)
+        error = worker.error() if not worker.why and (status or 0) > 0 else ()
+        cause = f": {error[-1]}" if error else ""
+        self._event("failure", worker=worker.number, pid=worker.pid, rank=self._rank_of(worker), how=how + cause)
+        return how, cause
+
+    async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker ended that should not have: the survivors regroup, and another takes its place."""
         together = was is State.PROPOSED and self._view is not None and self._view.recovers
-        self._failures += not together  # with another, whose loss the survivors have not recovered from yet
-        rank = None if self._view is None else self._view.rank_of(worker.number)
-        self._event("failure", worker=worker.number, pid=worker.pid, rank=rank, how=how)
-        said = "".join(f"\n  {line}" for line in worker.lines)
-        said = said and f":{said}"
+        rank, error = self._rank_of(worker), worker.error()
+        how, cause = self._tell_failure(worker, status)
         if self._stopping:
             if rank is not None:
                 self._recover()  # the others still have a checkpoint to write
-        elif self._view is None or (was is State.BOOTING and not self._members()):
-            self._end(JobFailed(f"worker {worker.number} {how} before training began"))
+            return
+        if self._view is None or (was is State.BOOTING and not self._members()):
+            self._end(JobFailed(f"worker {worker.number} {how} before training began{cause}"))
+            return
+        if rank is None and not worker.joined:
+            await self._boot_failed(worker, how + cause)
+            return
+        self._failures += not together  # with another, whose loss the survivors have not recovered from yet
+        occurrence = (*error, worker.failed_at)
+        repeats = bool(error) and worker.failed_at is not None and not together and occurrence in self._errors
+        self._errors.add(occurrence)
+        if repeats:
+            where = f"at step {worker.failed_at}, as another did at that step"
+            self._end(JobFailed(f"worker {worker.number} {how} {where}: it would do so again{cause}"))
         elif self._failures >= self._elasticity.max_failures:
-            self._end(JobFailed(f"{self._failures} workers were lost in a row, the last one {how}{said}"))
+            self._end(JobFailed(f"{self._failures} workers were lost in a row, the last one {how}{cause}"))
         elif not self._members() and not self._elasticity.restart:
-            why = f"no worker is left: the last one {how}; with checkpoints, training would go on"
-            self._end(JobFailed(f"{why}{said}"))
+            died = bool(worker.why) or status is None or status < 0
+            self._end(JobFailed(f"no worker is left: the last one {how}{self._advice if died else ''}{cause}"))
         else:
             if rank is not None:
                 self._recover()
             everyone = self._elasticity.replace or not self._members()
             target = self._wanted if everyone else min(self._wanted, self._elasticity.min)
-            await self._start_up_to(target)
+            if self._training <= 1:  # else a new worker would run the script from its start, and train the first one
+                await self._add_up_to(target)
             self._propose()
+
+    async def _boot_failed(self, worker: Worker, how: str) -> None:
+        """A newcomer's end does not end the others' training: it is tried again, and then they do without it."""
+        self._boot_failures += 1
+        error = worker.error()
+        if (error and error in self._boot_errors) or self._boot_failures >= self._elasticity.max_failures:
+            self._do_without(worker, f"{how}, as others did before they could join: no other is started")
+            self._tell_unsaid()
+        else:
+            self._boot_errors.add(error)
+            await self._add_up_to(self._wanted)
+        self._propose()
+
+    @property
+    def _advice(self) -> str:
+        may = not (self._elasticity.script or self._elasticity.restart)
+        return "; with checkpoints, training would go on" if may else ""
 
     def _on_broken(self, generation: int, why: str) -> None:
         """A worker lost contact with another. If nobody has died, the same workers connect anew."""
@@ -250,11 +401,18 @@ class Supervisor:
             if self._failures >= self._elasticity.max_failures:
                 self._end(JobFailed(f"workers lose contact again and again: {why}"))
             else:
-                self._recover()
+                for worker in () if self._done else filter(self._out, self._members()):
+                    self._do_without(worker, "left the training loop, and the others waited for it")
+                self._recover(anew=self._done)
 
-    def _recover(self) -> None:
-        if self._members() and not self._done:
-            self._announce(self._members(), "failure", recovers=True)
+    def _recover(self, reason: str = "failure", anew: bool = False) -> None:
+        """The living workers of the view whose loops have not ended form a view of their own.
+
+        anew: training is over, and some of them are about to begin another one.
+        """
+        members = [worker for worker in self._members() if anew or not self._out(worker)]
+        if members and anew >= self._done:
+            self._announce(members, reason, recovers=True)
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -273,7 +431,11 @@ class Supervisor:
             self._tell([worker], "welcome", job=self._job, silence_s=self._elasticity.heartbeat_timeout_s)
             while line := await reader.readline():
                 worker.alive_at = time.monotonic()
-                await self._receive(worker, protocol.decode(line))
+                message = protocol.decode(line)
+                try:
+                    await self._receive(worker, message)
+                except Exception as error:  # ours, and not the connection's
+                    self._end(error)
         except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
             pass  # a stranger, or a worker that died in the middle of a line: its process's end is what counts
         finally:
@@ -291,31 +453,32 @@ class Supervisor:
                 self._keep(message["kind"], message["data"])
             case "ready":
                 worker.state = State.READY
+                self._boot_failures = 0
+                self._boot_errors.clear()
                 if self._view is not None:
                     self._event("ready", worker=worker.number, boot_s=time.monotonic() - worker.started_at)
                 self._propose()
             case "joined":
                 self._on_joined(worker, message["generation"])
             case "broken":
+                worker.ended_loop = min(worker.ended_loop, self._training - 1)  # it is in the next one
                 loop = asyncio.get_running_loop()
                 loop.call_later(_BROKEN_GRACE_S, self._on_broken, message["generation"], message["why"])
             case "fatal":
                 self._end(JobFailed(message["why"]))
+            case "loop_ended":
+                worker.ended_loop, worker.failed_at = message["training"], message["failed_at"]
             case "resize":
                 await self._resize(message["workers"])
             case "replace":
                 await self._replace(message["worker"])
 
     def _keep(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start" and self._done:  # a script may train more than once
-            self._done, self._furthest = False, -1
-            if self._view is not None and len(self._members()) < self._view.size:  # it took in newcomers too late
-                self._recover()
-        elif kind == "start" and self._furthest >= 0 and not self._elasticity.restart:
-            self._end(JobFailed("the workers that had the training's state are lost; with checkpoints it would go on"))
+        if kind == "start" and not self._begin(data["training"]):
             return
         if kind == "metrics" and data["step"] > self._furthest:  # farther than before the last loss: no crash loop
             self._furthest, self._failures = data["step"], 0
+            self._errors.clear()
         elif kind == "event":  # a new leader may report what the old one had reported before it was lost
             if data in self._events:
                 return
@@ -328,6 +491,29 @@ class Supervisor:
                     self._tell([worker], "over")
                 else:  # still booting, or waiting for the others to come to its view: too late for this job
                     worker.kill()
+
+    def _begin(self, training: int) -> bool:
+        """A training starts: the first one, the same anew, or a script's next one. False if it must not."""
+        if training > self._training:
+            again, self._training = self._training > 0, training
+            if again:
+                self._done, self._outcome, self._furthest = False, None, -1
+                self._errors.clear()
+                for worker in self._alive():
+                    if not worker.joined:  # it would run the script from its start, and train the first one
+                        worker.kill()
+                self._wanted = len(self._members())
+                if self._view is not None and self._wanted < self._view.size:  # it took in newcomers too late
+                    self._recover()
+        elif self._furthest >= 0 and not self._elasticity.restart:
+            self._end(JobFailed(f"the workers that had the training's state are lost{self._advice}"))
+            return False
+        return True
+
+    def _tell_unsaid(self) -> None:
+        unsaid, self._unsaid = self._unsaid, []
+        for fields in unsaid:
+            self._event("quit", **fields)
 
     def _event(self, kind: str, **fields: Any) -> None:
         self._keep("event", {"step": max(self._furthest, 0), "kind": kind, **fields})
@@ -342,21 +528,25 @@ class Supervisor:
         allowed = min(max(workers, low), high)
         if allowed != workers:
             self._event("clipped", note=f"workers {workers} clipped to {allowed}: allowed is {low} to {high}")
+        if allowed > self._wanted and (self._training > 1 or self._done):
+            why = "a new worker would run the script from its first training"
+            self._event("clipped", note=f"workers {allowed} clipped to {self._wanted}: {why}")
+            return
         if allowed == self._wanted:
             return
         self._event("decision", workers=[self._wanted, allowed])
         self._wanted = workers = allowed
-        await self._start_up_to(workers)
+        await self._add_up_to(workers)
         self._propose()
 
     async def _replace(self, number: int) -> None:
         """Starts a worker in the place of a member, which leaves when the new one is ready."""
         members = self._members()
         for worker in members:
-            if worker.number == number and not worker.leaving:
+            if worker.number == number and not worker.leaving and self._training <= 1:
                 worker.leaving = True
                 self._event("decision", replace=number)
-                await self._start_up_to(self._wanted)
+                await self._add_up_to(self._wanted)
                 self._propose()
 
     def _propose(self) -> None:
@@ -369,7 +559,7 @@ class Supervisor:
         staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
         missing = self._wanted - len(staying)
         if not members:
-            if len(ready) >= self._wanted:
+            if len(ready) >= max(1, self._wanted):
                 self._announce(ready[: self._wanted], "start" if self._view is None else "restart")
         elif len(members) > self._wanted:
             self._announce((staying + leaving)[: self._wanted], "shrink")
@@ -380,9 +570,10 @@ class Supervisor:
             )
 
     def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
+        self._tell_unsaid()
         generation = 1 if self._view is None else self._view.generation + 1
         leaving = [worker for worker in self._members() if worker not in workers]
-        members = tuple(Member(worker.number, worker.pid, worker.host) for worker in workers)
+        members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
         self._view = View(generation, members, self._open_store(), reason, recovers)
         for worker in workers:
             worker.state = State.PROPOSED

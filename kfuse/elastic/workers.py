@@ -11,7 +11,8 @@ from enum import Enum
 
 from kfuse.elastic.launchers import WorkerProcess
 
-_KEPT_LINES = 60
+_KEPT_LINES = 200
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 class State(Enum):
@@ -28,7 +29,8 @@ class Worker:
     process: WorkerProcess
     state: State = State.BOOTING
     writer: asyncio.StreamWriter | None = None
-    pid: int = 0
+    pid: int | None = None
+    """None until it has connected."""
     host: str = ""
     started_at: float = field(default_factory=time.monotonic)
     alive_at: float = field(default_factory=time.monotonic)
@@ -39,6 +41,10 @@ class Worker:
     """It was in a view that came about, this one or one before."""
     leaving: bool = False
     """Another is to take its place."""
+    ended_loop: int = 0
+    """The newest training whose loop has ended on this worker, whether or not the training is over."""
+    failed_at: int | None = None
+    """The step at which an exception ended its training loop."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     """The last that it printed."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,6 +64,19 @@ class Worker:
         finally:
             ended.cancel()
             killed.cancel()
+
+    def error(self) -> tuple[str, ...]:
+        """Of the last traceback that it printed: where it was raised, and the exception. Empty if there is none."""
+        lines = list(self.lines)
+        starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
+        if not starts:
+            return ()
+        frames = lines[starts[-1] + 1 :]
+        exception = next((line for line in frames if line and not line.startswith(" ")), None)
+        if exception is None:
+            return ()
+        places = [line.strip() for line in frames[: frames.index(exception)] if line.startswith("  File ")]
+        return (*places[-1:], exception.strip())
 
     def disconnect(self) -> None:
         if self.writer is not None:

@@ -45,9 +45,11 @@ class Display:
         self._last_line = -float("inf")
 
     def start(self, total_samples: int | None, total_steps: int | None, title: str) -> None:
-        """Begins. The totals say how far there is to go (whichever comes first); None where unknown."""
+        """Begins, or begins anew. The totals say how far there is to go (whichever comes first); None where unknown."""
         self._title, self._totals = title, {"samples": total_samples, "step": total_steps}
-        if not self._progress:
+        self._latest, self._evaluation, self._last_line = {}, {}, -float("inf")
+        self._rates.clear()
+        if not self._progress or self._live is not None:
             return
         if self._console.is_terminal:
             self._live = Live(

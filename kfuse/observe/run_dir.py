@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 METRICS = (
     "step",
@@ -31,35 +34,58 @@ METRICS = (
     "data_wait_s",
 )
 
+_FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
+_MOST_WAITING = 100_000  # lines of a file, some 30 MB: what a disk without room is waited for with
+
 
 class RunDirectory:
     """Writes a run's records to its directory. One process owns it; the directory is made if need be.
 
     metrics.jsonl, events.jsonl and, when asked for, ledger.jsonl have one JSON object a line, each complete
     on disk as soon as it is written, added to what is there. A number that is not finite becomes null.
+
+    Where a line cannot be written (a full disk), nothing is raised: `warn` is called once, lines wait in memory, and
+    when they can be written an event of kind "disk" says for how long they could not.
     """
 
-    def __init__(self, path: Path, tensorboard: bool = True, ledger: bool = False) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        tensorboard: bool = True,
+        ledger: bool = False,
+        warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+    ) -> None:
+        """Raises OSError where the directory or its files cannot be made."""
+        self.path, self.warn = path, warn
         path.mkdir(parents=True, exist_ok=True)
-        self._metrics = _open(path / "metrics.jsonl")
-        self._events = _open(path / "events.jsonl")
-        self._ledger = _open(path / "ledger.jsonl") if ledger else None
+        self._metrics = _Lines(path / "metrics.jsonl")
+        self._events = _Lines(path / "events.jsonl")
+        self._ledger = _Lines(path / "ledger.jsonl") if ledger else None
         self._last_step, self._last_entry = -1, (-1, -1)
         self._board = _Board(path / "tb") if tensorboard else None
+        self._full_since: float | None = None
 
-    def metrics(self, record: Mapping[str, Any]) -> None:
+    @staticmethod
+    def is_used(path: Path) -> bool:
+        """Whether a run's records are there."""
+        return any((path / name).exists() for name in _FILES)
+
+    def another(self, name: str) -> RunDirectory:
+        """A directory inside this one, for the next training of the same script. Raises OSError."""
+        return RunDirectory(self.path / name, self._board is not None, self._ledger is not None, self.warn)
+
+    def metrics(self, record: Mapping[str, Any]) -> bool:
         """One step's figures: the keys of `METRICS` and no others; one left out is unknown, so null.
 
-        Steps come in order; one that is here already (it may be reported again after a loss) is left out.
+        Steps come in order; one that is here already (it may be reported again after a loss) is left out: then False.
         """
         if record["step"] <= self._last_step:
-            return
+            return False
         self._last_step = record["step"]
         line = {key: _finite(record.get(key)) for key in METRICS}
-        _write(self._metrics, line)
-        if self._board is not None:
-            self._board.scalars("train", line, line["step"] or 0)
+        self._write(self._metrics, line)
+        self._show(lambda board: board.scalars("train", line, line["step"] or 0))
+        return True
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix).
@@ -70,30 +96,29 @@ class RunDirectory:
             raise ValueError(f"an event needs kind and step, not only {', '.join(record) or 'nothing'}")
         first = {"time": record.get("time", time.time()), "step": record["step"], "kind": record["kind"]}
         rest = {key: _finite(value) for key, value in record.items() if key not in first}
-        _write(self._events, {**first, **rest})
-        if self._board is not None:
-            step = first["step"] or 0
-            self._board.text(f"events/{first['kind']}", json.dumps(rest), step)
-            if first["kind"] == "evaluation":
-                self._board.scalars("evaluation", rest, step)
+        self._write(self._events, {**first, **rest})
+        step = first["step"] or 0
+        self._show(lambda board: board.text(f"events/{first['kind']}", json.dumps(rest), step))
+        if first["kind"] == "evaluation":
+            self._show(lambda board: board.scalars("evaluation", rest, step))
 
     def ledger(self, record: Mapping[str, Any]) -> None:
         """The samples of one micro-batch, in order, each once; dropped where no ledger was asked for."""
         entry = (record["step"], record["micro_batch"])
         if self._ledger is not None and entry > self._last_entry:
             self._last_entry = entry
-            _write(self._ledger, _finite(record))
+            self._write(self._ledger, _finite(record))
 
     def rewind(self, step: int) -> None:
         """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again."""
-        self._metrics, last = _rewound(self._metrics, step)
+        last = self._metrics.rewind(step)
         self._last_step = last["step"] if last else -1
         if self._ledger is not None:
-            self._ledger, last = _rewound(self._ledger, step)
+            last = self._ledger.rewind(step)
             self._last_entry = (last["step"], last["micro_batch"]) if last else (-1, -1)
 
     def summary(self, record: Mapping[str, Any]) -> None:
-        """Writes summary.json, whole or not at all."""
+        """Writes summary.json, whole or not at all. Raises OSError where it cannot be written."""
         handle, name = tempfile.mkstemp(dir=self.path, prefix=".summary-")
         try:
             with os.fdopen(handle, "w") as file:
@@ -109,12 +134,110 @@ class RunDirectory:
 
     def close(self) -> None:
         """Closes every file, TensorBoard's flushed. Closing twice does no harm."""
-        for file in (self._metrics, self._events, self._ledger):
-            if file is not None:
-                file.close()
-        if self._board is not None:
-            self._board.close()
+        self._catch_up()
+        for file in self._files:
+            if lines := file.close():
+                self.warn(f"kfuse: warning: {file.path}: {lines} lines could not be written")
+        self._show(lambda board: board.close())
+        self._board = None
+
+    @property
+    def _files(self) -> list[_Lines]:
+        return [file for file in (self._metrics, self._events, self._ledger) if file is not None]
+
+    def _write(self, file: _Lines, record: Mapping[str, Any]) -> None:
+        file.add(record)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Writes what waits, or says that it cannot be written."""
+        try:
+            for file in self._files:
+                file.write()
+        except OSError as error:
+            if self._full_since is None:
+                self._full_since = time.time()
+                why = f"{error.strerror or error}; training goes on, and records wait in memory"
+                self.warn(f"kfuse: warning: {self.path}: cannot be written: {why}")
+            return
+        if self._full_since is not None:
+            since, self._full_since = self._full_since, None
+            dropped = {file.path.name: file.dropped for file in self._files if file.dropped}
+            lost = "".join(f"; {count} lines of {name} are lost" for name, count in dropped.items())
+            note = f"records could not be written for {time.time() - since:.0f} s{lost}"
+            self.warn(f"kfuse: {self.path}: can be written again: {note}")
+            self.event({"kind": "disk", "step": max(self._last_step, 0), "note": note})
+
+    def _show(self, act: Callable[[_Board], None]) -> None:
+        """On TensorBoard's file, which is given up at the first error: its writer has no way back."""
+        if self._board is None:
+            return
+        try:
+            act(self._board)
+        except OSError as error:
             self._board = None
+            self.warn(f"kfuse: warning: {self.path / 'tb'}: no more is written: {error.strerror or error}")
+
+
+class _Lines:
+    """A file of JSON lines. Each is written in one piece; one that cannot be waits, and those after it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dropped = 0
+        """How many lines were dropped because too many waited."""
+        self._waiting: deque[bytes] = deque()
+        self._file: BinaryIO = path.open("ab", buffering=0)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
+        if len(self._waiting) > _MOST_WAITING:
+            self._waiting.popleft()
+            self.dropped += 1
+
+    def write(self) -> None:
+        """Writes the lines that wait. Raises OSError; then no part of a line is left behind."""
+        while self._waiting:
+            size = os.fstat(self._file.fileno()).st_size
+            line = self._waiting[0]
+            written = self._file.write(line)
+            if written != len(line):
+                with contextlib.suppress(OSError):
+                    self._file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._waiting.popleft()
+
+    def rewind(self, step: int) -> dict[str, Any] | None:
+        """Drops the lines of `step` and later steps, and what follows a torn one; returns the last record.
+
+        In place, since that needs no room.
+        """
+        kept, last = 0, None
+        with self.path.open("rb") as file:
+            for line in file:
+                record = _earlier(line, step)
+                if record is None:
+                    break
+                kept, last = kept + len(line), record
+        if kept != os.fstat(self._file.fileno()).st_size:
+            self._file.truncate(kept)
+        waiting = [(line, _earlier(line, step)) for line in self._waiting]
+        self._waiting = deque(line for line, record in waiting if record is not None)
+        return next((record for _, record in reversed(waiting) if record is not None), last)
+
+    def close(self) -> int:
+        """Returns how many lines could not be written."""
+        self._file.close()
+        return len(self._waiting) + self.dropped
+
+
+def _earlier(line: bytes, step: int) -> dict[str, Any] | None:
+    """The record, if it is whole and of an earlier step."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+        return record if line.endswith(b"\n") and record["step"] < step else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class _Board:
@@ -143,32 +266,6 @@ class _Board:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _open(path: Path) -> TextIO:
-    return path.open("a", encoding="utf-8", buffering=1)
-
-
-def _rewound(file: TextIO, step: int) -> tuple[TextIO, dict[str, Any] | None]:
-    """The file without the lines of `step` and later steps, or torn ones, open again; and its last record."""
-    path = Path(file.name)
-    file.close()
-    kept, last = [], None
-    for line in path.read_text().splitlines(keepends=True):
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if record["step"] < step:
-                kept.append(line)
-                last = record
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept))
-    os.replace(part, path)
-    return _open(path), last
-
-
-def _write(file: TextIO, record: Mapping[str, Any]) -> None:
-    # One string, so that line buffering makes it one write.
-    file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
