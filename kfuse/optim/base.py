@@ -42,7 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     lr_factor: float = 1.0
     """What kfuse multiplies each group's learning rate with in an update (batch-size scaling, a policy's lr_scale).
 
-    group["lr"] belongs to the user, or to his scheduler: kfuse reads it and never changes it.
+    group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     """
 
     def _attach(self, clip_norm: float | None, skip_nonfinite: bool) -> None:
