@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm import tail as t
-from kfuse.comm.engine import Engine
+from kfuse.comm.engine import Engine, owner
 from kfuse.comm.group import CommError
 from kfuse.comm.step import MicroBatch, Reduced, StepPlan
 from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
@@ -60,7 +60,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
         refuse_sharded(self._named_parameters())
         self._check_layout()
-        self.engine = Engine(groups, session.group, session.comm, names)
+        self.engine = Engine(groups, session.group, session.comm, names, self._choose_lane(groups))
         if old is not None:
             old.close()
             self.engine.step = old.step
@@ -72,6 +72,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._tracked is not None:
             self.sync_buffers(self._tracked)
         self._layout_changed()
+
+    def _choose_lane(self, groups: list[list[Parameter]]) -> int:
+        """Its own; else that of an optimizer whose parameters it takes over; else a new one."""
+        if hasattr(self, "engine"):
+            return self.engine.lane
+        for p in (p for params in groups for p in params):
+            older = owner(p)
+            if older is not None and not older.superseded and older.lane < self._session.lanes:
+                return older.lane
+        return self._session.new_lane()
 
     def _check_layout(self) -> None:
         """Before buckets are built: subclasses raise ValueError for parameters that they cannot lay out."""
