@@ -181,7 +181,10 @@ class Engine:
         if self._broken:
             raise CommError(self._broken)
         if self.reduced is not None or now.closed:
-            raise RuntimeError(f"another backward before opt.step(): {REMEDY}")
+            raise RuntimeError(
+                f"another backward before opt.step(): {REMEDY}. Reentrant activation checkpointing runs backwards in a "
+                "backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
+            )
         if now.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
         if now.expected is not None and now.done >= now.expected:
@@ -430,6 +433,11 @@ class Engine:
                 value = value / total
             buffer = self.averaged[index]
             buffer.copy_(value if buffer.is_floating_point() else value.round())
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """What was announced for the coming step."""
+        return self._now.plan
 
     @property
     def begun(self) -> bool:
