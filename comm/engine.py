@@ -38,8 +38,12 @@ class Engine:
         group: Group,
         options: CommOptions,
         names: Sequence[str] | None = None,
+        lane: int = 0,
     ) -> None:
-        """`names`: what messages call each parameter. Raises ValueError for those not dense fp32 on one device."""
+        """`names`: what messages call each parameter. `lane`: which of the group's to use, one for each engine.
+
+        Raises ValueError for parameters that are not dense fp32 on one device.
+        """
         self.options = options
         self.params = [p for params in groups for p in params]
         self.names = list(names) if names is not None else [f"parameter {i}" for i in range(len(self.params))]
@@ -47,6 +51,7 @@ class Engine:
         kinds = [index for index, params in enumerate(groups) for _ in params]
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
         self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
+        self.lane = lane
         self.step = 0
         self.reduced: Reduced | None = None
         """The last step's result, until the optimizer takes it."""
@@ -61,7 +66,9 @@ class Engine:
         self._warned = False
         self.of_params: list[Bucket] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._superseded, self._new = False, True
+        self.superseded = False
+        """A newer engine has some of the parameters."""
+        self._new = True
         self._build()
         self.set_group(group)
 
@@ -122,6 +129,7 @@ class Engine:
                 f"parameters lie on {self._device}, this worker's device is {group.device}: move the model"
             )
         name = transport or transports.choose(self.options.schedule, self.options.reproducible)
+        group = group.lane(self.lane)
         self.group, self.transport_name = group, name
         last, tail = self.buckets[-1], len(self.params) + t.TAIL_SLOTS + t.RANK_SLOTS * group.size
         if last.tail != tail:
@@ -142,16 +150,15 @@ class Engine:
 
     def _own(self, parameter: Parameter) -> None:
         """A parameter has one engine: with two, the first to be asked would take the gradient from the other."""
-        owner = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
-        other = owner() if owner is not None else None
+        other = owner(parameter)
         if other is not None and other is not self:
             other.close()
-            other._superseded = True
+            other.superseded = True
         _OWNERS[parameter] = weakref.ref(self)
 
     def check_owner(self) -> None:
         """Raises RuntimeError if a newer engine has taken parameters over: this one's would no longer be trained."""
-        if self._superseded:
+        if self.superseded:
             raise RuntimeError(
                 "parameters of this optimizer belong to a newer kfuse optimizer, which was made over the same "
                 "parameters: use that one (or call rebuild() on this one, which takes them back)"
@@ -184,7 +191,10 @@ class Engine:
         if self._broken:
             raise CommError(self._broken)
         if self.reduced is not None or now.closed:
-            raise RuntimeError(f"another backward before opt.step(): {REMEDY}")
+            raise RuntimeError(
+                f"another backward before opt.step(): {REMEDY}. Reentrant activation checkpointing runs backwards in a "
+                "backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
+            )
         if now.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
         if now.expected is not None and now.done >= now.expected:
@@ -251,7 +261,19 @@ class Engine:
     def _open_implicit(self) -> None:
         """A bare `loss.backward()`: this worker's only micro-batch of the step."""
         self._begin_implicit()
-        torch.autograd.Variable._execution_engine.queue_callback(self.close_micro_batch)
+        _at_the_end_of_backward(self._close_implicit)
+
+    def _close_implicit(self) -> None:
+        """Backward is over. All engines that took part start their last messages; then each waits for its own."""
+        if self._now.current is None:
+            return  # the backward failed, and was aborted before its callback ran
+        try:
+            self.close_micro_batch(then_wait=False)
+        except BaseException:
+            _TO_FINISH.clear()
+            raise
+        _TO_FINISH.append(self)
+        _at_the_end_of_backward(_finish_all)
 
     def _begin_implicit(self) -> None:
         if self._now.done or self._now.plan is not None:
@@ -285,11 +307,11 @@ class Engine:
         if bucket is not self.buckets[-1]:
             self._complete(bucket)
 
-    def close_micro_batch(self) -> None:
+    def close_micro_batch(self, then_wait: bool = True) -> None:
         """The micro-batch's backward is over: packs what is left, writes the tail, launches if it was the last."""
         now = self._now
         if now.current is None:
-            return  # the backward failed, and was aborted before its callback ran
+            return
         for bucket in self.of_params:
             if not bucket.packed:
                 self._collect_set_by_hand(bucket)
@@ -306,7 +328,7 @@ class Engine:
             raise RuntimeError(f"the plan has {now.expected} micro-batches for this worker: {now.done} were run")
         self._complete(last)
         now.current = None
-        if now.closed:
+        if now.closed and then_wait:
             self.on_last_micro_batch()
 
     def _pack_buffers(self, bucket: Bucket) -> None:
@@ -448,14 +470,19 @@ class Engine:
             torch.add(saved, change if buffer.is_floating_point() else change.round().to(buffer.dtype), out=buffer)
 
     @property
+    def plan(self) -> StepPlan | None:
+        """What was announced for the coming step."""
+        return self._now.plan
+
+    @property
     def begun(self) -> bool:
         """A micro-batch of the coming step has been run, or is being run."""
         return self._now.begun
 
     @property
     def interrupted(self) -> bool:
-        """A bare backward began and did not come to its end: it raised."""
-        return self._now.implicit and not self._now.closed
+        """A bare backward began, and its reduction did not come to its end: something raised."""
+        return self._now.implicit
 
     def abort(self) -> None:
         """Forgets the step under way (or, after one, makes ready for the next)."""
@@ -476,6 +503,30 @@ class Engine:
         self._transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
 
 
+def owner(parameter: Parameter) -> Engine | None:
+    """The engine that has the parameter's gradients."""
+    reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
+    engine: Engine | None = reference() if reference is not None else None
+    return engine
+
+
+def _at_the_end_of_backward(act: Callable[[], None]) -> None:
+    """Runs `act` when the backward under way is over, after what was asked for before."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def _finish_all() -> None:
+    """Waits for the engines of one backward in the same order on every rank.
+
+    A reduction may have several phases, and an engine moves on to the next as it waits.
+    """
+    engines = sorted(_TO_FINISH, key=lambda engine: engine.lane)
+    _TO_FINISH.clear()
+    for engine in engines:
+        engine.on_last_micro_batch()
+
+
+_TO_FINISH: list[Engine] = []
 _OWNERS = WeakTensorKeyDictionary()
 _STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
 

@@ -107,6 +107,8 @@ class Group:
         self.hosts = [""] * size if hosts is None else list(hosts)
         self.under_way: set[Pending] = set()
         self.device = device or torch.device("cpu")
+        self._arguments = (self.device, timeout_s, hostname, check, hosts)  # for further lanes
+        self._number, self._further = 0, list[Group]()
         self.check = check or (lambda: None)
         self.polls = check is not None or self.device.type != "cuda"
         """Whether waiting blocks the host, which looks for news of the view meanwhile."""
@@ -124,6 +126,29 @@ class Group:
                 ]
             )
             self._share_pg = share[0] if share else self._pg
+
+    def lane(self, number: int) -> Group:
+        """The same workers over connections of their own: messages of two lanes may be started in any order.
+
+        Lane 0 is this group itself. The others are connected as they are first asked for, which every rank must do at
+        the same point. With NCCL all lanes are one still: there the ranks must start all messages in the same order.
+        Raises CommError if the others do not come.
+        """
+        if number == self._number or self.size == 1 or self.device.type == "cuda":
+            return self
+        assert self._store is not None
+        while len(self._further) < number:
+            store = PrefixStore(f"lane {len(self._further) + 1}", self._store)
+            lane = Group(self.rank, self.size, store, *self._arguments)
+            self._further.append(lane)
+            lane._number = len(self._further)
+        return self._further[number - 1]
+
+    def connect_lanes(self, count: int) -> None:
+        """All lanes that any rank's `count` asks for, on every rank at the same point. Raises CommError."""
+        if self.size > 1 and self.device.type != "cuda":
+            counts = self.all_gather(torch.tensor([count]), "number of lanes")
+            self.lane(max(int(each) for each in counts) - 1)
 
     @property
     def others(self) -> str:
@@ -164,7 +189,7 @@ class Group:
         A message to a dead peer fails at once; one between survivors fails when the other side drops its group, or
         after the timeout.
         """
-        _RETIRED.append(self)
+        _RETIRED.extend([self, *self._further])
         drop_retired()
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:

@@ -61,7 +61,9 @@ class Session:
         self.tree: str | None = None
         """The same of the tree transport's shape."""
         self.latest_optimizer: Callable[[], DistributedOptimizer | None] = lambda: None
-        self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+        self._optimizers: list[weakref.ref[DistributedOptimizer]] = []  # in the order in which they were made
+        self.lanes = 0
+        """How many of the group's lanes this worker's optimizers use."""
         self._pending = Control()
         self._announced = Control()
         """The part of `_pending` that the step under way carries."""
@@ -98,8 +100,13 @@ class Session:
         return self.control_client is not None
 
     def register(self, optimizer: DistributedOptimizer) -> None:
-        self._optimizers.add(optimizer)
+        self._optimizers = [known for known in self._optimizers if known() is not None] + [weakref.ref(optimizer)]
         self.latest_optimizer = weakref.ref(optimizer)
+
+    def new_lane(self) -> int:
+        """The number of a lane that no optimizer uses; the same on every rank, if they make the same optimizers."""
+        self.lanes += 1
+        return self.lanes - 1
 
     # -- the control word -----------------------------------------------------------------------------------------
 
@@ -229,7 +236,13 @@ class Session:
             return False
         old = self.group
         old.abort()
-        self.group = _form_group(view, rank, old, self.check, new)
+        group = _form_group(view, rank, old, self.check, new)
+        try:
+            group.connect_lanes(max(1, self.lanes))
+        except CommError:
+            group.retire()
+            raise
+        self.group = group
         old.retire()
         self.view = view
         self._regroup()
@@ -258,8 +271,9 @@ class Session:
         self._regroup()
 
     def _regroup(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.engine.set_group(self.group, self.topology, self.tree)
+        for known in self._optimizers:
+            if (optimizer := known()) is not None:
+                optimizer.engine.set_group(self.group, self.topology, self.tree)
 
     def give_up(self, why: str) -> None:
         """Tells the supervisor, if there is one, that the job must end: no other worker could go on either."""

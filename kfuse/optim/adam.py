@@ -23,6 +23,6 @@ class AdamMoments(FlatOptimizer):
 
 def adam_options(group: dict[str, Any], lr_factor: float) -> AdamOptions:
     """Of a parameter group, whose learning rate is multiplied with `lr_factor`."""
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = map(float, group["betas"])
     lr = float(group["lr"]) * lr_factor
     return AdamOptions(lr, beta1, beta2, group["eps"], group["weight_decay"], maximize=group["maximize"])

@@ -36,12 +36,6 @@ class FusedAdamW(AdamMoments, AdamW):
         AdamW.__init__(self, params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._attach(clip_norm, skip_nonfinite)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what this class or torch's saved. Raises ValueError for the amsgrad variant, which is not offered."""
-        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-            raise ValueError("this state was saved with amsgrad=True: FusedAdamW has no amsgrad")
-        super().load_state_dict(state_dict)
-
     def _update_piece(
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:

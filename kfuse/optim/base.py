@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm import tail as t
-from kfuse.comm.engine import Engine
+from kfuse.comm.engine import Engine, owner
 from kfuse.comm.group import CommError
 from kfuse.comm.step import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
@@ -76,14 +76,18 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
         names = [name for p, name in self._named_parameters() if p.requires_grad]
         old: Engine | None = getattr(self, "engine", None)
-        if old is not None and old.reduced is not None:
+        if old is not None and (old.reduced is not None or (old.begun and not old.interrupted)):
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
         refuse_sharded(self._named_parameters())
         self._check_layout()
-        self.engine = Engine(groups, session.group, session.comm, names)
+        self.engine = Engine(groups, session.group, session.comm, names, self._choose_lane(groups))
+        if session.topology is not None or session.tree is not None:  # a decision's
+            self.engine.set_group(session.group, session.topology, session.tree)
         if old is not None:
             old.close()
             self.engine.step = old.step
+            if old.plan is not None:
+                self.engine.begin(old.plan)
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control
@@ -93,6 +97,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._tracked is not None:
             self.sync_buffers(self._tracked)
         self._layout_changed()
+
+    def _choose_lane(self, groups: list[list[Parameter]]) -> int:
+        """Its own; else that of an optimizer whose parameters it takes over; else a new one."""
+        if hasattr(self, "engine"):
+            return self.engine.lane
+        for p in (p for params in groups for p in params):
+            older = owner(p)
+            if older is not None and not older.superseded and older.lane < self._session.lanes:
+                return older.lane
+        return self._session.new_lane()
 
     def _check_layout(self) -> None:
         """Before buckets are built: subclasses raise ValueError for parameters that they cannot lay out."""
@@ -137,6 +151,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                     "(model.parameters() does, also where modules share one)"
                 )
             seen[id(p)] = words
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, since it works on its parameters by hooks: keep its "
+            "state_dict(), make a new optimizer over the copied model's parameters, and load it there"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)

@@ -19,6 +19,9 @@ from kfuse.comm.step import Reduced
 from kfuse.kernels import PackTable
 from kfuse.optim.base import DistributedOptimizer
 
+_NEVER_LOADED = {"amsgrad": True, "differentiable": True}
+_OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which AdamW sets to True as it loads
+
 
 @dataclass
 class _Flat:
@@ -57,7 +60,21 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _check_layout(self) -> None:
         """Flat buffers give each parameter a place of its own: where two share memory, that would part them."""
+        self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)
         _refuse_overlaps(self._named_parameters())
+
+    def _refuse_options(self, groups: list[dict[str, Any]], options: dict[str, bool]) -> None:
+        """Raises ValueError for an option of torch's whose arithmetic the kernels do not have.
+
+        Which implementation to take (foreach, fused, capturable) is no such option: all give the same update.
+        """
+        for index, group in enumerate(groups):
+            for name, value in options.items():
+                if name in group and bool(group[name]) == value:
+                    raise ValueError(
+                        f"parameter group {index} has {name}={group[name]!r}, which {type(self).__name__} does not "
+                        "offer: kf.Optimizer wraps any torch optimizer"
+                    )
 
     def _layout_changed(self) -> None:
         """Lays parameters and state out for the engine's buckets; values are kept."""
@@ -93,6 +110,7 @@ class FlatOptimizer(DistributedOptimizer):
 
         Raises ValueError where it does not fit the parameters; then nothing is loaded.
         """
+        self._refuse_options(state_dict["param_groups"], _NEVER_LOADED)
         self._check_shapes(state_dict)
         super().load_state_dict(state_dict)
         self._layout_changed()
@@ -119,6 +137,7 @@ class FlatOptimizer(DistributedOptimizer):
         return found_inf is not None and found_inf.device.type != "cuda" and bool(found_inf.item())
 
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)
         self._keep_flat()
         for bucket, flat in zip(self.engine.of_params, self._flats, strict=True):
             params = self._params_of(bucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,8 @@ class Optimizer(DistributedOptimizer):
         clip_norm: float | None = None,
         skip_nonfinite: bool | None = None,
     ) -> None:
-        """Raises TypeError for what is not a torch optimizer, or is a kfuse one already.
+        """Raises TypeError for what is not a torch optimizer, is a kfuse one already, or needs a closure or sparse
+        gradients.
 
         clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
         finite; rank 0 warns either way. None is True on the CPU, and False on CUDA, where the host would have to wait
@@ -34,6 +36,14 @@ class Optimizer(DistributedOptimizer):
         """
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise TypeError(f"{name} takes sparse gradients, kfuse reduces dense ones only: use Adam and sparse=False")
+        if _needs_closure(optimizer):
+            raise TypeError(
+                f"{name}.step needs a closure, which it may call several times; kfuse reduces one backward a step: use "
+                "an optimizer whose step() can do without"
+            )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
         self.state = optimizer.state
@@ -85,3 +95,10 @@ class Optimizer(DistributedOptimizer):
         finally:
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Its step has an argument without a default, as LBFGS's."""
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.default is inspect.Parameter.empty and each.kind in positional for each in arguments)

@@ -1,0 +1,156 @@
+"""Several optimizers in one process, whose parameters meet in one backward, on every transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.session import reset
+
+TINY_BUCKETS = 64 * 4 / 2**20  # MB: every tensor travels alone
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+def net(width: int, out: int, layers: int, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    inner = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*inner, nn.Linear(width, out))
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def full(step: int, size: int) -> Tensor:
+    return torch.cat([batch(step, rank) for rank in range(size)])
+
+
+def drift(ours: list[nn.Module], theirs: list[nn.Module]) -> float:
+    pairs = [
+        (p, q) for a, b in zip(ours, theirs, strict=True) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    ]
+    return max(float((p - q).detach().norm() / q.detach().norm()) for p, q in pairs)
+
+
+def sgd(nets: list[nn.Module], fused: bool) -> list[Any]:
+    kind: Any = kf.FusedSGD if fused else torch.optim.SGD
+    return [kind(each.parameters(), lr=0.1, momentum=0.9) for each in nets]
+
+
+def one_backward(schedule: str, steps: int) -> float:
+    """Encoder and head, each with an optimizer; which of the head's branches is used differs between ranks."""
+    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS), timeout_s=20)
+    rank, size = session.group.rank, session.group.size
+
+    def make() -> list[nn.Module]:
+        return [net(16, 16, 3, seed=1), net(16, 3, 3, seed=2), net(16, 3, 2, seed=3)]
+
+    ours, theirs = make(), make()
+    opts, plain = sgd(ours, True), sgd(theirs, False)
+
+    def loss(nets: list[nn.Module], x: Tensor, step: int, rank: int) -> Tensor:
+        encoded = nets[0](x)
+        order = (1, 2) if (step + rank) % 2 else (2, 1)  # backward reaches the later one's parameters first
+        out = sum((nets[k](encoded) for k in order), torch.zeros(()))
+        if (step + rank) % 3 == 0:
+            out = nets[1][-1](encoded) + nets[2](encoded)  # type: ignore[index]
+        return F.mse_loss(out, torch.sin(x[:, :3]))
+
+    for step in range(steps):
+        loss(ours, batch(step, rank), step, rank).backward()
+        total = torch.stack([loss(theirs, batch(step, r), step, r) for r in range(size)]).mean()
+        total.backward()
+        for opt in (*opts, *plain):
+            opt.step()
+        for opt in (*opts, *plain):
+            opt.zero_grad()
+    return drift(ours, theirs)
+
+
+def gan(schedule: str, steps: int) -> float:
+    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS), timeout_s=20)
+    rank, size = session.group.rank, session.group.size
+    ours, theirs = ([net(16, 16, 2, seed=1), net(16, 1, 3, seed=2)] for _ in range(2))
+    for nets, fused in ((ours, True), (theirs, False)):
+        generator, critic = nets
+        opt_g, opt_c = sgd(nets, fused)
+        for step in range(steps):
+            x = batch(step, rank) if fused else full(step, size)
+            opt_c.zero_grad()
+            (critic(torch.cos(x)) - critic(generator(x).detach())).square().mean().backward()
+            opt_c.step()
+            opt_g.zero_grad()
+            opt_c.zero_grad()
+            (critic(generator(x)) - 1).square().mean().backward()
+            opt_g.step()
+    return drift(ours, theirs)
+
+
+@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all", "tree"])
+@pytest.mark.parametrize("script", [one_backward, gan])
+def test_several_optimizers_train_as_their_torch_twins(script: Any, schedule: str) -> None:
+    for error in run_workers(2, script, schedule, 8):
+        assert error <= 1e-4
+
+
+def test_three_workers_and_three_optimizers_on_all_to_all() -> None:
+    for error in run_workers(3, one_backward, "all_to_all", 6):
+        assert error <= 1e-4
+
+
+def lanes() -> list[int]:
+    """A notebook's cell that is run again, a rebuild, and a model of its own."""
+    kf.init(timeout_s=20)
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    found = []
+    first = kf.FusedSGD(a.parameters())
+    found.append(first.engine.lane)
+    again = kf.FusedSGD(a.parameters())
+    found.append(again.engine.lane)
+    other = kf.FusedSGD(b.parameters())
+    found.append(other.engine.lane)
+    other.rebuild()
+    again.rebuild()
+    return [*found, other.engine.lane, again.engine.lane, len(again._session.group._further)]
+
+
+def test_each_optimizer_in_use_has_connections_of_its_own() -> None:
+    for found in run_workers(2, lanes):
+        assert found == [0, 0, 1, 1, 0, 1]
+
+
+def two_contexts(schedule: str) -> float:
+    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS), timeout_s=20)
+    rank, size = session.group.rank, session.group.size
+    ours, theirs = ([net(16, 16, 2, seed=1), net(16, 3, 2, seed=2)] for _ in range(2))
+    opts, plain = sgd(ours, True), sgd(theirs, False)
+    for step in range(5):
+        x = batch(step, rank)
+        for part, last in ((slice(0, 3), False), (slice(3, 8), True)):
+            count = part.stop - part.start
+            with opts[0].micro_batch(samples=count, last=last), opts[1].micro_batch(samples=count, last=last):
+                ours[1](ours[0](x[part])).square().mean().backward()
+        theirs[1](theirs[0](full(step, size))).square().mean().backward()
+        for opt in (*opts, *plain):
+            opt.step()
+            opt.zero_grad()
+    return drift(ours, theirs)
+
+
+@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all", "tree"])
+def test_two_optimizers_micro_batches_may_be_open_together(schedule: str) -> None:
+    for error in run_workers(2, two_contexts, schedule):
+        assert error <= 1e-4
