@@ -171,8 +171,6 @@ class Result:
     shrink_s: list[float] = field(default_factory=list)
     splits: list[dict[str, float]] = field(default_factory=list)
     """Of kfuse's planned growth: boot, join, regroup and transfer, seconds."""
-    course: list[tuple[float, int, int]] = field(default_factory=list)
-    """(seconds since the first kill, step, its samples) of the first job, for the picture."""
 
 
 def measure(name: str, directory: Path, kills: int, every_s: float, result: Result, chance: random.Random) -> None:
@@ -189,16 +187,12 @@ def _job(name: str, directory: Path, kills: int, every_s: float, result: Result,
         job.await_all(0.0)
         result.start_s.append(time.time() - job.started)
         result.samples_per_second.append(job.samples_per_second(5.0))
-        began = time.time()
         try:
             for _ in range(kills):
                 result.episodes.append(job.kill_one(chance, every_s))
         except NotBackError as error:
             result.not_back.append(str(error))
             return
-        finally:
-            if not result.course:
-                result.course = [(line.time - began, line.step, line.samples) for line in job.log.since(began - 3.0)]
         if name.startswith("kfuse"):
             for _ in range(max(1, kills // 2)):
                 result.shrink_s.append(job.resize(WORKERS - 1))

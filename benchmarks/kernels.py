@@ -1,6 +1,7 @@
 """The kernels beside their peers and the hardware's limit: the time a copy takes for the same bytes.
 
-    python benchmarks/kernels.py --json benchmarks/results/kernels_cpu.json --plot benchmarks/results/kernels_cpu.png
+    python benchmarks/kernels.py                     two sizes on a CPU, in a few minutes; all of them on a GPU
+    python benchmarks/kernels.py --full --json out.json --plot out.png
 
 Every contestant's result is checked against float64 first. Then they take turns in blocks, in an order shuffled anew
 each round, with a plain copy among them; ratios are formed within a round, and reported are their medians. A block runs
@@ -15,20 +16,22 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from kernels_cases import CASES, Buffers, Case, ends
-from kernels_report import report
+from kernels_report import in_words, report
 from kernels_shapes import MODELS, Layout, flat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PEERS = ("eager", "compile", "torch", "apex", "transformer-engine", "deepspeed")
-DEFAULT_SIZES = {"cpu": "1,8,64,256,resnet50,gpt2", "cuda": "1,16,64,256,1024,4096,resnet50,gpt2"}
+FULL_SIZES = {"cpu": "1,8,64,256,resnet50,gpt2", "cuda": "1,16,64,256,1024,4096,resnet50,gpt2"}
+SIZES = {**FULL_SIZES, "cpu": "1,64"}
+"""Without --full: on a CPU, where a case takes seconds and a model's tensors take torch.compile a minute, two sizes."""
 CACHE_BYTES = 2**28
 """The sets of buffers that take turns are at least this large together: four times a large last-level cache."""
 COPY_BYTES = 2**31
@@ -50,23 +53,27 @@ def main() -> None:
     left_out: list[str] = []
     cases = [(k, s, d) for s in options.sizes for d in options.dtypes for k in options.kernels]
     started = time.monotonic()
-    with _progress(len(cases)) as say:
+    with _Progress(len(cases)) as progress:
         for kernel, layout, dtype in cases:
             name = f"{kernel} {dtype} {layout.name}"
-            say(name)
-            if options.limit_s is not None and time.monotonic() - started > options.limit_s:
+            progress.begin(name)
+            begun = time.monotonic()
+            if options.limit_s is not None and begun - started > options.limit_s:
                 left_out.append(f"{name}: not begun within {options.limit_s:.0f} s (--limit-s)")
+                progress.end(name, "left out")
                 continue
             try:
                 case = CASES[kernel](layout, DTYPES[dtype], device)
                 measured = _measure(case, DTYPES[dtype], device, options)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
+                progress.end(name, "left out")
                 continue
             finally:
                 torch.compiler.reset()  # else its limit on recompiling one function would be met
                 gc.collect()
             results.append({"kernel": kernel, "dtype": dtype, "size": layout.name, **measured})
+            progress.end(name, f"{in_words(results[-1])}  ({time.monotonic() - begun:.0f} s)")
     results.sort(key=lambda result: (options.kernels.index(result["kernel"]), options.dtypes.index(result["dtype"])))
     wrong = report(results, left_out, options)
     sys.exit(1 if wrong else 0)
@@ -192,31 +199,46 @@ def _cuda_seconds(run: Callable[[int], Any], first: int, count: int) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Calls back before each case. Without rich, which a bare GPU machine may lack, a line each."""
-    done = 0
-    try:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    except ImportError:
+class _Progress:
+    """On stderr: a line for each result as it comes, and below them a bar where stderr is a terminal.
 
-        def line(name: str) -> None:
-            nonlocal done
-            done += 1
-            print(f"[{done}/{total}] {name}", file=sys.stderr, flush=True)
+    Without rich, which a bare GPU machine may lack, there is no bar.
+    """
 
-        yield line
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task("starting", total=total)
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._bar: Any = None
+        self._task: Any = None
 
-        def advance(name: str) -> None:
-            nonlocal done
-            progress.update(task, description=name, completed=done)
-            done += 1
+    def __enter__(self) -> _Progress:
+        with suppress(ImportError):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        yield advance
+            console = Console(stderr=True, highlight=False)
+            if console.is_terminal:
+                columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+                self._bar = Progress(*columns, console=console, transient=True)
+                self._task = self._bar.add_task("starting", total=self._total)
+                self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, name: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=name)
+
+    def end(self, name: str, result: str) -> None:
+        self._done += 1
+        line = f"[{self._done}/{self._total}] {name}: {result}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+            self._bar.console.print(line, markup=False, soft_wrap=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -227,6 +249,7 @@ class _Parser(argparse.ArgumentParser):
 def _arguments() -> argparse.Namespace:
     parser = _Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--full", action="store_true", help="on a CPU, all sizes and the models")
     parser.add_argument("--sizes", help=f"MB of fp32 parameters, or {', '.join(MODELS)}; comma-separated")
     parser.add_argument("--dtypes", type=_among(DTYPES), default=("fp32",), help="of gradients: fp32,bf16,fp16")
     parser.add_argument("--kernels", type=_among(CASES), default=tuple(CASES), help=", ".join(CASES))
@@ -241,8 +264,11 @@ def _arguments() -> argparse.Namespace:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; allowed here is cpu")
+    if options.full and options.sizes is not None:
+        parser.error("--full: has sizes of its own; allowed is --full or --sizes")
+    sizes = options.sizes or (FULL_SIZES if options.full else SIZES)[options.device]
     try:
-        options.sizes = [_layout(size) for size in (options.sizes or DEFAULT_SIZES[options.device]).split(",")]
+        options.sizes = [_layout(size) for size in sizes.split(",")]
     except ValueError as error:
         parser.error(f"argument --sizes: {error}")
     if options.rounds < 3 or not options.block_ms > 0 or (options.threads is not None and options.threads < 1):

@@ -18,7 +18,7 @@ PACKAGES = ("torch", "triton", "numpy", "apex", "transformer-engine", "deepspeed
 def report(results: list[Result], left_out: list[str], options: argparse.Namespace) -> bool:
     """Prints the table, writes what was asked for, and says whether any contestant was wrong."""
     for result in results:
-        result["summary"] = _summary(result["seconds"], result["bytes"])
+        result["summary"] = summary(result)
     _print(results, left_out, options)
     if options.json is not None:
         record = {
@@ -42,26 +42,36 @@ def report(results: list[Result], left_out: list[str], options: argparse.Namespa
     return any(result["wrong"] for result in results)
 
 
-def _summary(seconds: dict[str, list[float]], moved: int) -> dict[str, dict[str, float]]:
+def in_words(result: Result) -> str:
+    """One result in a line, as it comes."""
+    of = summary(result)
+    if "kfuse" not in of:
+        return f"WRONG: {result['wrong'].get('kfuse')}"
+    peers = [f"{of[name]['kfuse_to_it']:.2f} of {name}'s time" for name in of if name not in ("kfuse", "copy")]
+    return ", ".join([f"{of['kfuse']['gb_per_s']:.1f} GB/s", f"{of['kfuse']['of_copy']:.2f} of copy's speed", *peers])
+
+
+def summary(result: Result) -> dict[str, dict[str, float]]:
     """For each contestant the median time, GB/s, and within rounds its share of the copy's speed and ours to it."""
+    seconds, moved = result["seconds"], result["bytes"]
     ours = seconds.get("kfuse")
-    summary = {}
+    found = {}
     for name, times in seconds.items():
-        summary[name] = {
+        found[name] = {
             "us": 1e6 * median(times),
             "gb_per_s": moved / median(times) / 1e9,
             "of_copy": median(copy / time for copy, time in zip(seconds["copy"], times, strict=True)),
         }
         if ours is not None:
-            summary[name]["kfuse_to_it"] = median(a / b for a, b in zip(ours, times, strict=True))
-    return summary
+            found[name]["kfuse_to_it"] = median(a / b for a, b in zip(ours, times, strict=True))
+    return found
 
 
 def _rounded(result: Result) -> Result:
-    summary = {name: {key: round(v, 4) for key, v in of.items()} for name, of in result["summary"].items()}
+    rounded = {name: {key: round(v, 4) for key, v in of.items()} for name, of in result["summary"].items()}
     seconds = {name: [round(1e6 * s, 2) for s in times] for name, times in result["seconds"].items()}
     kept = {key: value for key, value in result.items() if key not in ("seconds", "summary")}
-    return kept | {"summary": summary, "us_by_round": seconds}
+    return kept | {"summary": rounded, "us_by_round": seconds}
 
 
 def _print(results: list[Result], left_out: list[str], options: argparse.Namespace) -> None:
@@ -73,12 +83,12 @@ def _print(results: list[Result], left_out: list[str], options: argparse.Namespa
     heads = ["kernel", "dtype", "size", "GB/s", "copy GB/s", "of copy", *peers]
     rows = [heads]
     for result in results:
-        summary = result["summary"]
+        of = result["summary"]
         row = [result["kernel"], result["dtype"], result["size"]]
-        if "kfuse" in summary:
-            ours = summary["kfuse"]
-            row += [f"{ours['gb_per_s']:.1f}", f"{summary['copy']['gb_per_s']:.1f}", f"{ours['of_copy']:.2f}"]
-            row += [f"{summary[peer]['kfuse_to_it']:.2f}" if peer in summary else "-" for peer in peers]
+        if "kfuse" in of:
+            ours = of["kfuse"]
+            row += [f"{ours['gb_per_s']:.1f}", f"{of['copy']['gb_per_s']:.1f}", f"{ours['of_copy']:.2f}"]
+            row += [f"{of[peer]['kfuse_to_it']:.2f}" if peer in of else "-" for peer in peers]
         else:
             row += ["WRONG"] + [""] * (2 + len(peers))
         rows.append(row)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +57,29 @@ def test_a_run_writes_what_it_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(path.read_text())
     assert [(r["kernel"], r["bytes"]) for r in record["results"]] == [("reduce2", 3 * 2**20), ("sgd", 5 * 2**20)]
-    for result in record["results"]:
+    for number, result in enumerate(record["results"]):
+        (line,) = [
+            line for line in done.stderr.splitlines() if line.startswith(f"[{number + 1}/2] {result['kernel']} ")
+        ]
+        assert f"{result['summary']['kfuse']['gb_per_s']:.1f} GB/s" in line and "of torch's time" in line
         assert set(result["us_by_round"]) == {"copy", "kfuse", "eager", "torch"} and not result["wrong"]
         assert all(len(times) == 3 for times in result["us_by_round"].values())
+
+
+def test_a_terminal_has_a_bar_and_each_result_as_it_comes() -> None:
+    leader, follower = pty.openpty()
+    what = ["--device", "cpu", "--threads", "1", "--sizes", "1", "--kernels", "reduce2,sgd", "--peers", "torch"]
+    command = [sys.executable, str(BENCHMARKS / "kernels.py"), *what, "--rounds", "3", "--block-ms", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower, env={**os.environ, "TERM": "xterm"}) as run:
+        os.close(follower)
+        shown = b""
+        with suppress(OSError):  # at the end
+            while part := os.read(leader, 4096):
+                shown += part
+        assert run.wait(60) == 0
+    os.close(leader)
+    assert b"reduce2 fp32 1 MB" in shown and "━".encode() in shown and b"0/2" in shown
+    assert b"[1/2] reduce2 fp32 1 MB: " in shown and b"[2/2] sgd fp32 1 MB: " in shown
 
 
 @pytest.mark.parametrize(
@@ -64,6 +87,7 @@ def test_a_run_writes_what_it_measured(tmp_path: Path) -> None:
     [
         (["--sizes", "big"], "'big' is neither a number of MB nor one of resnet50, gpt2"),
         (["--kernels", "pack,unpack"], "'unpack' is not one of pack, accumulate"),
+        (["--full", "--sizes", "1"], "allowed is --full or --sizes"),
         (["--rounds", "1"], "--rounds must be 3 or more"),
     ],
 )
