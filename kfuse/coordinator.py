@@ -83,6 +83,7 @@ class Coordinator:
             failed_at = self.position.step
             if not isinstance(error, ControlError | CommError):
                 raise
+            self.session.lost = True
             self.opt.engine.abort()
             self.checkpoints.save_last(self.position.step, self._state)
             raise
