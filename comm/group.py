@@ -192,6 +192,22 @@ class Group:
         _RETIRED.extend([self, *self._further])
         drop_retired()
 
+    def close(self, timeout_s: float) -> bool:
+        """Ends the group's threads and connections; it cannot be used any more.
+
+        To be called before the interpreter ends: a thread of gloo that has a tensor to free after that ends the process
+        with SIGABRT. False if messages are still under way after the timeout: then nothing is ended, since that would
+        block.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not all(pending.done() for pending in self.under_way):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_SLICE.total_seconds())
+        self.under_way.clear()
+        self._pg = self._share_pg = self._store = None
+        return True
+
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         """Starts an in-place all-reduce; "avg" sums (the caller divides)."""
         if self.size == 1:

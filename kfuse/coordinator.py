@@ -106,6 +106,7 @@ class Coordinator:
         except Exception as error:
             failed_at = self.position.step
             if isinstance(error, ControlError | CommError):
+                self.session.lost = True
                 self.opt.engine.abort()
                 self.checkpoints.save_last(self.position.step, self.state.capture)
             elif isinstance(error, ConsistencyError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,11 +25,18 @@ on several, with the script at the same place and the same token file on each:
   kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers 8 train.py     on the first, whose address it is
   kfuse-run --join 10.0.0.1:29400 --token-file job.token                            on each of the others
 """
+_EPILOG = f"""\
+{_EXAMPLES}
+Each worker's CPU threads: OMP_NUM_THREADS, where it is set; else a host's cores divided by the workers that may be
+on it (the smaller of --max-workers and, on several hosts, --slots).
+Exit status: 0 where all workers' scripts end with 0, also if they never train or leave the training loop early; 1 after
+a failure, also of a script whose training had ended; 2 for wrong arguments; 130 after Ctrl-C; 143 after SIGTERM.
+"""
 _LEAST_TOKEN = 16
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: the script's own success (0) or failure (1), 2 for wrong arguments, 130 after Ctrl-C."""
+    """Returns the exit status, as `--help` describes it."""
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.join is not None:
         return _join(args)
@@ -41,10 +49,11 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
     reports = Reports(directory, Display(progress=not args.quiet))
     command = [sys.executable, str(args.script), *args.arguments]
-    launcher: Launcher = LocalLauncher(command)
+    # A script that has called kf.init does not mind SIGTERM: it notices that the supervisor is gone.
+    launcher: Launcher = LocalLauncher(command, at_our_end=signal.SIGTERM, share=args.max_workers)
     if args.listen is not None:
         host, port = args.listen
-        launcher = HostsLauncher(command, host, port, args.token, args.slots)
+        launcher = HostsLauncher(command, host, port, args.token, args.slots, args.max_workers)
     replace = not args.no_replace
     elasticity = Elasticity(args.workers, args.min_workers, args.max_workers, replace=replace, script=True)
     return supervise(launcher, {"run_dir": str(run_dir.absolute())}, reports, elasticity)
@@ -72,14 +81,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="kfuse-run",
         description="Runs a training script that uses kf.fit or kf.DataLoader on workers that may come and go.",
-        epilog=_EXAMPLES,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workers", type=int, default=1, help="processes at first (default 1)")
     parser.add_argument("--min-workers", type=int, default=1, help="policies never go below it (default 1)")
     parser.add_argument("--max-workers", type=int, help="policies never go above it (default: --workers)")
     parser.add_argument("--no-replace", action="store_true", help="restore lost workers only up to --min-workers")
-    parser.add_argument("--run-dir", type=_path, help="where metrics and events go (default runs/DATE/TIME)")
+    parser.add_argument("--run-dir", type=_path, help="new directory for metrics and events (default runs/DATE/TIME)")
     parser.add_argument("--quiet", action="store_true", help="show only the script's own output and the summary")
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")

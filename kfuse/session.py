@@ -6,6 +6,7 @@ training), by torchrun (a fixed group), or plainly (one worker).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -25,7 +26,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from kfuse.comm import transports
-from kfuse.comm.group import CommError, Group
+from kfuse.comm.group import CommError, Group, drop_retired
 from kfuse.comm.step import CommOptions
 from kfuse.comm.tail import Control
 from kfuse.elastic import protocol
@@ -40,6 +41,7 @@ Record = Callable[[str, dict[str, Any]], None]
 
 _ARRIVED = "arrived"  # in a view's store, once somebody comes from the view before
 _POLL_S = 0.01
+_CLOSE_S = 5.0  # at the end of a process, for the others to come to theirs
 STOP_REASONS = ("", "interrupted", "terminated")  # Control.stop is an index into these
 
 
@@ -75,6 +77,8 @@ class Session:
         """Why to stop at the next step boundary (one of STOP_REASONS), where there is no supervisor to say it."""
         self.absorbs = False
         self.failure: CommError | None = None
+        self.lost = False
+        """The others cannot be reached any more."""
         self.left = False
         """A view was formed without this worker."""
         self._generation = 0  # of the view in force, or of the one being entered
@@ -331,6 +335,7 @@ def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Sessi
     global _current
     _leave_sigterm_to_the_supervisor()
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
+    _close_at_exit(_current)
     return _current
 
 
@@ -355,7 +360,38 @@ def meet(meeting: Rendezvous, comm: CommOptions, timeout_s: float, record: Recor
     group = Group(meeting.rank, meeting.size, PrefixStore("view", store), _device(), timeout_s, address, hosts=hosts)
     _current = Session(group, comm, record=record)
     _current.view = View(1, members, (meeting.host, meeting.port), "start")
+    _close_at_exit(_current, meeting)
     return _current
+
+
+def close(session: Session, meeting: Rendezvous | None = None) -> None:
+    """Ends the session's groups, when the process is about to end.
+
+    meeting: of a job of fixed size. Its workers agree that all are done, within `_CLOSE_S`; one that has failed does
+    not wait for the others.
+    """
+    failed = session.lost or getattr(sys, "last_value", None) is not None
+    if meeting is not None and not failed:
+        others = [rank for rank in range(meeting.size) if rank != meeting.rank]
+        with contextlib.suppress(RuntimeError):  # the others take longer, or are gone
+            store = meeting.store(_CLOSE_S)
+            store.set(f"done/{meeting.rank}", "")
+            store.wait([f"done/{rank}" for rank in others])
+            store.set(f"gone/{meeting.rank}", "")
+            if meeting.rank == 0 and not meeting.agent_hosts:  # the store ends with this process
+                store.wait([f"gone/{rank}" for rank in others])
+    session.group.close(0.0 if failed else _CLOSE_S)
+    drop_retired()
+
+
+def _close_at_exit(session: Session, meeting: Rendezvous | None = None) -> None:
+    process = os.getpid()
+
+    def act() -> None:
+        if os.getpid() == process:  # and not a child that was forked
+            close(session, meeting)
+
+    atexit.register(act)
 
 
 def current() -> Session:

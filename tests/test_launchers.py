@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
 from elastic_job import assert_none_left
 
 from kfuse.elastic.launchers import LocalLauncher
@@ -99,5 +100,22 @@ def test_a_line_without_an_end_is_dropped_and_the_rest_is_heard() -> None:
         assert status == 0
         assert lines[-1] == "after it"
         assert len(lines) <= 2
+
+    run(act)
+
+
+@pytest.mark.parametrize(("set_by_user", "workers", "threads"), [(None, 1, None), (None, 10_000, "1"), ("3", 2, "3")])
+def test_workers_share_the_cores_unless_the_user_says_otherwise(
+    set_by_user: str | None, workers: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_by_user)
+    command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    expected = threads or str(len(os.sched_getaffinity(0)))
+
+    async def act() -> None:
+        process = await LocalLauncher(command, share=workers).start({})
+        assert await heard(process) == (0, [expected])
 
     run(act)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from elastic_job import (
     assert_same_training,
     chaos,
     command_line,
+    environment,
     run_job,
     wait_until,
     words,
@@ -130,3 +132,31 @@ def test_half_an_environment_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(sys, "argv", ["kfuse"])
     assert main() == 2
     assert capsys.readouterr().err == ("kfuse: error: WORLD_SIZE=2, but not set: RANK, MASTER_ADDR, MASTER_PORT\n")
+
+
+THREADS_AT_THE_END = """
+import atexit, os, pathlib, sys, time
+
+def at_the_end():  # after all that is registered later
+    names = {pathlib.Path(task, "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()}
+    sys.stdout.write(f"{any('gloo' in name for name in names)} {marker.exists()}\n")
+
+atexit.register(at_the_end)
+import kfuse as kf
+marker = pathlib.Path(sys.argv[1])
+kf.barrier()
+assert any("gloo" in task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm"))
+if kf.rank() == 0:
+    time.sleep(1)
+    marker.touch()
+"""
+
+
+def test_groups_end_before_the_interpreter_and_when_all_are_done(tmp_path: Path) -> None:
+    """A thread of gloo that outlives the interpreter's state ends the process with SIGABRT, now and then."""
+    script = tmp_path / "train.py"
+    script.write_text(THREADS_AT_THE_END)
+    command = [*TORCHRUN, str(script), str(tmp_path / "marker")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment()})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False True"] * 2

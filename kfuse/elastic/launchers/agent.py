@@ -1,7 +1,7 @@
 """A host's agent: starts and kills workers there for a supervisor elsewhere, and passes on what they print.
 
 agent -> supervisor: hello (token, slots), line (worker, text), ended (worker, status), alive.
-supervisor -> agent: welcome, start (worker, command, env, folder), kill (worker), alive.
+supervisor -> agent: welcome, start (worker, command, env, folder, share), kill (worker), alive.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from typing import Any
 
 from kfuse.elastic import protocol
@@ -77,7 +78,8 @@ async def beat(writer: asyncio.StreamWriter) -> None:
 
 class _Agent:
     def __init__(self, writer: asyncio.StreamWriter, dies_with_us: bool) -> None:
-        self._writer, self._launcher = writer, LocalLauncher(dies_with_us=dies_with_us)
+        self._writer = writer
+        self._launcher = LocalLauncher(at_our_end=signal.SIGKILL if dies_with_us else signal.SIGTERM)
         self._processes: dict[int, LocalProcess] = {}
         self._watching: set[asyncio.Task[None]] = set()
 
@@ -89,7 +91,7 @@ class _Agent:
         if message["type"] == "start" and isinstance(number, int):
             folder = message["folder"] if os.path.isdir(message["folder"]) else None
             try:
-                process = await self._launcher.spawn(message["command"], message["env"], folder)
+                process = await self._launcher.spawn(message["command"], message["env"], folder, message["share"])
             except OSError as error:
                 self.send("line", worker=number, text=f"{message['command'][0]}: {error}")
                 self.send("ended", worker=number, status=127)

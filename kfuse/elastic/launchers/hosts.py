@@ -75,8 +75,14 @@ class HostsLauncher:
     A worker for which there is no slot waits for one, as long as it takes.
     """
 
-    def __init__(self, command: list[str], host: str, port: int, token: str, slots: int) -> None:
-        """host: this machine's address, as the other hosts reach it. slots: how many workers this machine takes."""
+    def __init__(
+        self, command: list[str], host: str, port: int, token: str, slots: int, most: int | None = None
+    ) -> None:
+        """host: this machine's address, as the other hosts reach it. slots: how many workers this machine takes.
+
+        most: how many workers the job has at most. As many as a host may get of them share its cores.
+        """
+        self._most = most
         self._command, self._host, self._port, self._token, self._slots = command, host, port, token, slots
         self._gate = Gate(token)
         self._hosts: list[_Host] = []
@@ -115,7 +121,8 @@ class HostsLauncher:
             host.processes[process.number] = process
             process.host, process.running = host, True
             env, folder = process.env, os.getcwd()
-            host.send("start", worker=process.number, command=self._command, env=env, folder=folder)
+            share = host.slots if self._most is None else min(host.slots, self._most)
+            host.send("start", worker=process.number, command=self._command, env=env, folder=folder, share=share)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """An agent's connection, once it has shown the token."""

@@ -90,23 +90,32 @@ class LocalLauncher:
     """
 
     def __init__(
-        self, command: list[str] | None = None, *, folder: str | None = None, dies_with_us: bool = False
+        self,
+        command: list[str] | None = None,
+        *,
+        folder: str | None = None,
+        at_our_end: signal.Signals | None = None,
+        share: int | None = None,
     ) -> None:
-        """folder: where it runs; None: here. dies_with_us: the kernel kills it when this process ends.
+        """folder: where it runs; None: here. at_our_end: the signal that the kernel (Linux) sends it when this process
+        ends.
 
-        Workers of a supervisor do not: when it is lost they write a checkpoint.
+        share: how many workers share this machine's cores: each gets its part as OMP_NUM_THREADS, unless that is set.
+        None: workers set their number of threads themselves.
         """
         self._command = command or [sys.executable, "-m", "kfuse.worker"]
-        self._folder, self._dies_with_us = folder, dies_with_us
+        self._folder, self._at_our_end, self._share = folder, at_our_end, share
         self._processes: list[LocalProcess] = []
 
     async def open(self) -> str:
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> LocalProcess:
-        return await self.spawn(self._command, env, self._folder)
+        return await self.spawn(self._command, env, self._folder, self._share)
 
-    async def spawn(self, command: list[str], env: Mapping[str, str], folder: str | None) -> LocalProcess:
+    async def spawn(
+        self, command: list[str], env: Mapping[str, str], folder: str | None, share: int | None = None
+    ) -> LocalProcess:
         """Starts this command, whatever ours is. It finds its slot, the lowest that is free, as LOCAL_RANK."""
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
@@ -114,13 +123,19 @@ class LocalLauncher:
         process = await asyncio.create_subprocess_exec(
             *command,
             # gloo and the store log every lost peer at length: here that is an event, and handled.
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "LOCAL_RANK": str(slot), **env},
+            env={
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                **({} if share is None else {"OMP_NUM_THREADS": str(threads_each(share))}),
+                **os.environ,
+                "LOCAL_RANK": str(slot),
+                **env,
+            },
             cwd=folder,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_dying_with_parent() if self._dies_with_us else None,
+            preexec_fn=_signalled_at_our_end(self._at_our_end),
             limit=_LONGEST_LINE,
         )
         self._processes.append(LocalProcess(process, slot))
@@ -130,7 +145,15 @@ class LocalLauncher:
         pass
 
 
-def _dying_with_parent() -> Callable[[], None]:
-    """For a process just forked: it gets SIGKILL when the thread that forked it ends."""
+def threads_each(workers: int) -> int:
+    """CPU threads for each of so many workers that share the cores which this process may use."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // workers)
+
+
+def _signalled_at_our_end(number: signal.Signals | None) -> Callable[[], None] | None:
+    """For a process just forked: it gets this signal when the thread that forked it ends."""
+    if number is None or sys.platform != "linux":
+        return None
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return lambda: prctl(_PR_SET_PDEATHSIG, number)

@@ -35,7 +35,7 @@ class Keeper:
         self._lines: list[str] = []
         self._status: int | None = None
         self._news = asyncio.Event()
-        launcher = LocalLauncher(folder=folder if os.path.isdir(folder) else None, dies_with_us=True)
+        launcher = LocalLauncher(folder=folder if os.path.isdir(folder) else None, at_our_end=signal.SIGKILL)
         self._process = await launcher.start(env)
         self._watching = asyncio.create_task(self._watch())
 
