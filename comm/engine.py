@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfuse.comm import tail as t
 from kfuse.comm import transports
+from kfuse.comm.averaged_buffers import AveragedBuffers
 from kfuse.comm.buckets import Bucket, BucketLayout, plan_buckets
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.step import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
@@ -61,8 +62,8 @@ class Engine:
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
         self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
-        self.averaged: list[Tensor] = []
-        """Buffers averaged with the gradients."""
+        self.averaged = AveragedBuffers([])
+        """Buffers whose changes are averaged with the gradients."""
         self._warned = False
         self.of_params: list[Bucket] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -75,12 +76,8 @@ class Engine:
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def track_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches too, by samples.
-
-        Each micro-batch starts from the step's first values, so the result does not depend on who ran which. One that
-        no micro-batch changes keeps its bits.
-        """
-        self.averaged = list(buffers)
+        """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples."""
+        self.averaged = AveragedBuffers(buffers)
         self._build()
         self.set_group(self.group)
 
@@ -89,17 +86,18 @@ class Engine:
         self.check_owner()
         self.close()
         tail = len(self.params) + t.TAIL_SLOTS  # and RANK_SLOTS for each rank, once the group is known
-        separate = bool(self.averaged) or self.options.dtype != "fp32" or not self._layouts
+        buffers = self.averaged.tensors
+        separate = bool(buffers) or self.options.dtype != "fp32" or not self._layouts
         count = len(self._layouts) + separate
         self.buckets = [
             Bucket(i, layout, self.params, 0 if i < count - 1 else tail, f"bucket {i + 1} of {count}")
             for i, layout in enumerate(self._layouts)
         ]
         if separate:
-            [layout] = plan_buckets([b.numel() for b in self.averaged], [0] * len(self.averaged), 2**62) or [
+            [layout] = plan_buckets([b.numel() for b in buffers], [0] * len(buffers), 2**62) or [
                 BucketLayout((), (), 0)
             ]
-            self.buckets.append(Bucket(count - 1, layout, self.averaged, tail, f"bucket {count} of {count}"))
+            self.buckets.append(Bucket(count - 1, layout, buffers, tail, f"bucket {count} of {count}"))
         self.of_params = self.buckets[: len(self._layouts)]
         self._device = self.params[0].device if self.params else torch.device("cpu")
         chunks = [b.table.num_chunks for b in self.of_params]
@@ -110,8 +108,6 @@ class Engine:
         self._norms_of = dict(enumerate(torch.split(self._norms, blocks))) if blocks else {}
         self._stopwatch = Stopwatch(self._device)
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._saved = [b.clone() for b in self.averaged]
-        self._infinite = [i for i, b in enumerate(self.averaged) if not b.isfinite().all()]
         self._wire: dict[int, list[Tensor]] = {}
         for bucket in self.of_params:
             for position, index in enumerate(bucket.layout.params):
@@ -210,9 +206,10 @@ class Engine:
             now.scale = micro_batch.samples / (now.plan.local or now.plan.samples)
         else:
             now.scale = 1.0 / self.group.size if now.implicit else float(micro_batch.samples)
-        if self.averaged:
-            first = now.done == 0
-            torch._foreach_copy_(*((self._saved, self.averaged) if first else (self.averaged, self._saved)))
+        if now.done:
+            self.averaged.put_back()
+        elif not now.implicit:
+            self.averaged.begin_step()
         for bucket in self.buckets:
             bucket.begin_micro_batch()
 
@@ -334,10 +331,8 @@ class Engine:
     def _pack_buffers(self, bucket: Bucket) -> None:
         leaf = self._now.leaf
         scratch = torch.empty(bucket.table.num_chunks, device=bucket.device)
-        changes = list(torch._foreach_sub(self.averaged, self._saved)) if self.averaged else []
-        for i in self._infinite:  # inf - inf is not 0
-            changes[i] = torch.where(self.averaged[i] == self._saved[i], 0, changes[i])
-        values = [changes[i].to(torch.float32) for i in bucket.layout.params]
+        changes = self.averaged.changes()
+        values = [changes[i] for i in bucket.layout.params]
         flat = bucket.slot(leaf.slot)
         pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
 
@@ -436,8 +431,9 @@ class Engine:
                 body.mul_((1.0 / slots[t.SAMPLES]).float())  # the weights' total was not known while packing
             block_sumsq(body, self._norms_of[bucket.index])
         sum_partials(self._norms, self._total)
-        if self.averaged:
-            self._store_buffers(last, None if self._now.weighted else slots[t.SAMPLES])
+        for position, index in enumerate(last.layout.params if last not in self.of_params else ()):
+            change = last.views[position]
+            self.averaged.apply(index, change if self._now.weighted else change / slots[t.SAMPLES])
         self.reduced = Reduced(
             torch.cat([slots, self._total[None]]),
             flags,
@@ -452,22 +448,13 @@ class Engine:
     def _contribute_nothing(self) -> None:
         """This worker has no micro-batch in this step: zeros, where the transport takes one contribution from each."""
         self._stopwatch.forget()
-        if self.averaged:
-            torch._foreach_copy_(self._saved, self.averaged)
+        self.averaged.begin_step()
         if not self.options.reproducible:
             for bucket in self.buckets:
                 bucket.slots[0].zero_()
         self._now.closed, self._now.all_fired = True, False
         self._now.complete = [True] * len(self.buckets)
         self._launch()
-
-    def _store_buffers(self, bucket: Bucket, total: Tensor | None) -> None:
-        for position, index in enumerate(bucket.layout.params):
-            change = bucket.views[position]
-            if total is not None:
-                change = change / total
-            buffer, saved = self.averaged[index], self._saved[index]
-            torch.add(saved, change if buffer.is_floating_point() else change.round().to(buffer.dtype), out=buffer)
 
     @property
     def plan(self) -> StepPlan | None:
@@ -486,14 +473,14 @@ class Engine:
 
     def abort(self) -> None:
         """Forgets the step under way (or, after one, makes ready for the next)."""
-        if self.averaged and self._now.begun:
-            torch._foreach_copy_(self.averaged, self._saved)
+        if self._now.begun and not self._now.implicit:
+            self.averaged.put_back()
         if self._now.launched and self.group.size > 1:
             # Messages are under way, and may arrive at any time: they keep their buffers, and we take others.
             self._wire = {}
             for bucket in self.buckets:
                 bucket.renew()
-            self._broken = "a step was given up after its reduction had begun: these workers have lost step"
+            self._broken = "a step was given up after its reduction had begun: this worker cannot go on with the others"
         self.reduced = None
         self._reset()
 

@@ -200,13 +200,14 @@ class Group:
         block.
         """
         deadline = time.monotonic() + timeout_s
+        lanes = [lane.close(timeout_s) for lane in self._further]
         while not all(pending.done() for pending in self.under_way):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_SLICE.total_seconds())
         self.under_way.clear()
         self._pg = self._share_pg = self._store = None
-        return True
+        return all(lanes)
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         """Starts an in-place all-reduce; "avg" sums (the caller divides)."""

@@ -77,7 +77,7 @@ class Coordinator:
         """The summary, once training has come to its end."""
         self.checkpoints = Checkpoints(settings.checkpoints, session)
         opt.sync_buffers(model)
-        self._buffers = BufferWatch(model, opt.engine.averaged, several)
+        self._buffers = BufferWatch(model, opt.engine.averaged.tensors, several)
         parts: dict[str, Stateful] = {
             "model": model,
             "optimizer": opt,

@@ -41,6 +41,7 @@ Record = Callable[[str, dict[str, Any]], None]
 
 _ARRIVED = "arrived"  # in a view's store, once somebody comes from the view before
 _POLL_S = 0.01
+_MOST_LANES = 8  # only optimizers that take part in one backward need different ones
 _CLOSE_S = 5.0  # at the end of a process, for the others to come to theirs
 STOP_REASONS = ("", "interrupted", "terminated")  # Control.stop is an index into these
 
@@ -64,7 +65,7 @@ class Session:
         """The same of the tree transport's shape."""
         self.latest_optimizer: Callable[[], DistributedOptimizer | None] = lambda: None
         self._optimizers: list[weakref.ref[DistributedOptimizer]] = []  # in the order in which they were made
-        self.lanes = 0
+        self.lanes = self._optimizers_made = 0
         """How many of the group's lanes this worker's optimizers use."""
         self._pending = Control()
         self._announced = Control()
@@ -108,9 +109,13 @@ class Session:
         self.latest_optimizer = weakref.ref(optimizer)
 
     def new_lane(self) -> int:
-        """The number of a lane that no optimizer uses; the same on every rank, if they make the same optimizers."""
-        self.lanes += 1
-        return self.lanes - 1
+        """The number of a lane for a new optimizer; the same on every rank, if they make the same optimizers.
+
+        In turns, so that a process that makes many optimizers, one after another, does not hold ever more connections.
+        """
+        self._optimizers_made += 1
+        self.lanes = min(self._optimizers_made, _MOST_LANES)
+        return (self._optimizers_made - 1) % _MOST_LANES
 
     # -- the control word -----------------------------------------------------------------------------------------
 

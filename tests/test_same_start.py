@@ -74,7 +74,8 @@ def own_loop(tracked: bool) -> dict[str, Tensor]:
         F.cross_entropy(net(x[mine]), y[mine]).backward()
         opt.step()
         opt.zero_grad()
-    return {name: p.detach() for name, p in net.named_parameters()}
+    found = {name: p.detach() for name, p in net.named_parameters()}
+    return found | (dict(net.named_buffers()) if tracked else {})
 
 
 @pytest.mark.parametrize("tracked", [False, True])
@@ -82,6 +83,30 @@ def test_a_loop_of_ones_own_starts_from_rank_0s_parameters(tracked: bool) -> Non
     first, second = run_workers(2, own_loop, tracked)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+def one_bare_step(start: dict[str, Tensor]) -> tuple[list[float], list[float]]:
+    """BatchNorm's running mean after one step of a bare loop, and after this rank's forward alone."""
+    kf.init()
+    x, y = problem()
+    means = []
+    for distributed in (False, True):
+        net = network(0)
+        net.load_state_dict(start)
+        if distributed:
+            opt = kf.FusedSGD(net.parameters(), lr=0.1)
+            opt.sync_buffers(net)
+        F.cross_entropy(net(x[kf.rank() :: 2]), y[kf.rank() :: 2]).backward()
+        if distributed:
+            opt.step()
+        means.append(net[1].running_mean.tolist())
+    return means[1], means[0]
+
+
+def test_a_bare_loops_buffers_are_the_ranks_mean() -> None:
+    (first, alone_0), (second, alone_1) = run_workers(2, one_bare_step, start_of(network(0)))
+    assert first == second and alone_0 != alone_1
+    assert first == pytest.approx([(a + b) / 2 for a, b in zip(alone_0, alone_1, strict=True)], rel=1e-5, abs=1e-7)
 
 
 def other_shapes() -> None:

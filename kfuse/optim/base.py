@@ -173,10 +173,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         frozen ones included. Call it on every worker, before the first step.
         """
         self._tracked = model
-        self.engine.track_buffers(averaged_buffers(model))
         if not self._session.elastic:
             everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             share_from_first(self._session.group, list(everything.values()), list(everything))
+        self.engine.track_buffers(averaged_buffers(model))
 
     def learning_rates(self) -> list[float]:
         """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`.
@@ -295,7 +295,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """
         group = self._session.group
         held = [state[name] for p in self.engine.params if (state := self.state.get(p)) for name in sorted(state)]
-        values = [*self.engine.params, *(value for value in held if isinstance(value, Tensor)), *self.engine.averaged]
+        values = [
+            *self.engine.params,
+            *(value for value in held if isinstance(value, Tensor)),
+            *self.engine.averaged.tensors,
+        ]
         if group.size == 1 or not values:
             return
         flat = torch.cat([value.detach().reshape(-1).to(group.device, torch.float32) for value in values])
