@@ -102,7 +102,23 @@ def sharpness_aware(net: Net, opt: Any, x: Tensor, y: Tensor) -> None:
     opt.zero_grad()
 
 
-LOOPS = {"by hand": by_hand, "in a context": in_a_context, "half": half_and_half, "sam": sharpness_aware}
+def zeroed(net: Net, opt: Any, x: Tensor, y: Tensor) -> None:
+    """A layer that was used once stays in use with zero gradients: its momentum and weight decay go on."""
+    opt.zero_grad(set_to_none=False)
+    loss = F.mse_loss(net(x), y)
+    if torch.equal(net.unused.weight, Net().unused.weight):
+        loss = loss + net.unused(torch.ones(3)).square().mean()
+    loss.backward()
+    opt.step()
+
+
+LOOPS = {
+    "zeroed": zeroed,
+    "by hand": by_hand,
+    "in a context": in_a_context,
+    "half": half_and_half,
+    "sam": sharpness_aware,
+}
 
 
 def beside_a_twin(steps: int) -> dict[str, float]:
@@ -116,7 +132,7 @@ def beside_a_twin(steps: int) -> dict[str, float]:
             opt, reference = fused(ours.parameters()), plain(theirs.parameters())
             for step in range(steps):
                 loop(ours, opt, *batch(step, rank))
-                (sharpness_aware if name == "sam" else by_hand)(theirs, reference, *full(step, size))
+                {"sam": sharpness_aware, "zeroed": zeroed}.get(name, by_hand)(theirs, reference, *full(step, size))
             pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
             found[f"{optimizer}, {name}"] = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
             assert float((theirs.first.weight - Net().first.weight).detach().norm()) > 1e-3

@@ -415,7 +415,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Updates all parameters whose `.grad` is set. `scale` multiplies gradients; non-zero `found_inf` skips."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Sets every `p.grad` to None, whatever `set_to_none`: gradients live in the buckets.
+        """Sets every `p.grad` to None; else, as torch does, those that are there to zeros, which then count as used.
 
         What a backward before it reduced is dropped, also if that backward raised in the middle.
         """
@@ -424,7 +424,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.engine.abort()
         for group in self.param_groups:
             for p in group["params"]:
-                p.grad = None
+                if p.grad is not None:  # a new tensor: the bucket's is not to be accumulated into
+                    p.grad = None if set_to_none else torch.zeros_like(p.grad)
 
     # -- what was measured ----------------------------------------------------------------------------------------
 
