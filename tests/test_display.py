@@ -156,3 +156,18 @@ def test_figures() -> None:
 
 def test_durations() -> None:
     assert [_duration(s) for s in (0.4, 59.6, 61, 3661)] == ["0:00", "1:00", "1:01", "1:01:01"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_that_begins_anew_shows_figures_of_now(terminal: bool) -> None:
+    """As after a restart from a checkpoint: one live part, and no rate over the time in between."""
+    out, clock = io.StringIO(), Clock()
+    display = Display(True, Console(file=out, force_terminal=terminal, width=100, highlight=False), clock)
+    for start in (0, 40):
+        display.start(None, None, "a run")
+        for step in (start, start + 50):
+            display.metrics(metrics(step))
+            clock.now += 1.0
+    rate = display._rate()
+    display.stop()
+    assert rate == pytest.approx((32 * 50, 50))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from elastic_job import Job, assert_exact, assert_same_training, chaos, run_job, until, words
+from warm import WarmLauncher, WarmProcess
 
 from kfuse.elastic.supervisor import Supervisor
 
@@ -151,3 +153,46 @@ def test_a_replacement_that_dies_as_it_boots_is_tried_again(undisturbed: Job, tm
     assert len(job.of_kind("failure")) == 1
     first, second = ([worker["pid"] for worker in view["workers"]] for view in job.views)
     assert first[0] == second[0] and first[1] != second[1]
+
+
+class Crowded(WarmLauncher):
+    """Has room for so many workers."""
+
+    def __init__(self, log: Path, room: int) -> None:
+        super().__init__(log)
+        self.room = room
+
+    async def start(self, env: Mapping[str, str]) -> WarmProcess:
+        if len(self.started) >= self.room:
+            raise OSError("no room for another")
+        return await super().start(env)
+
+
+def test_where_a_worker_cannot_be_started_the_others_go_on(undisturbed: Job, tmp_path: Path) -> None:
+    settings = [*TRAINING, *chaos(tmp_path, phases=[{"step": 5, "workers": 3}])]
+    job = run_job(tmp_path / "run", settings, launcher=Crowded(tmp_path / "run.log", 1))
+    assert_same_training(job, undisturbed)
+    [clipped] = job.of_kind("clipped")
+    assert clipped["note"] == "workers 3 clipped to 1: the launcher cannot start another: no room for another"
+
+
+def test_where_no_worker_can_be_started_the_job_ends_in_one_line(tmp_path: Path) -> None:
+    job = run_job(tmp_path / "run", TRAINING, launcher=Crowded(tmp_path / "run.log", 0))
+    assert job.error == "the launcher cannot start workers: no room for another"
+
+
+def test_newcomers_that_cannot_boot_do_not_end_the_training(undisturbed: Job, tmp_path: Path) -> None:
+    class Newcomers(WarmLauncher):
+        async def start(self, env: Mapping[str, str]) -> WarmProcess:
+            process = await super().start(env)
+            if len(self.started) > 1:
+                process.kill()
+            return process
+
+    launcher = Newcomers(tmp_path / "run.log")
+    settings = [*TRAINING, *chaos(tmp_path, phases=[{"step": 5, "workers": 2}], pace_s=0.02), "elastic.max_failures=3"]
+    job = run_job(tmp_path / "run", settings, launcher=launcher)
+    assert_same_training(job, undisturbed)
+    assert len(launcher.started) == 4 and len(job.of_kind("failure")) == 3
+    [left] = job.of_kind("quit")
+    assert left["how"].endswith("as others did before they could join: no other is started")

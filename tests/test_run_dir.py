@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +117,54 @@ json_values = st.recursive(
 def test_only_numbers_that_are_not_finite_become_null(value: Any) -> None:
     expected = json.loads(json.dumps(value), parse_constant=lambda constant: None)
     assert json.loads(json.dumps(_finite(value), allow_nan=False)) == expected
+
+
+FULL_DISK = """
+import json, pathlib, resource, sys
+from kfuse.observe.run_dir import RunDirectory
+
+said, path = [], pathlib.Path(sys.argv[1])
+directory = RunDirectory(path, tensorboard=sys.argv[2] == "tb", warn=said.append)
+directory.metrics({"step": 0})
+size = (path / "metrics.jsonl").stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))  # room for a part of a line
+for step in range(1, 4):
+    directory.metrics({"step": step})
+directory.event({"step": 3, "kind": "view"})
+during = (path / "metrics.jsonl").read_text()
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+directory.metrics({"step": 4})
+directory.close()
+print(json.dumps([said, during]))
+"""
+
+
+@pytest.mark.parametrize("tensorboard", ["tb", "no"])
+def test_records_wait_while_the_disk_is_full(tensorboard: str, tmp_path: Path) -> None:
+    """One warning at once; nothing is torn, nothing is lost, and an event says that there is room again."""
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), tensorboard]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said, during = json.loads(done.stdout)
+    assert during.count("\n") == 1 and during.endswith("}\n"), "no part of a line is left behind"
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(5))
+    assert [event["kind"] for event in lines(tmp_path / "events.jsonl")] == ["view", "disk"]
+    said = [text for text in said if "/tb:" not in text]
+    assert len(said) == 2 and "cannot be written: File too large; training goes on" in said[0]
+    assert "can be written again" in said[1]
+
+
+def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, tensorboard=False, ledger=True)
+    for step in range(4):
+        directory.metrics({"step": step})
+        directory.ledger({"step": step, "micro_batch": 0, "indices": [step]})
+    directory.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "ep')
+    directory = RunDirectory(tmp_path, tensorboard=False, ledger=True)
+    directory.rewind(2)
+    assert [directory.metrics({"step": step}) for step in (1, 2, 2, 3)] == [False, True, False, True]
+    directory.ledger({"step": 2, "micro_batch": 0, "indices": [7]})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [line["indices"] for line in lines(tmp_path / "ledger.jsonl")] == [[0], [1], [7]]

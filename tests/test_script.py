@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,13 @@ class Ended:
         return [event for event in self.lines("events.jsonl") if event["kind"] == kind]
 
 
-def run_script(folder: Path, text: str, *arguments: str, workers: int = 2) -> Ended:
+def run_script(
+    folder: Path, text: str, *arguments: str, workers: int = 2, starter: Sequence[str] = ("-m", "kfuse.script")
+) -> Ended:
     """What a script does under kfuse-run; fails if it does not end."""
     path, run_dir = folder / "train.py", folder / "run"
     path.write_text(text)
-    command = [sys.executable, "-m", "kfuse.script", "--workers", str(workers), "--run-dir", str(run_dir)]
+    command = [sys.executable, *starter, "--workers", str(workers), "--run-dir", str(run_dir)]
     command += [*arguments, str(path)]
     done = subprocess.run(
         command,
@@ -224,6 +227,17 @@ def test_a_run_directory_that_is_used_is_refused(tmp_path: Path) -> None:
     assert (first.status, again.status) == (0, 2)
     assert again.said.count("\n") == 1 and "holds a run already" in again.said
     assert sorted((path.name, path.stat().st_mtime_ns) for path in first.run_dir.iterdir()) == before
+
+
+def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))"
+    main = f"import resource, sys; {limit}; from kfuse.script import main; sys.exit(main(sys.argv[1:]))"
+    ended = run_script(tmp_path, PRELUDE + "loop()", workers=1, starter=["-c", main])
+    assert ended.status == 0, ended.said
+    assert ended.summary["steps"] == 20 and ended.of_kind("failure") == []
+    assert ended.said.count("cannot be written: File too large; training goes on") == 1
+    assert f"metrics.jsonl: {20 - len(ended.steps)} lines could not be written" in ended.said
+    assert 0 < len(ended.steps) < 20 and ended.steps == list(range(len(ended.steps)))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -199,12 +198,14 @@ class _Lines:
         """Writes the lines that wait. Raises OSError; then no part of a line is left behind."""
         while self._waiting:
             size = os.fstat(self._file.fileno()).st_size
-            line = self._waiting[0]
-            written = self._file.write(line)
-            if written != len(line):
+            rest = self._waiting[0]
+            try:
+                while rest:  # a full disk takes a part, and then raises
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
                 with contextlib.suppress(OSError):
                     self._file.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise
             self._waiting.popleft()
 
     def rewind(self, step: int) -> dict[str, Any] | None:
