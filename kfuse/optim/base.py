@@ -48,6 +48,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
             old.close()
         self.engine = Engine(groups, session.group, session.comm)
+        self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.step = old.step if old is not None else 0
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control
