@@ -74,11 +74,11 @@ def rounding_error(grad_sq_total: float, samples: float, micro_batches: int, bf1
         eps * B |gbar|^2 / (M - 1), which is eps * b / B_simple of S itself, with b = B / M the micro-batch size.
 
     fp32 on the wire: eps = 2^-24 (128 + M). Adding M micro-batches of nearly equal gradients costs up to M roundings,
-    sums of squares within a block some tens; the errors measured were mostly below a tenth of this.
+    sums of squares within a block some tens.
     bf16 on the wire between n workers: eps = 2^-9 (n + 3). n contributions that are nearly equal are each rounded
     once, and so is each of the n - 1 partial sums, in proportion to its size; a square has twice its root's error.
 
-    bf16_workers: n, or 0 for an fp32 wire. Raises ZeroDivisionError for one micro-batch, where there is no S.
+    bf16_workers: n, or 0 for an fp32 wire. micro_batches: at least 2.
     """
     relative = 2**-24 * (128 + micro_batches)
     if bf16_workers > 1:
@@ -178,11 +178,10 @@ class NoiseScale:
         noise_scale, low and high are None
         - before 20 known steps, and before 20 since the batch changed;
         - where the mean of S is not above four times its rounding error;
-        - where one step's S stands out so far that the gradients' tails are too heavy for any interval;
-        - where S or G2 changes too fast, see the class;
+        - where one step's S stands out: the gradients' tails are too heavy for any interval;
+        - where no line fits S or G2 over the latest 20 steps;
         - after more unknown steps in a row than one block has (10 by default): the past says little then.
-        noise_scale and high are None too where G2 is not significantly above zero: the noise scale can then be
-        anything from `low` upwards, if even that is known.
+        noise_scale and high are None too where G2 is not significantly above zero.
         """
         if self._estimate is None:
             self._estimate = self._compute()

@@ -78,6 +78,16 @@ def test_digits_unbiased_with_unequal_micro_batches(digits_gradients: Array) -> 
     assert_mean(grad_sq, 0.19747316)
 
 
+def test_without_replacement_grad_sq_is_less_by_the_variance_over_the_rows(digits_gradients: Array) -> None:
+    rng, n = np.random.default_rng(8), len(digits_gradients)
+    pairs = [step_moments(digits_gradients[rng.permutation(n)[:900]], [300] * 3) for _ in range(400)]
+    variance, grad_sq = np.array(pairs, dtype=np.float64).T
+    assert_mean(variance, 13.31530595 * n / (n - 1))
+    assert_mean(grad_sq, 0.19747316 - 13.31530595 / (n - 1))
+    error = grad_sq.std() / math.sqrt(len(grad_sq))
+    assert abs(grad_sq.mean() - 0.19747316) > 10 * error, "this test could not tell the two apart"
+
+
 @pytest.mark.parametrize("sizes", [[1, 1], [7, 1, 2], [4] * 8, [1, 2, 3, 4, 5, 6]])
 def test_linear_regression_unbiased(sizes: list[int]) -> None:
     """x ~ N(0, diag(scale)), w - w* = 0.3, noise 1: both moments have closed forms."""
