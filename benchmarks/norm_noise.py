@@ -142,7 +142,7 @@ def plot(courses: dict[int, list[dict[str, Any]]], picture: Path) -> None:
             axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
         axis.set(title=f"{MICRO_BATCHES} micro-batches of {size}", xlabel="step", yscale="log")
         axis.legend()
-    axes[0][0].set_ylabel("noise scale, sequences (95 % interval)")
+    axes[0][0].set_ylabel("noise scale, sequences (with its interval)")
     figure.savefig(picture, dpi=120)
 
 

@@ -14,8 +14,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+Batch = tuple[float, int]
+Covariance = tuple[float, float, float]
+
 _BLOCKS = 20
-_STUDENT_T = 2.0930240544083087  # 97.5 % quantile for _BLOCKS - 1 degrees of freedom
+_AGE = np.arange(_BLOCKS) - (_BLOCKS - 1) / 2  # of a block, in blocks from the middle of the window
+_NOW = _BLOCKS / 2  # the end of the window, in blocks from its middle
+_SPREAD = float(_AGE @ _AGE)
+_CURVE = _AGE**2 - _SPREAD / _BLOCKS
+_CURVE *= (_NOW**2 - _SPREAD / _BLOCKS) / float(_CURVE @ _CURVE)
+_RESIDUAL = np.eye(_BLOCKS) - 1 / _BLOCKS - np.outer(_AGE, _AGE) / _SPREAD
+# Columns: the mean of the blocks; the rise of the least-squares line from the middle of the window to now; how far a
+# parabola ends above the line; the residuals, latest block first, so that their squares sum to a block's variance.
+_FIT = np.column_stack(
+    [np.full(_BLOCKS, 1 / _BLOCKS), _AGE * _NOW / _SPREAD, _CURVE, _RESIDUAL[:, ::-1] / math.sqrt(_BLOCKS - 2)]
+)
+_RISE_VARIANCE = _NOW**2 / _SPREAD  # of the line's rise, over the variance of one block
+_CURVE_VARIANCE = float(_CURVE @ _CURVE)  # of the parabola's end above the line, likewise
+_NOW_VARIANCE = 1 / _BLOCKS + _RISE_VARIANCE  # of the line's value now: twice the error of the mean
+_T_LOW, _T_HIGH = 2.1009, 2.8784  # 97.5 % and 99.5 % quantiles of Student's t, _BLOCKS - 2 degrees of freedom
+_BEND = 0.2  # curvature allowed for, as a standard deviation, over the line's rise
+_CURVED, _STEEP = 0.15, 0.75  # curvature over rise, and rise over mean, above which a window is too curved for a line
+_LAST = 0.34  # the latest block's share of the squared residuals at 3.5 standard errors: a jump, not yet a trend
+_OUTLIER = 5.0  # t statistic of a step's S among the others
+_SAME_BATCH = 1.5  # S and G2 of batches within this factor are about equally variable
+_CHANGED = 3  # steps in a row with another batch make a change; one alone is the short last step of an epoch
+_ROUNDING_SHARE = 0.25  # of S, at most, where S counts as measured
 
 
 def moments(
@@ -31,11 +55,7 @@ def moments(
     Either can come out negative: clamping would bias every average taken over steps. Both are None
     where M < 2 (nothing to compare) or a value is not finite.
 
-    Precision: the subtraction runs in float64, but its inputs are fp32 sums with a relative error eps
-    (6e-8 for one rounding, a few 1e-7 for a sum over blocks). Where S << B |gbar|^2 the two terms nearly
-    cancel, and the relative error of S is about eps * b / B_simple, with b = B / M the micro-batch size,
-    whatever M is: three digits hold while the noise scale is above 1e-3 of a micro-batch. G2 is exact
-    to eps there.
+    Precision: the subtraction runs in float64, its inputs are rounded before: see `rounding_error`.
     """
     if micro_batches < 2 or not samples > 0:
         return None, None
@@ -46,11 +66,32 @@ def moments(
     return variance, grad_sq
 
 
+def rounding_error(grad_sq_total: float, samples: float, micro_batches: int, bf16_workers: int = 0) -> float:
+    """A bound on the rounding error of S as `moments` computes it.
+
+    Where S << B |gbar|^2 the two terms nearly cancel. With eps the relative error of either, S is off by up to
+
+        eps * B |gbar|^2 / (M - 1), which is eps * b / B_simple of S itself, with b = B / M the micro-batch size.
+
+    fp32 on the wire: eps = 2^-24 (128 + M). Adding M micro-batches of nearly equal gradients costs up to M roundings,
+    sums of squares within a block some tens.
+    bf16 on the wire between n workers: eps = 2^-9 (n + 3). n contributions that are nearly equal are each rounded
+    once, and so is each of the n - 1 partial sums, in proportion to its size; a square has twice its root's error.
+
+    bf16_workers: n, or 0 for an fp32 wire. micro_batches: at least 2.
+    """
+    relative = 2**-24 * (128 + micro_batches)
+    if bf16_workers > 1:
+        relative += 2**-9 * (bf16_workers + 3)
+    return relative * samples * grad_sq_total / (micro_batches - 1)
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """The running noise scale in samples, its 95 % interval, and the running means it comes from.
+    """The running noise scale in samples, its interval, and the running means it comes from. None is unknown.
 
-    The first three are all known or all None.
+    low is known alone where the noise scale may be anything from there upwards; else the first three are all known or
+    all None.
     """
 
     noise_scale: float | None = None
@@ -61,15 +102,27 @@ class Estimate:
 
 
 class NoiseScale:
-    """Running estimate of B_simple = EMA(S) / EMA(G2), with a confidence interval.
+    """Running estimate of B_simple = EMA(S) / EMA(G2), with a confidence interval for the noise scale now.
 
     S and G2 are averaged apart, bias-corrected and never clamped, since the mean of ratios is not the
-    ratio of means. They are per-sample quantities: state carries over changes of batch size and workers.
+    ratio of means. They are per-sample quantities: the means carry over changes of batch size and workers.
 
-    The interval is Fieller's (1954), for a ratio of two correlated means. Their covariance is taken from
-    20 contiguous block means over the latest W = (1 + decay) / (1 - decay) steps: the uniform window whose
-    mean is as variable as the exponential one, if steps are independent. Blocks, because steps are not
-    quite independent: what is correlated falls mostly inside a block.
+    The interval is for the noise scale now, which the EMA lags behind where it drifts:
+
+    1) It rests on the latest W = (1 + decay) / (1 - decay) steps (the uniform window whose mean is as variable as the
+       EMA), but only on those since the batch last changed by more than a factor of 1.5, for the batch decides how
+       much S and G2 vary from step to step. Other batches in between (an epoch's short last step) stay out of it.
+    2) A straight line is fitted to 20 contiguous block means of S and of G2; its value at the end of the window stands
+       for now, and its residuals give the covariance. Blocks, because steps are not quite independent: what is
+       correlated falls mostly inside a block.
+    3) Where the blocks bend significantly away from the line, or the line is steep, the window is halved, if need be
+       down to 20 steps. The covariance allows for a curvature that was not significant.
+    4) The interval is Fieller's (1954), for a ratio of two correlated values, with error probabilities of 2.5 % below
+       and 0.5 % above. Less above, since a number is shown only where G2 came out clearly above zero, hence in part
+       where it came out too large: 0.5 % of all runs are 10 % of those with a number where one in twenty has one.
+    5) It is widened by the rounding error of S, and to hold the running estimate.
+
+    docs/statistics.md has the measured coverage and what remains.
 
     decay: weight of the past per step, in [0, 1). Raises ValueError otherwise.
     """
@@ -83,9 +136,10 @@ class NoiseScale:
         # Rows S and G2. Twice the window, so that the latest values always lie contiguously.
         self._values: NDArray[np.float64] = np.empty((2, 2 * self._window))
         self._end = 0
-        self._sums = (0.0, 0.0)
+        self._batch: Batch | None = None  # of the window's first step
+        self._other_run = 0  # steps in a row that had another batch
+        self._sums = (0.0, 0.0, 0.0)  # of S, of G2 and of the rounding error of S
         self._weight = 0.0  # sum of the EMA's weights: 1 - decay**steps
-        self._weight_sq = 0.0  # sum of their squares
         self._unknown_run = 0
         self._estimate: Estimate | None = Estimate()
         self.known_steps = 0
@@ -93,8 +147,14 @@ class NoiseScale:
         self.unknown_steps = 0
         """Steps left out because their statistics were None or not finite."""
 
-    def update(self, grad_variance: float | None, grad_sq: float | None) -> None:
-        """Take in one step's (S, G2), as from `moments`. A pair that is not known is counted and ignored."""
+    def update(
+        self, grad_variance: float | None, grad_sq: float | None, batch: Batch | None = None, rounding: float = 0.0
+    ) -> None:
+        """Take in one step's (S, G2), as from `moments`. A pair that is not known is counted and ignored.
+
+        batch: the step's samples and micro-batches (at least 2). Without it no change of the batch is noticed.
+        rounding: the error that S may have by rounding, from `rounding_error`.
+        """
         self._estimate = None
         if grad_variance is None or grad_sq is None or not math.isfinite(grad_variance + grad_sq):
             self.unknown_steps += 1
@@ -102,22 +162,26 @@ class NoiseScale:
             return
         self.known_steps += 1
         self._unknown_run = 0
-        self._append(grad_variance, grad_sq)
-        keep, new = self._decay, 1 - self._decay
-        self._sums = (keep * self._sums[0] + new * grad_variance, keep * self._sums[1] + new * grad_sq)
+        if self._enters_window(batch):
+            self._append(grad_variance, grad_sq)
+        keep, new, sums = self._decay, 1 - self._decay, self._sums
+        self._sums = (
+            keep * sums[0] + new * grad_variance,
+            keep * sums[1] + new * grad_sq,
+            keep * sums[2] + new * rounding,
+        )
         self._weight = keep * self._weight + new
-        self._weight_sq = keep**2 * self._weight_sq + new**2
 
     def estimate(self) -> Estimate:
         """The estimate now. Cheap enough for every step.
 
         noise_scale, low and high are None
-        - before 20 known steps;
-        - where the interval is unbounded: the mean of G2 is not significantly above zero, so that the
-          noise scale could be anything upwards;
-        - where the mean of S is not positive: a variance cannot be, so what was measured is rounding;
+        - before 20 known steps, and before 20 since the batch changed;
+        - where the mean of S is not above four times its rounding error;
+        - where one step's S stands out: the gradients' tails are too heavy for any interval;
+        - where no line fits S or G2 over the latest 20 steps;
         - after more unknown steps in a row than one block has (10 by default): the past says little then.
-        The lower end is cut off at zero, below which no noise scale lies.
+        noise_scale and high are None too where G2 is not significantly above zero.
         """
         if self._estimate is None:
             self._estimate = self._compute()
@@ -129,9 +193,10 @@ class NoiseScale:
         return {
             "grad_variance": latest[0].tolist(),
             "grad_sq": latest[1].tolist(),
+            "batch": None if self._batch is None else list(self._batch),
+            "other_run": self._other_run,
             "sums": list(self._sums),
             "weight": self._weight,
-            "weight_sq": self._weight_sq,
             "unknown_run": self._unknown_run,
             "known_steps": self.known_steps,
             "unknown_steps": self.unknown_steps,
@@ -142,13 +207,28 @@ class NoiseScale:
         self._end = 0
         for pair in zip(state["grad_variance"], state["grad_sq"], strict=True):
             self._append(*pair)
-        self._sums = (float(state["sums"][0]), float(state["sums"][1]))
+        batch = state["batch"]
+        self._batch = None if batch is None else (float(batch[0]), int(batch[1]))
+        self._other_run = int(state["other_run"])
+        variance, grad_sq, rounding = state["sums"]
+        self._sums = (float(variance), float(grad_sq), float(rounding))
         self._weight = float(state["weight"])
-        self._weight_sq = float(state["weight_sq"])
         self._unknown_run = int(state["unknown_run"])
         self.known_steps = int(state["known_steps"])
         self.unknown_steps = int(state["unknown_steps"])
         self._estimate = None
+
+    def _enters_window(self, batch: Batch | None) -> bool:
+        """Whether this step's values belong to the window, which begins anew where the batch has changed."""
+        if batch is None or self._batch is None or _similar(batch, self._batch):
+            self._batch = self._batch or batch
+            self._other_run = 0
+            return True
+        self._other_run += 1
+        if self._other_run < _CHANGED:
+            return False
+        self._batch, self._other_run, self._end = batch, 0, 0
+        return True
 
     def _append(self, grad_variance: float, grad_sq: float) -> None:
         if self._end == self._values.shape[1]:
@@ -161,41 +241,84 @@ class NoiseScale:
     def _compute(self) -> Estimate:
         if self._weight == 0:
             return Estimate()
-        variance, grad_sq = self._sums[0] / self._weight, self._sums[1] / self._weight
+        variance, grad_sq, rounding = (total / self._weight for total in self._sums)
         unknown = Estimate(mean_grad_variance=variance, mean_grad_sq=grad_sq)
-        block = min(self._end // _BLOCKS, self._max_block)
-        if block == 0 or self._unknown_run > self._max_block or variance <= 0:
+        if self._unknown_run > self._max_block or not variance > 0 or rounding > _ROUNDING_SHARE * variance:
             return unknown
-        interval = _fieller(variance, grad_sq, self._covariance(block))
-        if interval is None:
+        now = self._now()
+        if now is None:
             return unknown
-        return Estimate(variance / grad_sq, max(interval[0], 0.0), interval[1], variance, grad_sq)
+        low, high = _fieller(*now)
+        if low is None:
+            return unknown
+        low *= 1 - rounding / variance
+        if high is None or grad_sq <= 0:
+            return Estimate(None, low or None, None, variance, grad_sq)
+        ratio = variance / grad_sq
+        return Estimate(ratio, min(low, ratio), max(high * (1 + rounding / variance), ratio), variance, grad_sq)
 
-    def _covariance(self, block: int) -> tuple[float, float, float]:
-        """Var, Cov and Var of the two EMA means, from 20 blocks of `block` steps each."""
-        latest = self._values[:, self._end - block * _BLOCKS : self._end]
-        deviations = latest.reshape(2, _BLOCKS, block).sum(axis=2)
-        deviations -= deviations.sum(axis=1, keepdims=True) / _BLOCKS
-        sums = deviations @ deviations.T
-        # A block sum has the variance of `block` independent steps, the EMA that of one step times the
-        # sum of its squared weights. Before the window is full, the two windows are not the same.
-        per_step = 1 / ((_BLOCKS - 1) * block)
-        scale = per_step * self._weight_sq / self._weight**2
-        return scale * float(sums[0, 0]), scale * float(sums[0, 1]), scale * float(sums[1, 1])
-
-
-def _fieller(
-    numerator: float, denominator: float, covariance: tuple[float, float, float]
-) -> tuple[float, float] | None:
-    """The values r that a t-test of numerator - r * denominator = 0 does not reject; None if unbounded.
-
-    covariance: variance of the numerator, covariance, variance of the denominator.
-    """
-    t2 = _STUDENT_T**2
-    a = denominator**2 - t2 * covariance[2]
-    b = numerator * denominator - t2 * covariance[1]
-    c = numerator**2 - t2 * covariance[0]
-    if denominator <= 0 or a <= 0:
+    def _now(self) -> tuple[float, float, Covariance] | None:
+        """S and G2 at the end of the window, with the variance of S, the covariance and the variance of G2."""
+        block = longest = min(self._end // _BLOCKS, self._max_block)
+        while block:
+            latest = self._values[:, self._end - block * _BLOCKS : self._end]
+            fit = np.add.reduce(latest.reshape(2, _BLOCKS, block), axis=2) @ _FIT  # of block sums
+            (mean_s, rise_s, curve_s, last_s), (mean_g, rise_g, curve_g, last_g) = fit[:, :4].tolist()
+            if block == longest and _has_outlier(latest[0], mean_s / block):
+                return None
+            residuals = fit[:, 3:]
+            (ss, sg), (_, gg) = (residuals @ residuals.T).tolist()
+            straight = _is_straight(mean_s, rise_s, curve_s, last_s, ss)
+            if straight and _is_straight(mean_g, rise_g, curve_g, last_g, gg):
+                bend_s, bend_g = _BEND * rise_s, _BEND * rise_g
+                covariance = (
+                    (_NOW_VARIANCE * ss + bend_s * bend_s) / block**2,
+                    (_NOW_VARIANCE * sg + bend_s * bend_g) / block**2,
+                    (_NOW_VARIANCE * gg + bend_g * bend_g) / block**2,
+                )
+                return (mean_s + rise_s) / block, (mean_g + rise_g) / block, covariance
+            block //= 2
         return None
-    root = math.sqrt(max(b * b - a * c, 0.0))
-    return (b - root) / a, (b + root) / a
+
+
+def _similar(one: Batch, other: Batch) -> bool:
+    if one == other:
+        return True
+    samples, freedom = one[0] / other[0], (one[1] - 1) / (other[1] - 1)
+    return max(samples, 1 / samples, freedom, 1 / freedom) <= _SAME_BATCH
+
+
+def _has_outlier(values: NDArray[np.float64], mean: float) -> bool:
+    """Whether the largest value fails Grubbs's test: its share of the sum of squared deviations is too large."""
+    steps = len(values)
+    deviations = values - mean
+    share = (steps - 1) / steps * _OUTLIER**2 / (steps - 2 + _OUTLIER**2)
+    return float(deviations.max()) ** 2 > share * float(deviations @ deviations)
+
+
+def _is_straight(mean: float, rise: float, curve: float, last: float, block_variance: float) -> bool:
+    """Whether a line describes the window. The first two tests need two standard errors as well."""
+    steep = abs(rise) > _STEEP * abs(mean) and rise * rise > 4 * _RISE_VARIANCE * block_variance
+    curved = abs(curve) > _CURVED * abs(rise) and curve * curve > 4 * _CURVE_VARIANCE * block_variance
+    return not (steep or curved or last * last > _LAST * block_variance)
+
+
+def _fieller(numerator: float, denominator: float, covariance: Covariance) -> tuple[float | None, float | None]:
+    """The lower and upper end of the values r >= 0 that a t-test of numerator - r * denominator = 0 does not reject.
+
+    covariance: variance of the numerator, covariance, variance of the denominator. The upper end is None where there
+    is none, both are None where nothing can be said. The ends are the roots of a r^2 - 2 b r + c.
+    """
+    low = high = None
+    a, b, c = _quadratic(numerator, denominator, covariance, _T_LOW)
+    divisor = b + math.sqrt(max(b * b - a * c, 0.0))
+    if numerator > 0 and divisor > 0:
+        low = max(c, 0.0) / divisor
+    a, b, c = _quadratic(numerator, denominator, covariance, _T_HIGH)
+    if low is not None and denominator > 0 and a > 0:
+        high = (b + math.sqrt(max(b * b - a * c, 0.0))) / a
+    return low, high
+
+
+def _quadratic(x: float, y: float, covariance: Covariance, t: float) -> tuple[float, float, float]:
+    return y * y - t * t * covariance[2], x * y - t * t * covariance[1], x * x - t * t * covariance[0]

@@ -63,7 +63,10 @@ class Signals:
     """Running estimate of B_simple = tr(Sigma) / |G|^2, in samples."""
     noise_scale_low: float | None = None
     noise_scale_high: float | None = None
-    """With `noise_scale_low`, the 95 % confidence interval of `noise_scale`."""
+    """With `noise_scale_low`, the confidence interval of the noise scale now (docs/statistics.md has its coverage).
+
+    Where the noise scale may be anything from `noise_scale_low` upwards, only that one is known.
+    """
     mean_grad_sq: float | None = None
     """Running mean of `grad_sq`; it too can be negative."""
     mean_grad_variance: float | None = None

@@ -60,11 +60,14 @@ def test_plain_line_says_what_is_known_and_nothing_else() -> None:
     display.metrics(metrics(100, noise_scale=312.4, noise_scale_low=251.0, noise_scale_high=393.0))
     clock.now = 4.0
     display.metrics(metrics(200, noise_scale=312.4))
-    first, second, third = out.getvalue().splitlines()
+    clock.now = 6.0
+    display.metrics(metrics(300, noise_scale_low=251.0))
+    first, second, third, fourth = out.getvalue().splitlines()
     assert first == "step 0  epoch 0  batch 32  lr 0.001  workers 2"
     assert "  noise scale 312 (251 to 393)  " in second
     assert second.endswith("  1,600 samples/s")  # 100 steps of 32 in 2 s
     assert "  noise scale 312  " in third
+    assert "  noise scale above 251  " in fourth
 
 
 def test_events_are_one_line_each_and_never_held_back() -> None:

@@ -206,6 +206,14 @@ def test_gns_needs_both_ends() -> None:
     assert GNSPolicy().decide(signals(64, (900, 1000, 1100), noise_scale_high=None)) is None
 
 
+def test_gns_grows_to_the_low_end_where_the_noise_scale_may_be_anything_above_it() -> None:
+    unbounded = {"workers": 2, "noise_scale_low": 100.0}
+    assert GNSPolicy().decide(signals(64, **unbounded)) == Decision(batch_size=96, workers=3)
+    assert GNSPolicy(factor=8).decide(signals(64, **unbounded)) == Decision(batch_size=128, workers=4)
+    for policy in (GNSPolicy(), GNSPolicy(factor=0.5, allow_shrink=True)):
+        assert policy.decide(signals(104, workers=4, noise_scale_low=100.0)) is None
+
+
 def test_gns_decides_every_so_often() -> None:
     policy = GNSPolicy(every=20)
     decided = [s for s in range(1, 101) if policy.decide(signals(64, (900, 1000, 1100), step=s))]

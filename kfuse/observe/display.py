@@ -126,6 +126,8 @@ class Display:
             low, high = r.get("noise_scale_low"), r.get("noise_scale_high")
             interval = f" ({_figure(low)} to {_figure(high)})" if low is not None and high is not None else ""
             texts.append(f"noise scale {_figure(r['noise_scale'])}{interval}")
+        elif r.get("noise_scale_low") is not None:
+            texts.append(f"noise scale above {_figure(r['noise_scale_low'])}")
         texts += [f"batch {r['batch_size']}", f"lr {r['lr']:.3g}", f"workers {r['workers']}"]
         if self._evaluation.get("accuracy") is not None:
             texts.append(f"held-out accuracy {self._evaluation['accuracy']:.1%}")

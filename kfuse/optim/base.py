@@ -88,6 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.engine.step = old.step
             if old.plan is not None:
                 self.engine.begin(old.plan)
+        self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfuse.comm import tail as t
 from kfuse.comm.tail import Control
-from kfuse.noise_scale import NoiseScale, moments
+from kfuse.noise_scale import NoiseScale, moments, rounding_error
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class StepStats:
     noise_scale: float | None
     """Running estimate, this step included."""
     noise_scale_low: float | None
+    """Known without `noise_scale` where that may be anything from here upwards."""
     noise_scale_high: float | None
     mean_grad_sq: float | None
     """Running mean of G2."""
@@ -69,6 +70,8 @@ class Statistics:
 
     def __init__(self) -> None:
         self.noise_scale = NoiseScale()
+        self.bf16_wire = False
+        """Gradients travel between workers in bf16, so that |gbar|^2 has its rounding error."""
         self.latest: StepStats | None = None
         self.keep_unread = False
         """Someone will `read` every step."""
@@ -155,7 +158,11 @@ class Statistics:
         of_ranks = [values[i : i + t.RANK_SLOTS] for i in range(t.TAIL_SLOTS + 2, len(values), t.RANK_SLOTS)]
         digests = [t.digest_from_slots(slots[1:]) for slots in of_ranks]
         variance, grad_sq = moments(values[t.SUM_SQUARES], grad_total, samples, micro_batches)
-        self.noise_scale.update(variance, grad_sq)
+        if variance is None:
+            self.noise_scale.update(None, None)
+        else:
+            rounding = rounding_error(grad_total, samples, micro_batches, len(of_ranks) if self.bf16_wire else 0)
+            self.noise_scale.update(variance, grad_sq, (samples, micro_batches), rounding)
         running = self.noise_scale.estimate()
         loss = values[t.LOSS] / samples if samples else math.nan
         return StepStats(

@@ -16,6 +16,8 @@ class GNSPolicy(BasePolicy):
     an estimate, so the policy moves only when the whole confidence interval lies on one side of the
     batch size, by at most a factor of two at a time, in whole micro-batches. After a move to
     `factor * noise_scale` the batch size lies inside the interval: the policy does not oscillate.
+    Where only the interval's low end is known, the noise scale may be anything above it: the policy
+    grows to `factor` times the low end, and never shrinks.
 
     factor: batch size over noise scale; finite and positive.
     every: decisions fall on the steps divisible by it, hence at least that many steps apart; >= 1.
@@ -60,18 +62,17 @@ class GNSPolicy(BasePolicy):
     def _batch_size(self, signals: Signals) -> int | None:
         """The batch size wanted, which may be the one in force; None while the noise scale is unknown."""
         noise, low, high = signals.noise_scale, signals.noise_scale_low, signals.noise_scale_high
-        if noise is None or low is None or high is None:
-            return None
-        if not all(map(math.isfinite, (noise, low, high))):
+        known = [value for value in (noise, low, high) if value is not None]
+        if low is None or len(known) == 2 or not all(map(math.isfinite, known)):
             return None
         batch, micro = signals.batch_size, signals.micro_batch
-        target = math.floor(self.factor * noise / micro)
+        target = math.floor(self.factor * (low if noise is None else noise) / micro)
         least = math.ceil(signals.bounds.batch_min / micro)
         most = signals.bounds.batch_max // micro
         if self.factor * low > batch:
             grown = min(target, 2 * batch // micro, most) * micro
             return max(grown, batch)
-        if self.allow_shrink and self.factor * high < batch:
+        if self.allow_shrink and high is not None and self.factor * high < batch:
             shrunk = max(target, math.ceil(batch / 2 / micro), least) * micro
             return min(shrunk, batch)
         return batch
