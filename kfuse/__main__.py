@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import hydra
@@ -66,7 +67,12 @@ def _main(fixed: bool = False) -> int:
         argv = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
         args, sweep = _parse(argv), None
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
+            if args.experimental_rerun is not None:
+                raise ConfigError("--experimental-rerun: not supported; allowed is to give the overrides again")
+            _check_once(args.overrides)
             jobs = _jobs(args)
+            if not jobs:
+                raise ConfigError(f"{' '.join(args.overrides)}: a sweep over nothing; allowed is one value or more")
             if _is_sweep(args):
                 sweep = Sweep(jobs)
             if fixed and len(jobs) > 1:
@@ -121,15 +127,29 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
         if not os.path.isdir(args.config_dir):
             raise ConfigError(f"--config-dir={args.config_dir}: allowed is a directory")
         overrides = [*overrides, f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"]
-    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"), warnings.catch_warnings():
+        warnings.filterwarnings("error", "provider=hydra.searchpath")  # a path that is not there
         try:
             cfg = hydra.compose(args.config_name or "config", overrides)
-        except ValueError as error:  # Hydra's, without the key
+        except (ValueError, UserWarning) as error:  # Hydra's, without the key
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
     drop_replaced(cfg, overrides)
     validate(cfg)
     if fixed and targets.locate(cfg.launcher._target_) is not TorchrunLauncher:
         raise ConfigError("launcher: torchrun started this process; allowed is launcher=torchrun")
+
+
+def _check_once(overrides: list[str]) -> None:
+    """Raises ConfigError for a key with two values, of which Hydra would take the last, and a directory with none."""
+    given: dict[str, str] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if override.is_delete():
+            continue
+        key, text = override.get_key_element().lstrip("+"), str(override.input_line)
+        if given.setdefault(key, text) != text:
+            raise ConfigError(f"{text}: {given[key]} is there too; allowed is one value for {key}")
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and override.value() in ("", None):
+            raise ConfigError(f"{text}: allowed is a directory")
 
 
 def _run_hydra(sweep: Sweep | None) -> int:

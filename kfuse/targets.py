@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -93,6 +94,8 @@ def check_arguments(
     for key, value in given.items():
         if key not in by_name and not takes_any:
             raise ValueError(f"{key}={show(value)}: {name} has no argument {key}; it has {', '.join(by_name)}")
+        if not all(map(math.isfinite, _numbers(value))):
+            raise ValueError(f"{key}={show(value)}: allowed are finite numbers")
         if key in hints and not fits(value, hints[key]):
             raise ValueError(f"{key}={show(value)}: {name} allows {describe(hints[key])}")
     all_given = [*first, *given, *always, *supplied]
@@ -115,6 +118,15 @@ def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] 
         return inspect.signature(factory).parameters
     except (TypeError, ValueError):  # some built-ins have none
         return None
+
+
+def _numbers(value: Any) -> list[float]:
+    """The floats in a plain value."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in _numbers(item)]
+    return [value] if isinstance(value, float) else []
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:

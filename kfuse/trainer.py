@@ -96,5 +96,6 @@ def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOpt
     made = targets.build(config["optimizer"], model.parameters(), always={"lr": config["lr"]["base"]})
     opt = made if isinstance(made, DistributedOptimizer) else Optimizer(made)
     # Not by the constructor: a class of the user's own, derived from one of ours, need not pass them on.
-    opt.clip_norm, opt.skip_nonfinite = config["train"]["clip_norm"], True
+    opt.clip_norm = config["train"]["clip_norm"]
+    opt.skip_nonfinite = config["optimizer"].get("skip_nonfinite", True)
     return opt

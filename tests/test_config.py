@@ -276,6 +276,7 @@ def test_home_directory_is_found_wherever_a_path_is_taken(
     (home / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
     (home / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
     (home / "train.py").touch()
+    (home / "options" / "manifest.json").touch()  # so that it looks like a checkpoint
     monkeypatch.setenv("HOME", str(home))
     text = ["model=gpt", "data=text"]
     for number, arguments in enumerate(

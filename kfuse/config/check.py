@@ -44,8 +44,14 @@ def validate(cfg: DictConfig) -> None:
             raise ConfigError(f"{setting.key}={targets.show(value)}: allowed is {setting.allowed}")
     _check_together(values)
     resume = values["checkpoint"]["resume"]
-    if resume not in ("never", "auto") and not Path(resume).expanduser().exists():
-        raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
+    if resume not in ("never", "auto"):
+        path = Path(resume).expanduser()
+        if not resume or not path.exists():
+            raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
+        if not any(
+            next(path.glob(f"{where}manifest.json"), None) for where in ("", "*/", "checkpoints/", "checkpoints/*/")
+        ):
+            raise ConfigError(f"checkpoint.resume={resume}: no checkpoint there, nor in its folder checkpoints")
     _check_transport(values["comm"]["_target_"])
     _check_optimizer(values["optimizer"], values["lr"]["base"])
     _check_policy(values["policy"])
@@ -222,6 +228,10 @@ def _check_optimizer(node: Any, lr: float) -> None:
     factory = _check_class("optimizer", node, first=("params",), always=("lr",))
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer._target_={node['_target_']}: allowed is a torch.optim.Optimizer's class")
+    if issubclass(factory, torch.optim.LBFGS | torch.optim.SparseAdam):
+        lbfgs = issubclass(factory, torch.optim.LBFGS)
+        why = "evaluates the loss several times a step" if lbfgs else "takes sparse gradients only"
+        raise ConfigError(f"optimizer._target_={node['_target_']}: {why}; allowed is one that steps on dense gradients")
     quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     for base in factory.__mro__:

@@ -40,11 +40,11 @@ class Batch:
 
 @dataclass
 class Workers:
-    count: int = setting(1, "worker processes, at first", least=1)
-    min: int = setting(1, "lost workers are replaced up to it", least=1)
-    max: int = setting(2, "policies never go above it", least=1)
+    count: int = setting(1, "worker processes, at first", least=1, most=2**20)
+    min: int = setting(1, "lost workers are replaced up to it", least=1, most=2**20)
+    max: int = setting(2, "policies never go above it", least=1, most=2**20)
     balance: bool = setting(True, "give slower workers fewer micro-batches")
-    threads: int | None = setting(None, "CPU threads of a worker; null: the cores, shared out", least=1)
+    threads: int | None = setting(None, "CPU threads of a worker; null: the cores, shared out", least=1, most=2**12)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Comm:
     bucket_mb: float = setting(25.0, "gradients that travel together, MiB", above=0)
     reproducible: bool = setting(False, "the same bits for any number of workers")
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
-    timeout_s: float = setting(30.0, "after which a silent worker is given up, seconds", above=0)
+    timeout_s: float = setting(30.0, "after which a silent worker is given up, seconds", above=0, most=10**6)
 
 
 @dataclass
@@ -88,8 +88,10 @@ class Checkpoint:
 @dataclass
 class Elastic:
     replace: bool = setting(True, "start a new worker for each that was lost; else only up to workers.min")
-    heartbeat_timeout_s: float = setting(10.0, "seconds without a heartbeat, after which a worker is killed", above=1)
-    boot_timeout_s: float = setting(120.0, "for a new worker to come up, seconds", above=0)
+    heartbeat_timeout_s: float = setting(
+        10.0, "seconds without a heartbeat, after which a worker is killed", above=1, most=10**6
+    )
+    boot_timeout_s: float = setting(120.0, "for a new worker to come up, seconds", above=0, most=10**6)
     max_failures: int = setting(5, "workers lost in a row, no step between, after which the job ends", least=1)
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfuse.models.arguments import check_dropout, check_sizes
+
 
 class Attention(nn.Module):
     """Causal multi-head self-attention, `[B, T, width]` to `[B, T, width]`."""
@@ -55,7 +57,8 @@ class GPT(nn.Module):
 
     Pre-norm, learned positions, the output layer tied to the token embedding, and GPT-2's initialisation:
     N(0, 0.02^2), and 0.02 / sqrt(2 * layers) for the layers that write to the residual stream
-    (Radford et al. 2019). Raises ValueError where heads do not divide width, or for a longer input.
+    (Radford et al. 2019). Raises ValueError for sizes below 1, a dropout not from 0 to
+    below 1, heads that do not divide width, and a longer input.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class GPT(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
+        check_sizes(layers=layers, heads=heads, width=width)
+        check_dropout(dropout)
         if width % heads != 0:
             raise ValueError(f"width={width} is not a multiple of heads={heads}")
         self.block_size = block_size

@@ -8,11 +8,14 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from kfuse.models.arguments import check_dropout
+
 
 class MLP(nn.Module):
     """Linear layers with ReLU between them, over the flattened input. `hidden=()` is softmax regression.
 
     Input `[B, *input_shape]`, floating; output logits `[B, num_classes]`.
+    Raises ValueError for a width below 1 and a dropout that is not from 0 to below 1.
     """
 
     def __init__(
@@ -23,6 +26,9 @@ class MLP(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        if any(width < 1 for width in hidden):
+            raise ValueError(f"hidden={list(hidden)}: each must be at least 1")
+        check_dropout(dropout)
         widths = [math.prod(input_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for fan_in, fan_out in pairwise(widths):

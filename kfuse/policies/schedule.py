@@ -88,7 +88,7 @@ def _parse(index: int, phase: Mapping[str, Any], unit: str) -> _Phase:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{key}.{name}={value!r}: allowed is a whole number from {least}")
     scale = phase.get("lr_scale", 1.0)
-    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"{key}.lr_scale={scale!r}: allowed is a finite number above 0")
     settings = Decision(phase.get("batch_size"), phase.get("lr_scale"), phase.get("workers"))
     return _Phase(phase[unit], settings)
