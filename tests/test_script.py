@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_job import assert_none_left, wait_until
 
 from kfuse import script
 
@@ -227,6 +229,21 @@ def test_a_run_directory_that_is_used_is_refused(tmp_path: Path) -> None:
     assert (first.status, again.status) == (0, 2)
     assert again.said.count("\n") == 1 and "holds a run already" in again.said
     assert sorted((path.name, path.stat().st_mtime_ns) for path in first.run_dir.iterdir()) == before
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tmp_path: Path) -> None:
+    """Not even one that knows nothing of kfuse."""
+    (tmp_path / "train.py").write_text("import os, time\nopen(f'{__file__}-{os.getpid()}', 'w')\ntime.sleep(1000)")
+    command = [sys.executable, "-m", "kfuse.script", "--workers", "2", "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen([*command, str(tmp_path / "train.py")])
+    try:
+        wait_until("both scripts", lambda: len(list(tmp_path.glob("train.py-*"))) == 2)
+        process.send_signal(sent)
+        assert process.wait(60) == (-sent if sent is signal.SIGKILL else 143)
+        assert_none_left([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("train.py-*")])
+    finally:
+        process.kill()
 
 
 def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
