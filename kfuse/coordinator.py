@@ -25,7 +25,7 @@ from kfuse.elastic import state as transfer
 from kfuse.elastic.control import ControlError
 from kfuse.evaluation import params_sha256
 from kfuse.lr import LRSchedule
-from kfuse.model_checks import BufferWatch, refuse_uneven_embeddings, warn_of_own_generators
+from kfuse.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
 from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.position import Phase, Position, Settings, StepSamples
@@ -61,7 +61,6 @@ class Coordinator:
         several = session.elastic or session.group.size > 1 or session.comm.reproducible
         if several:
             refuse_uneven_embeddings(model)
-            warn_of_own_generators(train)
         self.model, self.opt, self.session, self.policy = model, opt, session, policy
         self.schedule, self.settings = schedule, settings
         self.reports = Reporter(session, settings)
@@ -77,7 +76,10 @@ class Coordinator:
         """The summary, once training has come to its end."""
         self.checkpoints = Checkpoints(settings.checkpoints, session)
         opt.sync_buffers(model)
-        self._buffers = BufferWatch(model, opt.engine.averaged.tensors, several)
+        buffers = BufferWatch(model, opt.engine.averaged.tensors, several)
+        self._watches: list[BufferWatch | GeneratorWatch] = [buffers]
+        if several:
+            self._watches.append(GeneratorWatch(train))
         parts: dict[str, Stateful] = {
             "model": model,
             "optimizer": opt,
@@ -136,6 +138,7 @@ class Coordinator:
     def start(self) -> bool:
         """In the first view: takes over the others' state if there is one."""
         self.session.training += 1
+        self.opt.zero_grad()  # gradients of an interrupted step, or of a backward before this run, are not this run's
         self.opt.statistics.begin_run()
         self.opt.engine.step = 0
         return self.attempt(self._join)
@@ -263,7 +266,8 @@ class Coordinator:
         self.opt.lr_factor = self.schedule.factor(at.schedule, at.batch_size, at.lr_scale, *statistics)
         self.session.lr = (self.opt.base_lr * self.opt.lr_factor, at.lr_scale)
         workers = self.session.group
-        self._buffers.before_step()
+        for watch in self._watches:
+            watch.before_step()
         alone = workers.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         self.opt.begin(samples.plan(workers.rank if alone else None))
         return samples
@@ -295,7 +299,8 @@ class Coordinator:
         at.schedule = self.schedule.advance(at.schedule, count, *statistics)
         if self._user_schedule is not None:
             self._user_schedule.after_step()
-        self._buffers.after_step(self.session.group.rank == 0)
+        for watch in self._watches:
+            watch.after_step(self.session.group.rank == 0)
         at.samples += count
         at.cursor += count
         if at.sync_every > 1 or at.drifted > 0:

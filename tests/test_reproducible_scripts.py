@@ -43,6 +43,38 @@ class OwnGenerator(Augmented):
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
 
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.full((4,), i / 48 + self.rng.random()), i % 3
+
+
+class Jitter:
+    """A transform, as people write them."""
+
+    def __init__(self) -> None:
+        self.steps = [np.random.RandomState(0)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.steps[0].rand()
+
+
+class Transformed(Augmented):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.transform(torch.full((4,), i / 48)), i % 3
+
+
+class MadeByGenerator(Augmented):
+    """Draws from its generator only as it is made; `draws`: while training too."""
+
+    def __init__(self, draws: bool) -> None:
+        self.rng, self.draws = torch.Generator().manual_seed(0), draws
+        self.x = torch.rand(48, 4, generator=self.rng)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.x[i] + torch.rand(4, generator=self.rng) if self.draws else self.x[i], i % 3
+
 
 class RunningMean(nn.Module):
     """A buffer that is not BatchNorm's, and a constant one."""
@@ -139,9 +171,22 @@ def warnings_of(caplog: Any, net: nn.Module, data: Any, comm: kf.CommOptions | N
 REPRODUCIBLE = kf.CommOptions(reproducible=True)
 
 
-def test_a_data_set_with_a_generator_of_its_own_is_named(caplog: Any) -> None:
-    [said] = warnings_of(caplog, nn.Linear(4, 3), OwnGenerator(), REPRODUCIBLE)
-    assert "OwnGenerator draws from a generator of its own (rng)" in said
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (OwnGenerator(), "OwnGenerator draws from a generator of its own (rng)"),
+        (MadeByGenerator(draws=True), "MadeByGenerator draws from a generator of its own (rng)"),
+        (Transformed(Jitter()), "Transformed draws from a generator of its own (transform.steps[0])"),
+        (torch.utils.data.Subset(OwnGenerator(), range(24)), "Subset draws from a generator of its own (dataset.rng)"),
+    ],
+)
+def test_a_generator_that_a_data_set_draws_from_is_named(caplog: Any, data: Any, name: str) -> None:
+    [said] = warnings_of(caplog, nn.Linear(4, 3), data, REPRODUCIBLE)
+    assert name in said
+
+
+def test_a_generator_that_is_not_drawn_from_is_not_warned_of(caplog: Any) -> None:
+    assert warnings_of(caplog, nn.Linear(4, 3), MadeByGenerator(draws=False), REPRODUCIBLE) == []
 
 
 def test_a_changing_buffer_is_named(caplog: Any) -> None:
