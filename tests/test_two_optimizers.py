@@ -154,3 +154,13 @@ def two_contexts(schedule: str) -> float:
 def test_two_optimizers_micro_batches_may_be_open_together(schedule: str) -> None:
     for error in run_workers(2, two_contexts, schedule):
         assert error <= 1e-4
+
+
+def unequal_lanes() -> int:
+    group = kf.init(timeout_s=20).group
+    group.connect_lanes(1 + group.rank)
+    return len(group._further)
+
+
+def test_ranks_connect_as_many_lanes_as_any_of_them_needs() -> None:
+    assert run_workers(3, unequal_lanes) == [2, 2, 2]
