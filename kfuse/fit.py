@@ -15,7 +15,7 @@ from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.position import Settings
 from kfuse.session import current
-from kfuse.signals import Bounds
+from kfuse.signals import BATCH_MAX, Bounds
 from kfuse.user_schedule import Interval, UserSchedule, has_scheduler
 
 
@@ -131,9 +131,9 @@ def plan_run(
     micro_batch = max(1, batch_size // 4) if micro_batch is None else micro_batch
     if not 1 <= micro_batch <= batch_size:
         raise ValueError(f"micro_batch={micro_batch}: allowed is 1 to batch_size={batch_size}")
-    max_batch_size = 64 * batch_size if max_batch_size is None else max_batch_size
-    if max_batch_size < batch_size:
-        raise ValueError(f"max_batch_size={max_batch_size}: allowed is at least batch_size={batch_size}")
+    max_batch_size = min(64 * batch_size, BATCH_MAX) if max_batch_size is None else max_batch_size
+    if not batch_size <= max_batch_size <= BATCH_MAX:
+        raise ValueError(f"max_batch_size={max_batch_size}: allowed is batch_size={batch_size} to {BATCH_MAX}")
     if precision not in ("fp32", "bf16"):
         raise ValueError(f"precision={precision!r}: allowed are fp32, bf16")
     for name, value, least in (("epochs", epochs, 0), ("steps", steps, 0), ("eval_every", eval_every, 1)):

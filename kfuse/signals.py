@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 SYNC_MAX = 2**20  # steps: every whole number up to here is exact in the control word, and nobody drifts for longer
 
+BATCH_MAX = 2**24  # samples: every whole number up to here is exact in the control word
 DECISION_LAG = 4
 """Steps from the one that was measured to the first one that a decision on it applies to: its statistics are read after
 the next step, the decision is announced with the one after that, and the announcement is read one step later."""
@@ -27,6 +28,8 @@ class Bounds:
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not 1 <= low <= high:
                 raise ValueError(f"{name}.min={low}, {name}.max={high}: allowed is 1 <= min <= max")
+        if self.batch_max > BATCH_MAX:
+            raise ValueError(f"batch.max={self.batch_max}: allowed is at most {BATCH_MAX}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -373,6 +373,7 @@ def test_the_users_random_numbers_go_on() -> None:
         ({"batch_size": 8, "micro_batch": 9}, ValueError, "micro_batch=9: allowed is 1 to batch_size=8"),
         ({"batch_size": 8, "micro_batch": 0}, ValueError, "micro_batch=0"),
         ({"batch_size": 8, "max_batch_size": 4}, ValueError, "max"),
+        ({"batch_size": 8, "max_batch_size": 2**24 + 1}, ValueError, "max_batch_size=16777217: allowed is"),
         ({"precision": "fp8"}, ValueError, "precision='fp8'.*fp32, bf16"),
         ({"hook": kf.BasePolicy()}, TypeError, "Hook"),
     ],

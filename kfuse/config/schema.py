@@ -35,7 +35,7 @@ class Batch:
     size: int = setting(32, "samples in an optimizer step, at first", least=1)
     micro: int = setting(8, "samples in a forward and backward pass", least=1)
     min: int = setting(8, "policies never go below it", least=1)
-    max: int = setting(256, "policies never go above it", least=1)
+    max: int = setting(256, "policies never go above it", least=1, most=2**24)
 
 
 @dataclass
