@@ -210,9 +210,14 @@ def _elastic(device: str) -> dict[str, dict[str, Any]]:
     expected: str | None = None
     results: dict[str, dict[str, Any]] = {}
     jobs: list[tuple[str, str, Elasticity, Callable[[list[str]], bool]]] = [
-        ("one worker", "plain", Elasticity(1, 1, 1), lambda kinds: kinds == ["view"]),
-        ("growth from 1 to 2", "grow", Elasticity(1, 1, 2), lambda kinds: kinds.count("view") == 2),
-        ("SIGKILL of one of 2", "kill", Elasticity(2, 1, 2, replace=False), lambda kinds: "failure" in kinds),
+        ("one worker", "plain", Elasticity(1, 1, 1, script=True), lambda kinds: kinds == ["view"]),
+        ("growth from 1 to 2", "grow", Elasticity(1, 1, 2, script=True), lambda kinds: kinds.count("view") == 2),
+        (
+            "SIGKILL of one of 2",
+            "kill",
+            Elasticity(2, 1, 2, replace=False, script=True),
+            lambda kinds: "failure" in kinds,
+        ),
     ]
     for name, what, elasticity, happened in jobs:
         sink = _Sink()
