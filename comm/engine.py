@@ -441,6 +441,7 @@ class Engine:
             self._now.all_fired,
             self._now.implicit,
             self._now.is_local,
+            self._now.plan is not None,
         )
         self.step += 1
         self._reset()

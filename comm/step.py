@@ -67,6 +67,7 @@ class Reduced:
     all_used_here: bool  # every parameter got one on this worker, so `used` need not be read
     implicit: bool  # from bare backwards: no sample counts were given
     local: bool  # gradients, and so |gbar|^2, are this worker's own
+    planned: bool  # a training loop had announced the step
 
 
 class MicroBatch:

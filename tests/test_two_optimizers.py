@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,3 +167,30 @@ def unequal_lanes() -> int:
 
 def test_ranks_connect_as_many_lanes_as_any_of_them_needs() -> None:
     assert run_workers(3, unequal_lanes) == [2, 2, 2]
+
+
+SECOND_OPTIMIZER = """
+import torch, torch.nn.functional as F
+from torch import nn
+import kfuse as kf
+
+net, other = nn.Linear(4, 3), nn.Linear(4, 3)
+opt, second = kf.FusedSGD(net.parameters(), lr=0.1), kf.FusedSGD(other.parameters(), lr=0.1)
+x, y = torch.randn(64, 4), torch.randint(3, (64,))
+for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4):
+    for inputs, targets in step:
+        F.cross_entropy(net(inputs), targets).backward()
+    opt.step(), opt.zero_grad()
+    other(x).square().mean().backward()
+    second.step(), second.zero_grad()
+"""
+
+
+def test_a_second_optimizer_is_refused_where_workers_may_join(tmp_path: Path) -> None:
+    """Its state would not go along to a worker that joins."""
+    script = tmp_path / "train.py"
+    script.write_text(SECOND_OPTIMIZER)
+    command = [sys.executable, "-m", "kfuse.script", "--run-dir", str(tmp_path / "run"), str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 1 and "only the model and optimizer given to kf.fit" in said, said

@@ -262,6 +262,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._warn_of_no_gradients()
         if reduced is None:
             return loss
+        if self._session.elastic and not reduced.planned:
+            raise RuntimeError(
+                "workers of this job may join and leave, and only the model and optimizer given to kf.fit or "
+                "kf.DataLoader go along: use one optimizer, with a parameter group for each model, or a fixed number of "
+                "workers (torchrun)"
+            )
         self._take_back_gradients()
         record, scale, found_inf, finite = self._verdict(reduced)
         skipped = torch.zeros(1, dtype=torch.float64, device=record.device) if found_inf is None else found_inf.double()
