@@ -265,8 +265,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._session.elastic and not reduced.planned:
             raise RuntimeError(
                 "workers of this job may join and leave, and only the model and optimizer given to kf.fit or "
-                "kf.DataLoader go along: use one optimizer, with a parameter group for each model, or a fixed number of "
-                "workers (torchrun)"
+                "kf.DataLoader go along: use one optimizer, with a parameter group for each model, or a fixed number "
+                "of workers (torchrun)"
             )
         self._take_back_gradients()
         record, scale, found_inf, finite = self._verdict(reduced)
