@@ -1,26 +1,33 @@
-# make run    train the built-in example: digits, on this machine, adaptively
-# make test   everything CI checks, against the installed wheel
-# make lint   the static checks alone
+# make run        train the built-in example: digits, on this machine, adaptively
+# make test       static checks, and the quick tests against the installed wheel
+# make test-all   all tests; soak and repetition excepted (pytest -m long)
+# make lint       the static checks alone
 
 PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
 PIP := -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: run test lint python clean
+.PHONY: run test test-all lint python clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kfuse
 
+PYTEST := cd tests && KFUSE_TEST_INSTALLED=1 ../$(TEST_VENV)/bin/pytest -n 2
+
 # From tests/, where the checkout's kfuse/ is out of reach: what is tested is what users install. Two at a time: much of
-# the time a test waits for processes to come up, or to be missed. The jobs whose workers mostly wait for each other come
-# first: beside busy processes each wait takes some milliseconds more, and they take five times as long.
+# the time a test waits for processes to come up, or to be missed.
 test: lint
 	rm -rf build
 	$(TEST_VENV)/bin/python $(PIP) --no-build-isolation --no-deps --force-reinstall .
-	cd tests && KFUSE_TEST_INSTALLED=1 ../$(TEST_VENV)/bin/pytest -n 2 -m jobs
-	cd tests && KFUSE_TEST_INSTALLED=1 ../$(TEST_VENV)/bin/pytest -n 2 -m "not jobs" --dist loadfile
+	$(PYTEST) --dist loadfile -m "not full and not long"
+
+# The jobs whose workers mostly wait for each other come first: beside busy processes each wait takes some milliseconds
+# more, and they take five times as long.
+test-all: test
+	$(PYTEST) -m "full and jobs"
+	$(PYTEST) --dist loadfile -m "full and not jobs"
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check
