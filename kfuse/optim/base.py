@@ -173,10 +173,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         frozen ones included. Call it on every worker, before the first step.
         """
         self._tracked = model
-        self.engine.track_buffers(averaged_buffers(model))
         if not self._session.elastic:
             everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             share_from_first(self._session.group, list(everything.values()), list(everything))
+        self.engine.track_buffers(averaged_buffers(model))  # it saves the values that the first step's changes go by
 
     def learning_rates(self) -> list[float]:
         """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`.
@@ -413,11 +413,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets every `p.grad` to None, whatever `set_to_none`: gradients live in the buckets.
 
-        What a backward before it reduced is dropped, also if that backward raised in the middle.
+        What came since the last step is dropped: what a backward reduced, also if it raised in the middle, and
+        micro-batches without a last one, with what they changed in the buffers of `sync_buffers`.
         """
-        self.engine.reduced = None
-        if self.engine.interrupted:
-            self.engine.abort()
+        self.engine.drop()
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
