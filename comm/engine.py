@@ -188,8 +188,9 @@ class Engine:
             raise CommError(self._broken)
         if self.reduced is not None or now.closed:
             raise RuntimeError(
-                f"another backward before opt.step(): {REMEDY}. Reentrant activation checkpointing runs backwards in a "
-                "backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
+                f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
+                "GAN's generator's is, call opt.zero_grad() before this one. Reentrant activation checkpointing runs "
+                "backwards in a backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
             )
         if now.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
@@ -225,8 +226,9 @@ class Engine:
     def _hook(self, bucket: Bucket, position: int, index: int) -> Callable[[Tensor], None]:
 
         def on_gradient(param: Tensor) -> None:
-            grad = param.grad
-            if grad is bucket.views[position] and self.reduced is None:
+            if self._now.current is None and self._still_there():
+                return  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
+            if param.grad is bucket.views[position] and self.reduced is None:
                 raise RuntimeError(_STILL_THERE)
             if self._now.current is None:
                 self._open_implicit()
@@ -237,6 +239,14 @@ class Engine:
                 self._pack(bucket)
 
         return on_gradient
+
+    def _still_there(self) -> bool:
+        """Some parameters have the gradients that the last step was made with."""
+        return self.reduced is None and any(
+            self.params[index].grad is view
+            for bucket in self.of_params
+            for index, view in zip(bucket.layout.params, bucket.views, strict=True)
+        )
 
     def _collect(self, bucket: Bucket, position: int, index: int) -> None:
         """Takes over a parameter's fresh gradient."""
@@ -279,7 +289,12 @@ class Engine:
         self.open(MicroBatch(self, 1.0, last=True))
 
     def take_gradients(self) -> None:
-        """The gradients that are there without a backward, set by hand: this worker's only micro-batch of the step."""
+        """The gradients that are there without a backward, set by hand: this worker's only micro-batch of the step.
+
+        Raises RuntimeError if the last step's are among them.
+        """
+        if self._still_there():
+            raise RuntimeError(_STILL_THERE)
         self._begin_implicit()
         self.close_micro_batch()
 
@@ -471,6 +486,16 @@ class Engine:
     def interrupted(self) -> bool:
         """A bare backward began, and its reduction did not come to its end: something raised."""
         return self._now.implicit
+
+    def drop(self) -> None:
+        """Forgets gradients that came since the last step, but not a micro-batch under way, nor a planned step."""
+        if self.reduced is not None:
+            self.reduced = None
+            self.step -= 1  # it was no step: the next one has its number, and the check that was due
+        now = self._now
+        unfinished = now.plan is None and now.done > 0 and now.current is None and not now.closed
+        if self.interrupted or unfinished:
+            self.abort()
 
     def abort(self) -> None:
         """Forgets the step under way (or, after one, makes ready for the next)."""

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, wrap each in "
-    "`with opt.micro_batch(samples=len(x), last=...)`; call opt.step() and opt.zero_grad() once after the last"
+    "`with opt.micro_batch(samples=len(x), last=...)`; call opt.step() and opt.zero_grad() once after the last. "
+    "Several losses of the same samples: add them up and call backward once"
 )
 
 

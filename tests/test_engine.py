@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -495,6 +496,34 @@ def test_batch_norm_statistics_are_averaged_and_other_buffers_left_alone() -> No
     untouched = {name: buffer.numpy().tobytes() for name, buffer in WithBuffers().named_buffers()}
     changed = [name for name in CONSTANT if results[0][name] != untouched[name]]
     assert not changed
+
+
+def batch_norm_in_bare_backwards() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What changed the buffers is over as the first gradient comes. Each rank builds other values."""
+    kf.init()
+    found = []
+    for in_context in (True, False):
+        net = WithBuffers()
+        net.norm.running_mean += 5 * kf.rank()
+        opt = kf.FusedSGD(net.parameters(), lr=0.1)
+        opt.sync_buffers(net)
+        for step in range(6):
+            if step == 3:
+                net.load_state_dict({**net.state_dict(), "norm.running_mean": torch.full((5,), 2.0)})
+            x, y = samples(8, seed=10 * step + kf.rank())
+            with opt.micro_batch() if in_context else contextlib.nullcontext():
+                F.mse_loss(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        found.append(dict(net.named_buffers()))
+    return found[0], found[1]
+
+
+def test_batch_norm_statistics_are_averaged_where_backwards_are_bare() -> None:
+    results = run_workers(2, batch_norm_in_bare_backwards)
+    for name, expected in results[0][0].items():
+        assert torch.allclose(results[0][1][name].double(), expected.double(), rtol=1e-5, atol=1e-6), name
+        assert torch.equal(results[0][1][name], results[1][1][name]), name
 
 
 def test_buffers_of_an_aborted_step_are_put_back() -> None:

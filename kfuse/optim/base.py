@@ -424,11 +424,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets every `p.grad` to None; else, as torch does, those that are there to zeros, which then count as used.
 
-        What a backward before it reduced is dropped, also if that backward raised in the middle.
+        What came since the last step is dropped: what a backward reduced, also if it raised in the middle, and
+        micro-batches without a last one, with what they changed in the buffers of `sync_buffers`.
         """
-        self.engine.reduced = None
-        if self.engine.interrupted:
-            self.engine.abort()
+        self.engine.drop()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:  # a new tensor: the bucket's is not to be accumulated into
