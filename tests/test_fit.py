@@ -127,7 +127,7 @@ def test_hooks_run_in_order_and_every_step_is_decided_upon_once() -> None:
 
 
 def test_kungfus_script_runs_as_written() -> None:
-    x, y = problem()
+    x, y = problem(512)
     model, data = network(), (x, y)
 
     class GNSPolicy(kf.BasePolicy):
@@ -143,7 +143,7 @@ def test_kungfus_script_runs_as_written() -> None:
     hook = kf.Hook(GNSPolicy())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kf.fit(model, data, opt, hook, epochs=20)
+        kf.fit(model, data, opt, hook, epochs=5)
     assert math.isfinite(hook.policy.prev), "the noise scale became known"
     assert caught and all("number of workers is fixed" in str(w.message) for w in caught)
 
