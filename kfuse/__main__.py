@@ -69,7 +69,7 @@ def _main(fixed: bool = False) -> int:
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
             if args.experimental_rerun is not None:
                 raise ConfigError("--experimental-rerun: not supported; allowed is to give the overrides again")
-            _check_once(args.overrides)
+            _check_directories(args.overrides)
             jobs = _jobs(args)
             if not jobs:
                 raise ConfigError(f"{' '.join(args.overrides)}: a sweep over nothing; allowed is one value or more")
@@ -139,17 +139,12 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
         raise ConfigError("launcher: torchrun started this process; allowed is launcher=torchrun")
 
 
-def _check_once(overrides: list[str]) -> None:
-    """Raises ConfigError for a key with two values, of which Hydra would take the last, and a directory with none."""
-    given: dict[str, str] = {}
+def _check_directories(overrides: list[str]) -> None:
+    """Raises ConfigError for a run's or a sweep's directory without a name."""
     for override in OverridesParser.create().parse_overrides(overrides):
-        if override.is_delete():
-            continue
-        key, text = override.get_key_element().lstrip("+"), str(override.input_line)
-        if given.setdefault(key, text) != text:
-            raise ConfigError(f"{text}: {given[key]} is there too; allowed is one value for {key}")
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and override.value() in ("", None):
-            raise ConfigError(f"{text}: allowed is a directory")
+        key = override.get_key_element()
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and not override.is_delete() and override.value() in ("", None):
+            raise ConfigError(f"{override.input_line}: allowed is a directory")
 
 
 def _run_hydra(sweep: Sweep | None) -> int:

@@ -479,6 +479,11 @@ def test_version_is_ours(module: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{program} {kfuse.__version__}\n", "")
 
 
+def heed_interrupts() -> None:
+    """In a child: as from a terminal. A shell starts background jobs, these tests perhaps, with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 # A module that never ends to be imported, in the place of one that takes a while.
 @pytest.mark.parametrize("module", ["kfuse", "kfuse.script", "kfuse.worker"])
 @pytest.mark.parametrize("slow", ["torch", "rich"])
@@ -488,7 +493,11 @@ def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Pa
     (tmp_path / f"{slow}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(kfuse.__file__).parents[1])])
     with subprocess.Popen(
-        [sys.executable, "-m", module], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, **PIPES
+        [sys.executable, "-m", module],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        preexec_fn=heed_interrupts,
+        **PIPES,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
@@ -503,4 +512,4 @@ import signal
 import kfuse
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, preexec_fn=heed_interrupts)

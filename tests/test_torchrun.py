@@ -160,3 +160,13 @@ def test_groups_end_before_the_interpreter_and_when_all_are_done(tmp_path: Path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment()})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["False True"] * 2
+
+
+def test_warnings_of_rank_0_are_shown(tmp_path: Path) -> None:
+    """Rank 0 trains in the command's own process, whose logging Hydra sets up."""
+    directory = tmp_path / "run"
+    settings = ["model._target_=unseeded.NotFinite", "train.steps=3", "workers.threads=1", "observe.tensorboard=false"]
+    command = [*TORCHRUN, "-m", "kfuse", "launcher=torchrun", f"hydra.run.dir={directory}", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **environment()})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step 0: a gradient is not finite; the update was left out") == 1

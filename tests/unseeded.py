@@ -1,4 +1,4 @@
-"""A model as a script that sets no seed makes it, another one in each process; a policy that spoils one worker's."""
+"""Models as a script that sets no seed makes them, or that do not work; a policy that spoils one worker's."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ class SpoilsRank1(kf.BasePolicy):
         opt = current().latest_optimizer()
         if self.step == 13 and kf.rank() == 1 and opt is not None:
             opt.param_groups[0]["params"][0].data[0, 0] += 1e-6
+
+
+class NotFinite(MLP):
+    """Whose first gradients are not finite."""
+
+    def __init__(self, input_shape: Any, num_classes: int) -> None:
+        super().__init__(input_shape, num_classes, hidden=[8])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float("nan")
