@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from kfuse import balance
 from kfuse.data import worker_range
 
+pytestmark = pytest.mark.full
+
+
 TRAINING = words(
     "comm=reproducible model._target_=uneven.Uneven data=digits batch.size=64 batch.micro=4",
     "train.epochs=4 workers.max=3 policy._target_=uneven.ReplaceStragglers",

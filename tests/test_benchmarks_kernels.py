@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.full
+
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

@@ -13,7 +13,7 @@ from elastic_job import Job, assert_same_training, compose, override, run_job, w
 
 from kfuse.elastic.launchers import LocalLauncher
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
 DIGITS = words(
     "model=mlp data=digits model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4",

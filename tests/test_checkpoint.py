@@ -131,6 +131,7 @@ VALUES = st.recursive(
 
 @settings(deadline=None)  # the disk decides
 @given(VALUES)
+@pytest.mark.full
 def test_plain_values_come_back_exactly(value: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpointer = Checkpointer(Path(folder), 1, Events())
@@ -349,6 +350,7 @@ def test_leftovers_of_the_dead_are_removed_and_the_living_left_alone(tmp_path: P
     assert names(tmp_path) == sorted([*left, "step-00000002"])
 
 
+@pytest.mark.full
 def test_two_processes_may_write(tmp_path: Path, writers: Writers) -> None:
     """As when a leader is replaced while it is still writing its last one."""
     first = writers.start(tmp_path, first=0, saves=10, keep=50)
@@ -658,6 +660,7 @@ def check_after_death(directory: Path, newest: int) -> int:
     return step
 
 
+@pytest.mark.full
 def test_killed_at_any_instant(tmp_path: Path, writers: Writers) -> None:
     rng = random.Random(0)
     first, second = write(tmp_path, 0, 1, keep=2)

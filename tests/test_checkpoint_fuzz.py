@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from checkpoint_fuzz import fuzz
+
+pytestmark = pytest.mark.full
 
 
 def test_killed_at_random_instants(tmp_path: Path) -> None:

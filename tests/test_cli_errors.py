@@ -221,6 +221,7 @@ def test_mistake_is_one_line(
 # A directory where the file must be, or a file where the directory must be: root may write anywhere else.
 @pytest.mark.parametrize("taken", [".hydra/config.yaml/x", ".hydra", "metrics.jsonl/x", "tb"])
 @pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
+@pytest.mark.full
 def test_run_directory_that_cannot_be_written_is_one_line(
     taken: str, sweep: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +255,7 @@ def test_run_directory_that_cannot_be_made_is_one_line(
         ("-m seed=1,x", "seed=x"),
     ],
 )
+@pytest.mark.full
 def test_mistake_is_one_line_from_a_shell(command: str, said: str, workplace: Path) -> None:
     before = sorted(workplace.rglob("*"))
     done = subprocess.run(

@@ -265,6 +265,7 @@ def test_run_gets_the_configuration_that_is_on_disk(
     assert [path.name for path in run_dir.iterdir()] == [".hydra"]
 
 
+@pytest.mark.full
 def test_home_directory_is_found_wherever_a_path_is_taken(
     workplace: Path,
     runs: list[tuple[DictConfig, Path]],
@@ -324,6 +325,7 @@ def test_sweep_runs_each_job_in_its_own_directory(
     assert [run_dir for _, run_dir in runs] == [workplace / "sweep" / str(job) for job in range(4)]
 
 
+@pytest.mark.full
 def test_sweep_says_what_each_job_is_and_ends_with_a_table(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,6 +380,7 @@ def test_sweep_says_what_each_job_is_and_ends_with_a_table(
 
 
 @pytest.mark.parametrize("status", [130, 143])
+@pytest.mark.full
 def test_interrupt_ends_the_whole_sweep(
     status: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,6 +476,7 @@ def test_every_example_of_the_help_runs(
 
 
 @pytest.mark.parametrize("module", ["kfuse", "kfuse.script"])
+@pytest.mark.full
 def test_version_is_ours(module: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=tmp_path, timeout=60, **PIPES)
     program = {"kfuse": "kfuse", "kfuse.script": "kfuse-run"}[module]
@@ -487,6 +491,7 @@ def heed_interrupts() -> None:
 # A module that never ends to be imported, in the place of one that takes a while.
 @pytest.mark.parametrize("module", ["kfuse", "kfuse.script", "kfuse.worker"])
 @pytest.mark.parametrize("slow", ["torch", "rich"])
+@pytest.mark.full
 def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Path) -> None:
     if (module, slow) == ("kfuse.worker", "rich"):
         slow = "numpy"  # which it imports too
@@ -506,6 +511,7 @@ def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Pa
         assert process.returncode == 130
 
 
+@pytest.mark.full
 def test_interrupt_raises_as_usual_where_kfuse_is_a_library() -> None:
     program = """
 import signal

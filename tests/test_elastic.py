@@ -83,6 +83,7 @@ def test_growth_and_shrinkage_by_schedule(undisturbed: Job, tmp_path: Path) -> N
     assert job.summary["workers"] == 4
 
 
+@pytest.mark.full
 def test_growth_while_a_worker_is_still_on_its_way_out(undisturbed: Job, tmp_path: Path) -> None:
     phases, gates = [{"step": 20, "workers": 1}, {"step": 22, "workers": 2}], [{"step": 60, "workers": 2}]
     job = run_job(tmp_path / "run", [*TRAINING, "workers.count=2", *chaos(tmp_path, phases=phases, gates=gates)])
@@ -90,6 +91,7 @@ def test_growth_while_a_worker_is_still_on_its_way_out(undisturbed: Job, tmp_pat
     assert [(len(view["workers"]), view["reason"]) for view in job.views] == [(2, "start"), (1, "shrink"), (2, "grow")]
 
 
+@pytest.mark.full
 def test_a_topology_that_is_ruled_out_is_no_end(undisturbed: Job, tmp_path: Path) -> None:
     """Reproducible sums need all_to_all: a policy that asks for another transport is told so."""
     job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, topologies=[{"step": 10, "topology": "allreduce"}])])
@@ -98,6 +100,7 @@ def test_a_topology_that_is_ruled_out_is_no_end(undisturbed: Job, tmp_path: Path
     assert "allreduce" in clipped["note"] and "comm.reproducible" in clipped["note"]
 
 
+@pytest.mark.full
 def test_more_workers_than_micro_batches(tmp_path: Path) -> None:
     """Those without one wait, lose the only worker that had one, and take over."""
     few = [*TRAINING, "batch.micro=16", "batch.max=16", "train.epochs=1"]
@@ -113,6 +116,7 @@ def test_more_workers_than_micro_batches(tmp_path: Path) -> None:
     assert len(job.of_kind("failure")) == 2
 
 
+@pytest.mark.full
 def test_the_topology_changes_and_a_joiner_takes_it_over(tmp_path: Path) -> None:
     """all_to_all, then allreduce; one of two workers is lost, and the new one has to use allreduce, too."""
     topologies = [{"step": 10, "topology": "allreduce"}, {"step": 60, "topology": "all_to_all"}]
@@ -147,11 +151,13 @@ def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tm
     assert len(job.pids) == 6
 
 
+@pytest.mark.full
 def test_all_killed_without_checkpoints_is_one_clear_line(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", [*TRAINING, "workers.count=3", *chaos(tmp_path, events=ALL_AT_ONCE)])
     assert job.error == "no worker is left: the last one was ended by SIGKILL; with checkpoints, training would go on"
 
 
+@pytest.mark.full
 def test_the_only_worker_with_the_state_is_lost_as_it_hands_it_over(undisturbed: Job, tmp_path: Path) -> None:
     """The newcomer has nothing: it takes the last checkpoint."""
     events = [
@@ -180,6 +186,7 @@ def resume(job: Job, workers: int, settings: list[str]) -> Job:
     return resumed
 
 
+@pytest.mark.full
 def test_a_killed_supervisor_leaves_a_checkpoint_and_no_worker(undisturbed: Job, tmp_path: Path) -> None:
     settings = [*TRAINING, *CHECKPOINTS]
     slowly = [*settings, "workers.count=3", *chaos(tmp_path, pace_s=0.05)]
@@ -200,6 +207,7 @@ def test_a_killed_supervisor_leaves_a_checkpoint_and_no_worker(undisturbed: Job,
 @pytest.mark.parametrize(
     ("sent", "status", "reason"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
+@pytest.mark.full
 def test_a_signal_ends_the_run_in_order(
     sent: signal.Signals, status: int, reason: str, undisturbed: Job, tmp_path: Path
 ) -> None:
@@ -244,6 +252,7 @@ def hello(**fields: Any) -> bytes:
     return json.dumps({"type": "hello", "pid": 1, "host": "h", "worker": 0, "token": "", **fields}).encode() + b"\n"
 
 
+@pytest.mark.full
 def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) -> None:
     """Garbage, wrong tokens, hundreds of silent connections and an endless line, while training and while growing."""
     knocked = []

@@ -306,6 +306,7 @@ def broken_then_whole(schedule: str, where: str, repeats: int) -> float:
 
 
 @pytest.mark.parametrize("where", ["forward", "not the last"])
+@pytest.mark.full
 def test_training_goes_on_after_an_exception_in_a_micro_batch(where: str) -> None:
     assert max(run_workers(2, broken_then_whole, "auto", where, 10)) <= 1e-5
 
@@ -319,6 +320,7 @@ def out_of_step(schedule: str, where: str) -> str:
 
 
 @pytest.mark.parametrize(("schedule", "where"), [("allreduce", "last backward"), ("all_to_all", "bare backward")])
+@pytest.mark.full
 def test_after_an_exception_with_messages_under_way_the_next_step_is_refused(schedule: str, where: str) -> None:
     """Other ranks may have used what this one sent: going on would train different models without a word."""
     messages = run_workers(2, out_of_step, schedule, where)
@@ -555,6 +557,7 @@ def hangs() -> None:
             torch.ones(1)
 
 
+@pytest.mark.full
 def test_the_harness_shows_who_failed_and_where() -> None:
     with pytest.raises(WorkersFailed, match=r"rank 1, exit code 0:\n(.*\n)*.*Trip: this rank's own trouble"):
         run_workers(2, fails_on_rank_one)

@@ -26,6 +26,8 @@ import kfuse as kf
 from kfuse.data import load_digits
 from kfuse.models import MLP
 
+pytestmark = pytest.mark.full
+
 torch.set_num_threads(1)
 kf.init(kf.CommOptions(reproducible=True), timeout_s=20)
 torch.manual_seed(0)

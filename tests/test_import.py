@@ -99,6 +99,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_kfuse_trains_where_nothing_optional_is_installed() -> None:
     run(HIDE + TRAIN)
 

@@ -18,7 +18,10 @@ import pytest
 
 triton = pytest.importorskip("triton")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile"),
+]
 
 aot = pytest.importorskip("kfuse.kernels.aot")
 VARIANTS = {variant.name: variant for variant in aot.variants()}

@@ -64,6 +64,7 @@ def updater(name: str, device: str) -> Callable[..., None]:
     scale=st.sampled_from([None, 0.3]),
     data=st.data(),
 )
+@pytest.mark.full
 def test_one_phase_has_the_bits_of_two(
     device: str, name: str, count: int, numel: int, dtype: torch.dtype, scale: float | None, data: st.DataObject
 ) -> None:

@@ -19,6 +19,8 @@ TESTS = Path(__file__).parent
 FAMILIES = ["pack", "partials", "reduce", "measures", "optimizers", "fused", "lamb", "norm"]
 Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
 
+pytestmark = pytest.mark.full
+
 
 def interpret(family: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / f"test_kernels_{family}.py")]

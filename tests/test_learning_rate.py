@@ -260,6 +260,7 @@ for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4, epochs=
 """
 
 
+@pytest.mark.full
 def test_a_worker_that_joins_has_the_schedulers_state(tmp_path: Path) -> None:
     """And the parameters stay the same on all: the check would end the job."""
     script = tmp_path / "script.py"
@@ -273,6 +274,7 @@ def test_a_worker_that_joins_has_the_schedulers_state(tmp_path: Path) -> None:
         assert record["lr"] == pytest.approx(0.1 / (1 + record["step"]))
 
 
+@pytest.mark.full
 def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(argument=""))
@@ -293,6 +295,7 @@ def run_script(tmp_path: Path, starter: list[str], script: Path) -> dict[str, An
     return {"status": ended.returncode, "output": ended.stdout + ended.stderr}
 
 
+@pytest.mark.full
 def test_a_resumed_run_of_the_command_line_has_the_configured_rate(tmp_path: Path) -> None:
     """lr.base on the command line wins over the checkpoint's."""
     common = ["model.hidden=[8]", "batch.size=64", "policy=none", "checkpoint.every_steps=5", "checkpoint.resume=auto"]

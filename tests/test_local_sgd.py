@@ -156,6 +156,7 @@ def test_a_decision_changes_how_often_workers_synchronize() -> None:
     assert averaged == [12, 16, 20, 24]
 
 
+@pytest.mark.full
 def test_a_worker_lost_between_averages_takes_nobody_along(tmp_path: Path) -> None:
     """The survivors go on, the newcomer takes one's model, and all end with one model; each sample was used once."""
     events = [{"step": 12, "moment": "forward", "rank": 1, "how": "kill", "workers": 3}]

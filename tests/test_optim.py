@@ -810,6 +810,7 @@ def test_parameters_must_be_contiguous() -> None:
 
 
 @pytest.mark.parametrize("read", [True, False])
+@pytest.mark.full
 def test_statistics_do_not_pile_up(read: bool) -> None:
     """A loop that reads `opt.stats`, or never does, must not keep every step's record."""
     p = nn.Parameter(torch.zeros(2))

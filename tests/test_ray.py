@@ -25,6 +25,8 @@ from elastic_job import (
 from kfuse.elastic.launchers import RayLauncher
 from kfuse.elastic.supervisor import Supervisor
 
+pytestmark = pytest.mark.full
+
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
 TRAINING = words(

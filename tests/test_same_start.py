@@ -120,6 +120,7 @@ def test_another_model_on_a_rank_is_refused() -> None:
         run_workers(2, other_shapes)
 
 
+@pytest.mark.full
 def test_an_elastic_job_starts_from_rank_0s_model(tmp_path: Path) -> None:
     """Each process draws its own parameters; all workers, and one that joins later, have rank 0's."""
     settings = words(

@@ -133,6 +133,7 @@ def run_script(
 
 
 @pytest.mark.parametrize("text", ["print('hello')", "import kfuse as kf; kf.init()", "import kfuse as kf; kf.rank()"])
+@pytest.mark.full
 def test_a_script_that_does_not_train_ends_with_status_0_and_a_line(text: str, tmp_path: Path) -> None:
     ended = run_script(tmp_path, text + "; open(f'{__file__}-{__import__(\"os\").getpid()}', 'w')")
     assert ended.status == 0, ended.said
@@ -141,6 +142,7 @@ def test_a_script_that_does_not_train_ends_with_status_0_and_a_line(text: str, t
     assert ended.summary["exit_reason"] == "not_trained" and ended.of_kind("failure") == []
 
 
+@pytest.mark.full
 def test_the_others_go_on_without_one_that_ends_before_it_joins(tmp_path: Path) -> None:
     text = "import os, sys\nif os.environ['KFUSE_WORKER'] == '1': sys.exit(0)\n" + PRELUDE + "loop()"
     ended = run_script(tmp_path, text)
@@ -151,6 +153,7 @@ def test_the_others_go_on_without_one_that_ends_before_it_joins(tmp_path: Path) 
     assert left["pid"] is None and "pid 0" not in ended.said
 
 
+@pytest.mark.full
 def test_a_loop_that_all_workers_leave_ends_the_job_well(tmp_path: Path) -> None:
     """And what comes after it, on a worker that takes longer, is waited for."""
     ended = run_script(tmp_path, PRELUDE + "loop(7); time.sleep(number); print('end of', number)")
@@ -172,6 +175,7 @@ def test_a_loop_that_all_workers_leave_ends_the_job_well(tmp_path: Path) -> None
         ),
     ],
 )
+@pytest.mark.full
 def test_where_one_worker_leaves_the_loop_the_others_go_on(
     timeout_s: int, after: str, how: str, tmp_path: Path
 ) -> None:
@@ -195,6 +199,7 @@ def test_where_one_worker_leaves_the_loop_the_others_go_on(
         ("loop()\nif number == 1: raise ValueError('in the end')", "after training had ended: ValueError: in the end"),
     ],
 )
+@pytest.mark.full
 def test_a_script_that_fails_after_its_training_has_failed(text: str, said: str, tmp_path: Path) -> None:
     ended = run_script(tmp_path, PRELUDE + text)
     assert ended.status == 1
@@ -202,6 +207,7 @@ def test_a_script_that_fails_after_its_training_has_failed(text: str, said: str,
     assert len([event for event in ended.of_kind("view")]) == 1, "what was trained is not trained again"
 
 
+@pytest.mark.full
 def test_an_error_is_shown_once_for_each_worker(tmp_path: Path) -> None:
     ended = run_script(tmp_path, PRELUDE + "def hook(step):\n  if step == 3: raise TypeError('bad')\nloop(hook=hook)")
     assert ended.status == 1
@@ -212,6 +218,7 @@ def test_an_error_is_shown_once_for_each_worker(tmp_path: Path) -> None:
     assert len(ended.of_kind("view")) == 1
 
 
+@pytest.mark.full
 def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
     fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, epochs=2)\n"
@@ -238,6 +245,7 @@ def test_a_run_directory_that_is_used_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.full
 def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tmp_path: Path) -> None:
     """Not even one that knows nothing of kfuse."""
     (tmp_path / "train.py").write_text("import os, time\nopen(f'{__file__}-{os.getpid()}', 'w')\ntime.sleep(1000)")
@@ -252,6 +260,7 @@ def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tm
         process.kill()
 
 
+@pytest.mark.full
 def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))"
     main = f"import resource, sys; {limit}; from kfuse.script import main; sys.exit(main(sys.argv[1:]))"
@@ -272,6 +281,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
         (["--workers", "two", "x.py"], "two"),
     ],
 )
+@pytest.mark.full
 def test_wrong_arguments_end_in_status_2(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,9 @@ from elastic_job import Job, assert_same_training, chaos, run_job, words
 from kfuse.elastic import gate, protocol
 from kfuse.elastic.supervisor import Supervisor
 
+pytestmark = pytest.mark.full
+
+
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=3 model=mlp data=digits model.hidden=[24]",
     "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",

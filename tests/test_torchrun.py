@@ -27,6 +27,9 @@ from elastic_job import (
 from kfuse.__main__ import main
 from kfuse.elastic.rendezvous import Rendezvous
 
+pytestmark = pytest.mark.full
+
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 model=mlp data=digits",

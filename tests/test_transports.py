@@ -250,6 +250,7 @@ def silent(schedule: str, absent: int, done: str) -> str | None:
 @pytest.mark.parametrize(
     ("workers", "absent", "schedule"), [(2, 0, "all_to_all"), (2, 1, "allreduce"), (3, 1, "all_to_all")]
 )
+@pytest.mark.full
 def test_a_rank_that_never_comes_is_named(schedule: str, workers: int, absent: int, tmp_path: Path) -> None:
     for rank, message in enumerate(run_workers(workers, silent, schedule, absent, str(tmp_path), timeout_s=30)):
         if rank == absent:

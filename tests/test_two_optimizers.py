@@ -186,6 +186,7 @@ for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4):
 """
 
 
+@pytest.mark.full
 def test_a_second_optimizer_is_refused_where_workers_may_join(tmp_path: Path) -> None:
     """Its state would not go along to a worker that joins."""
     script = tmp_path / "train.py"
