@@ -422,8 +422,10 @@ class Engine:
         """Waits for all buckets; then slot 0 of each holds the mean gradient over the step's samples, and `reduced`
         is set. Nothing happens if there was no backward since the last step.
 
-        Raises CommError, and RuntimeError if the step's last micro-batch has not been run.
+        Raises CommError, and RuntimeError if the step's last micro-batch has not been run, or is being run.
         """
+        if self._now.current is not None:
+            raise RuntimeError(f"opt.step() inside a micro-batch: {REMEDY}")
         if self._now.plan is not None and self._now.expected == 0 and not self._now.closed:
             self._contribute_nothing()
         if not self._now.closed:

@@ -111,9 +111,13 @@ class DataLoader:
                     try:
                         yield step
                     except GeneratorExit:  # the body has left the loop: what it has done is recorded
-                        if self._opt.engine.step == taken + 1 and not sys.is_finalizing():
+                        if sys.is_finalizing():
+                            raise
+                        if self._opt.engine.step == taken + 1:
                             run.end_step(step.samples, step.seconds(), step.data_wait_s)
                             run.read_statistics(lag=0)
+                        else:
+                            self._opt.engine.abort()  # its plan is not for the backwards that may follow
                         raise
                     if (failure := run.take_failure()) is not None:
                         stays = run.recover(failure)

@@ -29,17 +29,16 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "wrapped": (lambda p: torch.optim.Adam(p, lr=0.01), lambda p: kf.Optimizer(torch.optim.Adam(p, lr=0.01))),
 }
 WORKERS = pytest.mark.parametrize("workers", [1, 2])
-STEPS = 6
+STEPS = 4
 
 
 def each_optimizer(script: Callable[[Any, Any, int], None]) -> None:
-    """Runs a script with each pair of optimizers, from other initial values on each worker and from the same."""
+    """Runs a script with each pair of optimizers, from other initial values on each worker or from the same."""
     kf.init()
     if kf.size() > 1:
         dist.init_process_group("gloo")
-    for theirs, ours in PAIRS.values():
-        script(theirs, ours, kf.rank())
-    script(*PAIRS["adamw"], 0)
+    for name, (theirs, ours) in PAIRS.items():
+        script(theirs, ours, 0 if name == "wrapped" else kf.rank())
 
 
 def wrapped(net: nn.Module, **options: Any) -> nn.Module:
@@ -91,7 +90,7 @@ def assert_plausible(opt: Any, steps: int, samples: float | None, micro_batches:
     if micro_batches == 1:
         assert stats.grad_variance is None and stats.grad_sq is None
     else:
-        assert stats.grad_variance >= 0
+        assert stats.grad_variance >= -1e-6  # rounding, where all gradients are the same
         assert stats.grad_sq == pytest.approx(stats.grad_norm**2 - stats.grad_variance / stats.samples, abs=1e-4)
 
 
@@ -634,3 +633,62 @@ def test_accumulation_as_in_plain_torch_names_the_remedy(contexts: bool, last: b
                 F.mse_loss(net(x), y).backward()
         opt.step()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("by_loader", [False, True])
+def test_a_step_inside_a_micro_batch_names_its_place(by_loader: bool, caplog: pytest.LogCaptureFixture) -> None:
+    net = mlp(0)
+    opt = kf.FusedSGD(net.parameters())
+    steps = kf.DataLoader(samples(0), net, opt, batch_size=8, micro_batch=8) if by_loader else [[samples(0)]]
+    with pytest.raises(
+        RuntimeError, match=r"opt\.step\(\) inside a micro-batch: .*call opt\.step\(\) .*once after the last"
+    ):
+        for step in steps:
+            for x, y in step:
+                with contextlib.nullcontext() if by_loader else opt.micro_batch(samples=8):
+                    F.mse_loss(net(x), y).backward()
+                    opt.step()
+    assert not caplog.records
+
+
+# -- one loop after another -----------------------------------------------------------------------------------------
+
+
+def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
+    """A loader that is left early, a loop of bare backwards, one of micro-batches, and kf.fit, with one optimizer."""
+    net = mlp(seed)
+    twin = from_rank_0(net)
+    x, y = samples(0, 16, rank=0)
+    opt = ours(net.parameters())
+    for number, step in enumerate(kf.DataLoader((x, y), net, opt, batch_size=16, micro_batch=4, epochs=10)):
+        if number == 2:
+            break
+        for a, b in step:
+            F.mse_loss(net(a), b).backward()
+        opt.step()
+        opt.zero_grad()
+    assert_plausible(opt, 2, 16, 4)
+    F.mse_loss(net(x), y).backward()
+    opt.step()
+    opt.zero_grad()
+    assert_plausible(opt, 3, None, kf.size())
+    for half in (slice(0, 8), slice(8, 16)):
+        with opt.micro_batch(samples=8, last=half.stop == 16):
+            F.mse_loss(net(x[half]), y[half]).backward()
+    opt.step()
+    opt.zero_grad()
+    assert_plausible(opt, 4, 16 * kf.size(), 2 * kf.size())
+    kf.fit(net, (x, y), opt, steps=2, batch_size=16, micro_batch=4, loss_fn=F.mse_loss)
+    assert_plausible(opt, 2, 16, 4)  # a run counts its own steps
+    plain = theirs(twin.parameters())
+    for _ in range(6):
+        F.mse_loss(twin(x), y).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_same(net, twin)
+    assert_same_state(opt, plain)
+
+
+@WORKERS
+def test_one_loop_after_another(workers: int) -> None:
+    run_workers(workers, each_optimizer, one_loop_after_another)
