@@ -75,7 +75,7 @@ class Engine:
         """
         self.averaged = list(buffers)
         self._build()
-        self.set_group(self.group)
+        self.set_group(self.group, self.transport_name, self._tree)
 
     def _build(self) -> None:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
@@ -126,7 +126,8 @@ class Engine:
         last, tail = self.buckets[-1], len(self.params) + t.TAIL_SLOTS + t.RANK_SLOTS * group.size
         if last.tail != tail:
             last.renew(tail)
-        self._transport = transports.make(name, group, tree or self.options.tree)
+        self._tree = tree or self.options.tree
+        self._transport = transports.make(name, group, self._tree)
         self._broken = ""
         self._reset()
 
@@ -454,8 +455,15 @@ class Engine:
 
     @property
     def interrupted(self) -> bool:
-        """A bare backward began and did not come to its end: it raised."""
-        return self._now.implicit and not self._now.closed
+        """A bare backward raised, or a step in `opt.micro_batch`, without a plan, was left between two of them."""
+        now = self._now
+        between = now.done > 0 and now.plan is None and now.current is None
+        return (now.implicit or between) and not now.closed
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """Of a step that is announced and has no micro-batch yet."""
+        return None if self.begun else self._now.plan
 
     def abort(self) -> None:
         """Forgets the step under way (or, after one, makes ready for the next)."""

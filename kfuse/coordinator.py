@@ -32,7 +32,7 @@ from kfuse.position import Phase, Position, Settings, StepSamples
 from kfuse.reports import Reporter
 from kfuse.rng import generators_restored
 from kfuse.session import STOP_REASONS, Session
-from kfuse.training_state import Stateful, TrainingState
+from kfuse.training_state import Stateful, Trainable, TrainingState
 from kfuse.user_schedule import UserSchedule
 
 _LOG = logging.getLogger("kfuse")
@@ -81,6 +81,7 @@ class Coordinator:
             self._watches.append(GeneratorWatch(train))
         parts: dict[str, Stateful] = {
             "model": model,
+            "trainable": Trainable(opt),
             "optimizer": opt,
             "statistics": opt.statistics,
             "policy": policy,
@@ -135,7 +136,7 @@ class Coordinator:
 
     def start(self) -> bool:
         """In the first view: takes over the others' state if there is one."""
-        self.session.training += 1
+        self.session.begin_training()
         self.opt.zero_grad()  # gradients of an interrupted step, or of a backward before this run, are not this run's
         self.opt.statistics.begin_run()
         self.opt.engine.step = 0
@@ -266,6 +267,8 @@ class Coordinator:
         workers = self.session.group
         for watch in self._watches:
             watch.before_step()
+        if self._user_schedule is not None:
+            self._user_schedule.before_step()
         alone = workers.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         self.opt.begin(samples.plan(workers.rank if alone else None))
         return samples

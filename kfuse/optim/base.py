@@ -76,7 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
         names = [name for p, name in self._named_parameters() if p.requires_grad]
         old: Engine | None = getattr(self, "engine", None)
-        if old is not None and old.reduced is not None:
+        if old is not None and (old.reduced is not None or old.begun):
             raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
         refuse_sharded(self._named_parameters())
         self._check_layout()
@@ -84,6 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if old is not None:
             old.close()
             self.engine.step = old.step
+            self.engine.set_group(session.group, session.topology, session.tree)
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.control = session.take_control
@@ -91,8 +92,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._group_of = [g for g, params in enumerate(groups) for _ in params]
         self._trainable = {id(p) for p in self.engine.params}
         if self._tracked is not None:
-            self.sync_buffers(self._tracked)
+            self.engine.track_buffers(averaged_buffers(self._tracked))
         self._layout_changed()
+        if old is not None and old.plan is not None:
+            self.engine.begin(old.plan)
 
     def _check_layout(self) -> None:
         """Before buckets are built: subclasses raise ValueError for parameters that they cannot lay out."""
@@ -137,6 +140,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                     "(model.parameters() does, also where modules share one)"
                 )
             seen[id(p)] = words
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copying and pickling the optimizer itself are refused: its buckets and hooks are its parameters' own."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: copy or save opt.state_dict(). For a copied model "
+            "make an optimizer over its parameters, then load_state_dict"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)
@@ -227,6 +237,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             )
         if self._session.elastic and self._session.view is None:
             raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
+        if self._session.elastic and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
+                "rest. Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)"
+            )
         if self.engine.reduced is None:
             try:
                 if self._session.failure is None and any(p.grad is not None for p in self.engine.params):
