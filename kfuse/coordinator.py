@@ -56,8 +56,12 @@ class Coordinator:
         schedule: LRSchedule,
         settings: Settings,
         user_schedule: UserSchedule | None = None,
+        clip_norm: float | None = None,
     ) -> None:
-        """Raises ValueError for a model or an optimizer that several workers cannot train alike."""
+        """clip_norm: the optimizer's in this run; None: its own.
+
+        Raises ValueError for a model or an optimizer that several workers cannot train alike.
+        """
         several = session.elastic or session.group.size > 1 or session.comm.reproducible
         if several:
             refuse_uneven_embeddings(model)
@@ -68,7 +72,7 @@ class Coordinator:
         self._decisions = Decisions(session, policy, opt, schedule, settings, self.reports)
         self._train = train
         self._sampler = EpochSampler(len(train), settings.seed)
-        self._user_schedule = user_schedule
+        self._user_schedule, self._clip_norm = user_schedule, clip_norm
         self._has_state = False
         self.over = False
         """Training has come to its end, and the supervisor knows."""
@@ -101,7 +105,9 @@ class Coordinator:
 
         That is when the supervisor is lost, or a worker and there is no supervisor.
         """
-        failed_at = None
+        failed_at, own_clip_norm = None, self.opt.clip_norm
+        if self._clip_norm is not None:
+            self.opt.set_clip_norm(self._clip_norm)
         try:
             with generators_restored(self.session.group.device):
                 yield
@@ -116,6 +122,8 @@ class Coordinator:
         finally:
             self.opt.statistics.end_run()
             self.opt.lr_factor = 1.0
+            if self._clip_norm is not None:
+                self.opt.set_clip_norm(own_clip_norm)
             self.session.lr = None
             self.session.end_training(failed_at)
 

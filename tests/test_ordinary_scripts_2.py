@@ -483,6 +483,37 @@ def test_two_models_are_trained_by_turns(workers: int) -> None:
     run_workers(workers, turns)
 
 
+@pytest.mark.parametrize("how", ["fit", "loader"])
+def test_clip_norm_holds_for_one_training(how: str) -> None:
+    model = network(0)
+    opt = kf.FusedSGD(model.parameters(), lr=0.1, clip_norm=3.0)
+    if how == "fit":
+        kf.fit(model, dataset(), opt, clip_norm=1e-9)
+    else:
+        for step in kf.DataLoader(dataset(), model, opt, clip_norm=1e-9):
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    torch.testing.assert_close(model[0].weight, network(0)[0].weight)  # type: ignore[union-attr]
+    assert opt.clip_norm == 3.0
+    with pytest.raises(ValueError, match=r"clip_norm=-1.0: must be above 0"):
+        kf.DataLoader(dataset(), model, opt, clip_norm=-1.0)
+
+
+def test_a_frozen_batch_norm_stays_frozen_in_fit() -> None:
+    """Through evaluations too. A model that is in eval mode as a whole is put into training mode."""
+    model = network(0)
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    model[1].eval()  # type: ignore[operator]
+    kf.fit(model, dataset(), opt, heldout=dataset(), epochs=2)
+    assert model.training and not model[1].training  # type: ignore[union-attr]
+    assert model[1].num_batches_tracked == 0  # type: ignore[union-attr]
+    model.eval()
+    kf.fit(model, dataset(), opt)
+    assert model.training and model[1].num_batches_tracked > 0  # type: ignore[union-attr, operator]
+
+
 # -- cells that are run again ---------------------------------------------------------------------------------------
 
 

@@ -67,8 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
+        check_clip_norm(clip_norm)
         self.clip_norm = clip_norm
 
     def _build_engine(self) -> None:
@@ -423,6 +422,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def stats(self) -> StepStats | None:
         """The latest step's statistics, None before the first. Waits for the device."""
         return self.statistics.wait()
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Raises ValueError unless positive or None."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
 
 
 def _words(index: int, name: str | None) -> str:
