@@ -79,7 +79,7 @@ class Engine:
         """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples."""
         self.averaged = AveragedBuffers(buffers)
         self._build()
-        self.set_group(self.group)
+        self.set_group(self.group, self.transport_name, self._tree)
 
     def _build(self) -> None:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
@@ -130,7 +130,8 @@ class Engine:
         last, tail = self.buckets[-1], len(self.params) + t.TAIL_SLOTS + t.RANK_SLOTS * group.size
         if last.tail != tail:
             last.renew(tail)
-        self._transport = transports.make(name, group, tree or self.options.tree)
+        self._tree = tree or self.options.tree
+        self._transport = transports.make(name, group, self._tree)
         self._broken = ""
         self._reset()
 

@@ -32,7 +32,7 @@ from kfuse.position import Phase, Position, Settings, StepSamples
 from kfuse.reports import Reporter
 from kfuse.rng import generators_restored
 from kfuse.session import STOP_REASONS, Session
-from kfuse.training_state import Stateful, TrainingState
+from kfuse.training_state import Stateful, Trainable, TrainingState
 from kfuse.user_schedule import UserSchedule
 
 _LOG = logging.getLogger("kfuse")
@@ -56,8 +56,12 @@ class Coordinator:
         schedule: LRSchedule,
         settings: Settings,
         user_schedule: UserSchedule | None = None,
+        clip_norm: float | None = None,
     ) -> None:
-        """Raises ValueError for a model or an optimizer that several workers cannot train alike."""
+        """clip_norm: the optimizer's in this run; None: its own.
+
+        Raises ValueError for a model or an optimizer that several workers cannot train alike.
+        """
         several = session.elastic or session.group.size > 1 or session.comm.reproducible
         if several:
             refuse_uneven_embeddings(model)
@@ -68,7 +72,7 @@ class Coordinator:
         self._decisions = Decisions(session, policy, opt, schedule, settings, self.reports)
         self._train = train
         self._sampler = EpochSampler(len(train), settings.seed)
-        self._user_schedule = user_schedule
+        self._user_schedule, self._clip_norm = user_schedule, clip_norm
         self._has_state = False
         self.over = False
         """Training has come to its end, and the supervisor knows."""
@@ -82,6 +86,7 @@ class Coordinator:
             self._watches.append(GeneratorWatch(train))
         parts: dict[str, Stateful] = {
             "model": model,
+            "trainable": Trainable(opt),
             "optimizer": opt,
             "statistics": opt.statistics,
             "policy": policy,
@@ -101,7 +106,9 @@ class Coordinator:
 
         That is when the supervisor is lost, or a worker and there is no supervisor.
         """
-        failed_at = None
+        failed_at, own_clip_norm = None, self.opt.clip_norm
+        if self._clip_norm is not None:
+            self.opt.set_clip_norm(self._clip_norm)
         try:
             with generators_restored(self.session.group.device):
                 yield
@@ -117,6 +124,8 @@ class Coordinator:
         finally:
             self.opt.statistics.end_run()
             self.opt.lr_factor = 1.0
+            if self._clip_norm is not None:
+                self.opt.set_clip_norm(own_clip_norm)
             self.session.lr = None
             self.session.end_training(failed_at)
 
@@ -137,7 +146,7 @@ class Coordinator:
 
     def start(self) -> bool:
         """In the first view: takes over the others' state if there is one."""
-        self.session.training += 1
+        self.session.begin_training()
         self.opt.zero_grad()  # gradients of an interrupted step, or of a backward before this run, are not this run's
         self.opt.statistics.begin_run()
         self.opt.engine.step = 0
@@ -268,6 +277,8 @@ class Coordinator:
         workers = self.session.group
         for watch in self._watches:
             watch.before_step()
+        if self._user_schedule is not None:
+            self._user_schedule.before_step()
         alone = workers.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         self.opt.begin(samples.plan(workers.rank if alone else None))
         return samples

@@ -36,7 +36,7 @@ def evaluate(
 
     A chunk's sums come from one worker, so that adding zeros from the others is exact; chunks are summed in order.
     """
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         chunks = -(-len(data) // _CHUNK)
@@ -52,7 +52,8 @@ def evaluate(
                 sums[c, 2] = y.numel()
         group.all_reduce(sums, "evaluation").wait()
     finally:  # also where a worker is lost meanwhile
-        model.train(training)
+        for module in training:
+            module.training = True
     loss, hits, targets = (sum(column) for column in zip(*sums.tolist(), strict=True))
     return Evaluation(loss / len(data), hits / targets if targets else None)
 

@@ -12,6 +12,7 @@ from kfuse.loop import Loop, LossFunction
 from kfuse.lr import Decay, LRSchedule, Scaling
 from kfuse.objective import default_loss
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
+from kfuse.optim.base import check_clip_norm
 from kfuse.policies import BasePolicy
 from kfuse.position import Settings
 from kfuse.session import current
@@ -65,7 +66,9 @@ def fit(
     changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps`, by `decay` (none,
     or cosine to zero at the end) and by the policy's lr_scale. warmup_steps counts steps of the first batch size.
     scheduler: a torch scheduler made for `opt`, stepped here after each step, or each epoch (`scheduler_interval`).
-    clip_norm: largest norm of the mean gradient; None: as the optimizer was made. seed: of data order and dropout.
+    clip_norm: largest norm of the mean gradient in this training; None: as the optimizer was made. seed: of data order
+    and dropout; a second training with the same seed has the same order and the same dropout.
+    Puts the model into training mode, unless it is: then modules that you put into eval mode stay so.
     loss_fn(output, target): the MEAN loss over a micro-batch.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
     Raises TypeError for an optimizer that is not kfuse's or data of an unknown kind, ValueError for what is out of
@@ -141,8 +144,7 @@ def plan_run(
             raise ValueError(f"{name}={value}: must be at least {least}")
     if target_accuracy is not None and not 0 < target_accuracy <= 1:
         raise ValueError(f"target_accuracy={target_accuracy}: must be above 0 and at most 1")
-    if clip_norm is not None:
-        opt.set_clip_norm(clip_norm)
+    check_clip_norm(clip_norm)
     epochs = 1 if epochs is None and steps is None else epochs
     lengths = [steps, None if epochs is None else epochs * len(train) / batch_size]
     session = current()
@@ -182,4 +184,5 @@ def plan_run(
             seed=seed,
         ),
         user_schedule=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
+        clip_norm=clip_norm,
     )

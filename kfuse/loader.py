@@ -64,6 +64,7 @@ class DataLoader:
         whose workers may change.
         """
         self._data = as_dataset(data)
+        self._begun = False
         self._opt, self._policy = opt, policy or BasePolicy()
         self._run = plan_run(
             model,
@@ -85,6 +86,16 @@ class DataLoader:
         )
 
     def __iter__(self) -> Iterator[Step]:
+        """Raises RuntimeError the second time: a loader is one run, over all of its epochs."""
+        if self._begun:
+            raise RuntimeError(
+                "this kf.DataLoader has been iterated over: one goes through all of its epochs= and ends. For several "
+                "epochs pass epochs= and iterate once; for another training make a new one"
+            )
+        self._begun = True
+        return self._steps()
+
+    def _steps(self) -> Iterator[Step]:
         run = self._run
         phases = {
             Phase.SWITCH: run.switch,

@@ -54,7 +54,8 @@ class Loop:
         """
         run = self._run
         self._started = time.perf_counter()
-        run.model.train()
+        if not run.model.training:  # else modules that the user put into eval mode (a frozen BatchNorm) stay so
+            run.model.train()
         run.policy.before_train()
         with run.in_force():
             stays = run.start()

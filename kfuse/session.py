@@ -85,6 +85,7 @@ class Session:
         self._generation = 0  # of the view in force, or of the one being entered
         self.training = 0
         """Which training of this process is under way, from 1: a script may train more than once."""
+        self.in_training = False
 
     @property
     def local_rank(self) -> int:
@@ -176,7 +177,7 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what another worker, or a checkpoint, has decided and asked for."""
-        self.use_transport(state["topology"], state["tree"])
+        self._restore_transport(state["topology"], state["tree"])
         self.workers_asked = state["workers_asked"]
         self._pending = Control(**state["asked"])
 
@@ -279,6 +280,11 @@ class Session:
         self.topology, self.tree = name, tree
         self._regroup()
 
+    def _restore_transport(self, name: str | None, tree: str | None) -> None:
+        """As `use_transport`; where nothing changes, a step that another training loop has begun goes on."""
+        if (name, tree) != (self.topology, self.tree):
+            self.use_transport(name, tree)
+
     def _regroup(self) -> None:
         for known in self._optimizers:
             if (optimizer := known()) is not None:
@@ -290,8 +296,25 @@ class Session:
             with contextlib.suppress(ControlError):
                 self.control_client.send("fatal", why=why)
 
+    def begin_training(self) -> None:
+        """A training starts: what was asked for in an earlier one of this process, and its transport, are not this
+        one's.
+
+        Raises RuntimeError if another one is under way in an elastic job.
+        """
+        if self.elastic and self.in_training:
+            raise RuntimeError(
+                "another kf.fit or kf.DataLoader of this process is under way: in a job whose workers may change, let "
+                "one end before the next begins"
+            )
+        self.training += 1
+        self.in_training = True
+        self._pending, self._announced = Control(), Control()
+        self._restore_transport(None, None)
+
     def end_training(self, failed_at: int | None) -> None:
         """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
+        self.in_training = False
         if self.control_client is not None and not sys.is_finalizing():
             with contextlib.suppress(ControlError):
                 self.control_client.send("loop_ended", training=self.training, failed_at=failed_at)
@@ -311,19 +334,26 @@ class Session:
 _current: Session | None = None
 
 
-def init(comm: CommOptions | None = None, timeout_s: float = 60.0) -> Session:
+def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Session:
     """Joins the other workers and returns the session; a second call returns the first one's.
 
-    comm: how gradients are reduced. timeout_s: how long any wait for another worker may take. With comm.reproducible
-    torch is set to one CPU thread, since a matrix product's bits depend on the number of threads.
+    comm: how gradients are reduced. timeout_s: how long any wait for another worker may take (60 s by default). With
+    comm.reproducible torch is set to one CPU thread, since a matrix product's bits depend on the number of threads.
+    The first optimizer calls it, if nothing has before.
     Raises RuntimeError if a session exists with other options, ControlError or CommError if joining fails.
     """
     global _current
     comm_options = comm or CommOptions()
     if _current is not None:
-        if comm is not None and comm != _current.comm:
-            raise RuntimeError("kf.init was called before with other options")
+        has = (_current.comm, _current.group.timeout_s)
+        if (comm or has[0], timeout_s or has[1]) != has:
+            raise RuntimeError(
+                f"kf.init: this process has a session already, with comm={has[0]} and timeout_s={has[1]:g}. Call "
+                "kf.init before the first optimizer is made; for other options start the process (the notebook's "
+                "kernel) anew"
+            )
         return _current
+    timeout_s = 60.0 if timeout_s is None else timeout_s
     if comm_options.reproducible:
         torch.set_num_threads(1)
     if protocol.ENV_CONTROL in os.environ:

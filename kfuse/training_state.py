@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torch.nn import Parameter
+
+from kfuse.optim import DistributedOptimizer
+
 
 class Stateful(Protocol):
     """Something with a state of tensors and plain values (None, bool, int, float, str, lists, tuples, dicts)."""
@@ -17,6 +21,29 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Trainable:
+    """Which of an optimizer's parameters are trained: a script may freeze and unfreeze some as it goes."""
+
+    def __init__(self, opt: DistributedOptimizer) -> None:
+        self._opt = opt
+
+    def _params(self) -> list[Parameter]:
+        return [p for group in self._opt.param_groups for p in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"requires_grad": [p.requires_grad for p in self._params()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError where the other optimizer has more or fewer parameters."""
+        params, wanted = self._params(), state["requires_grad"]
+        if len(params) != len(wanted):
+            raise ValueError(f"another program's state: its optimizer has {len(wanted)} parameters, not {len(params)}")
+        if wanted != [p.requires_grad for p in params]:
+            for p, trained in zip(params, wanted, strict=True):
+                p.requires_grad_(trained)
+            self._opt.rebuild()
 
 
 class TrainingState:

@@ -32,9 +32,18 @@ class UserSchedule:
         if scheduler.optimizer not in (opt, getattr(opt, "inner", None)):
             raise ValueError("scheduler: it belongs to another optimizer than the one given")
         self.scheduler, self._interval = scheduler, interval
+        self._count: int | None = None
+
+    def before_step(self) -> None:
+        """A step begins."""
+        self._count = self._now()
 
     def after_step(self) -> None:
-        """The optimizer has stepped."""
+        """The optimizer has stepped. Raises RuntimeError if the scheduler has been stepped meanwhile."""
+        if self._now() != self._count:
+            raise RuntimeError(
+                "the scheduler was stepped in the loop's body, and scheduler= has kf.DataLoader step it: do one of both"
+            )
         if self._interval == "step":
             self.scheduler.step()
 
@@ -42,6 +51,10 @@ class UserSchedule:
         """The epoch is over."""
         if self._interval == "epoch":
             self.scheduler.step()
+
+    def _now(self) -> int | None:
+        """The scheduler's own count of its steps, where it has one."""
+        return getattr(self.scheduler, "last_epoch", None)
 
 
 def has_scheduler(opt: DistributedOptimizer) -> bool:

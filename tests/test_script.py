@@ -218,6 +218,30 @@ def test_an_error_is_shown_once_for_each_worker(tmp_path: Path) -> None:
     assert len(ended.of_kind("view")) == 1
 
 
+SCALED = """
+model, opt = make()
+scaler = torch.amp.GradScaler("cpu")
+for step in kf.DataLoader((x, y), model, opt):
+    for a, b in step:
+        scaler.scale(F.cross_entropy(model(a), b)).backward()
+    scaler.step(opt)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SCALED, "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise"),
+        ("loop(hook=lambda step: loop())", "another kf.fit or kf.DataLoader of this process is under way"),
+    ],
+)
+def test_what_workers_that_join_could_not_take_part_in_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, PRELUDE + text)
+    assert ended.status == 1
+    assert said in ended.said.splitlines()[-1]
+
+
 @pytest.mark.full
 def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""

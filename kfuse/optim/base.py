@@ -67,8 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def set_clip_norm(self, clip_norm: float | None) -> None:
         """The largest norm of the mean gradient from now on; None: no clipping. Raises ValueError unless positive."""
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
+        check_clip_norm(clip_norm)
         self.clip_norm = clip_norm
 
     def _build_engine(self) -> None:
@@ -86,8 +85,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if old is not None:
             old.close()
             self.engine.step = old.step
-            if old.plan is not None:
-                self.engine.begin(old.plan)
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
@@ -96,8 +93,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._group_of = [g for g, params in enumerate(groups) for _ in params]
         self._trainable = {id(p) for p in self.engine.params}
         if self._tracked is not None:
-            self.sync_buffers(self._tracked)
+            self.engine.track_buffers(averaged_buffers(self._tracked))
         self._layout_changed()
+        if old is not None and old.plan is not None:
+            self.engine.begin(old.plan)
 
     def _choose_lane(self, groups: list[list[Parameter]]) -> int:
         """Its own; else that of an optimizer whose parameters it takes over; else a new one."""
@@ -248,6 +247,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             )
         if self._session.elastic and self._session.view is None:
             raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
+        if self._session.elastic and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
+                "rest. Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)"
+            )
         if self.engine.reduced is None:
             try:
                 if self._session.failure is None and any(p.grad is not None for p in self.engine.params):
@@ -439,6 +443,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def stats(self) -> StepStats | None:
         """The latest step's statistics, None before the first. Waits for the device."""
         return self.statistics.wait()
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Raises ValueError unless positive or None."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
 
 
 def _words(index: int, name: str | None) -> str:
