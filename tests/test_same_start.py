@@ -216,6 +216,32 @@ def test_an_elastic_job_whose_workers_differ_ends_in_one_line(tmp_path: Path) ->
     assert len(job.views) == 1  # nobody was replaced
 
 
+def unusual_layouts(kind: str) -> tuple[list[float], list[float]]:
+    """Buffers that repeat their elements, and parameters whose layout changes after the optimizer was made."""
+    kf.init()
+    torch.manual_seed(kf.rank())
+    net = nn.Conv2d(3, 4, 3)
+    net.register_buffer("counts", torch.full((1,), kf.rank()).expand(4))
+    net.register_buffer("scales", torch.full((1, 2), float(kf.rank())).expand(3, 2))
+    opt: Any = kf.FusedSGD(net.parameters(), 0.1)
+    if kind == "wrapped":
+        opt = kf.Optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    opt.sync_buffers(net)
+    net.to(memory_format=torch.channels_last)
+    for _ in range(2):
+        net(torch.ones(2, 3, 8, 8)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert net.counts.tolist() == [0] * 4 and net.scales.tolist() == [[0.0] * 2] * 3
+    return net.weight.flatten().tolist(), net.bias.tolist()
+
+
+@pytest.mark.parametrize("kind", ["fused", "wrapped"])
+def test_expanded_buffers_and_other_memory_formats(kind: str) -> None:
+    one, other = run_workers(2, unusual_layouts, kind)
+    assert one == other
+
+
 def reproducible_run() -> str:
     kf.init(kf.CommOptions(reproducible=True, check_every=1))
     net = network(kf.rank())
