@@ -55,8 +55,8 @@ class Loop:
         run = self._run
         self._started = time.perf_counter()
         run.model.train()
-        run.policy.before_train()
         with run.in_force():
+            run.policy.before_train()
             stays = run.start()
             while stays and not run.over:
                 over = run.position.phase is Phase.SWITCH and run.finished() is not None

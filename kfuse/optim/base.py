@@ -184,13 +184,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
         0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
         """
-        rates = [group.get("lr", 0.0) for group in self.param_groups]
-        return [0.0 if isinstance(rate, Tensor) and rate.is_cuda else float(rate) * self.lr_factor for rate in rates]
+        return [rate * self.lr_factor for rate in self._base_rates()]
 
     @property
     def base_lr(self) -> float:
         """The learning rate that records speak of, without `lr_factor`: the first group's that is not zero."""
-        return next((rate / self.lr_factor for rate in self.learning_rates() if rate), 0.0) if self.lr_factor else 0.0
+        return next((rate for rate in self._base_rates() if rate), 0.0)
+
+    def _base_rates(self) -> list[float]:
+        rates = [group.get("lr", 0.0) for group in self.param_groups]
+        return [0.0 if isinstance(rate, Tensor) and rate.is_cuda else float(rate) for rate in rates]
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
