@@ -104,11 +104,13 @@ class Coordinator:
     def in_force(self) -> Iterator[None]:
         """While the run lasts. If it cannot go on a last checkpoint is written, where any are.
 
-        That is when the supervisor is lost, or a worker and there is no supervisor.
+        That is when the supervisor is lost, or a worker and there is no supervisor. A worker that is lost before it has
+        the run's state writes none: that would replace the checkpoints which the run was to resume from.
         """
         failed_at, own_clip_norm = None, self.opt.clip_norm
         if self._clip_norm is not None:
             self.opt.set_clip_norm(self._clip_norm)
+        self._set_learning_rate()
         try:
             with generators_restored(self.session.group.device):
                 yield
@@ -117,7 +119,8 @@ class Coordinator:
             if isinstance(error, ControlError | CommError):
                 self.session.lost = True
                 self.opt.engine.abort()
-                self.checkpoints.save_last(self.position.step, self.state.capture)
+                if self._has_state:
+                    self.checkpoints.save_last(self.position.step, self.state.capture)
             elif isinstance(error, ConsistencyError):
                 self.session.give_up(str(error))
             raise
@@ -271,9 +274,7 @@ class Coordinator:
         """The coming step's samples; the optimizer is told of them, and has its learning rate."""
         at = self.position
         samples = self._samples(at.epoch, at.cursor, at.batch_size)
-        statistics = (at.mean_grad_sq, at.mean_grad_variance)
-        self.opt.lr_factor = self.schedule.factor(at.schedule, at.batch_size, at.lr_scale, *statistics)
-        self.session.lr = (self.opt.base_lr * self.opt.lr_factor, at.lr_scale)
+        self._set_learning_rate()
         workers = self.session.group
         for watch in self._watches:
             watch.before_step()
@@ -282,6 +283,13 @@ class Coordinator:
         alone = workers.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         self.opt.begin(samples.plan(workers.rank if alone else None))
         return samples
+
+    def _set_learning_rate(self) -> None:
+        """The coming step's, for the optimizer and for kf.set_lr."""
+        at = self.position
+        statistics = (at.mean_grad_sq, at.mean_grad_variance)
+        self.opt.lr_factor = self.schedule.factor(at.schedule, at.batch_size, at.lr_scale, *statistics)
+        self.session.lr = (self.opt.base_lr * self.opt.lr_factor, at.lr_scale)
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
@@ -337,7 +345,8 @@ class Coordinator:
             at.drifted = 0
 
     def begin(self) -> None:
-        """The policy's hooks before a step."""
+        """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
+        self._set_learning_rate()
         if self.position.cursor == 0:
             self.policy.before_epoch()
         self.policy.before_step()

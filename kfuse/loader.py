@@ -106,9 +106,9 @@ class DataLoader:
             Phase.EVALUATE: lambda: None,
             Phase.END: run.end,
         }
-        self._policy.before_train()
         started = time.perf_counter()
         with run.absorbing_failures():
+            self._policy.before_train()
             stays = run.start()
             while stays and not run.over:
                 phase = run.position.phase

@@ -56,8 +56,8 @@ class Loop:
         self._started = time.perf_counter()
         if not run.model.training:  # else modules that the user put into eval mode (a frozen BatchNorm) stay so
             run.model.train()
-        run.policy.before_train()
         with run.in_force():
+            run.policy.before_train()
             stays = run.start()
             while stays and not run.over:
                 over = run.position.phase is Phase.SWITCH and run.finished() is not None

@@ -97,48 +97,55 @@ def _state(generator: Any) -> bytes:
     return pickle.dumps(generator.get_state())
 
 
+_AVERAGED = (
+    "buffer %s changes in forward: each step's changes are averaged over the micro-batches, as for BatchNorm. Where a "
+    "mean has no meaning, register it with persistent=False"
+)
+_APART = (
+    "buffer %s changes in forward and is not kept the same on all workers (only floating-point, persistent buffers "
+    "are): results may depend on the number of workers"
+)
+_REPLACED = (
+    "buffer %s is replaced in forward and is not kept the same on all workers: change it in place instead, with "
+    "copy_(...), mul_(...), add_(...)"
+)
+
+
 class BufferWatch:
     """Finds, in the first step, the buffers that forward changes and that are not BatchNorm's, and warns of them once.
 
     Those that are averaged may have another meaning than a mean; those that are not averaged become different on
-    each worker.
+    each worker, and so do those that forward replaces by another tensor (`self.mean = ...`).
     """
 
     def __init__(self, model: nn.Module, averaged: Sequence[Tensor], several: bool) -> None:
         """several: whether there are, or can be, several workers, so that it matters what is not averaged."""
-        self._watched: list[tuple[str, Tensor, bool]] = []
-        known = {id(buffer) for buffer in averaged}
+        self._several = several
+        self._watched: list[tuple[nn.Module, str, str, Tensor]] = []  # module, its path, the buffer's name, the buffer
+        self._averaged = {id(buffer) for buffer in averaged}
         for path, module in model.named_modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 continue
             for name, buffer in module.named_buffers(recurse=False):
-                is_averaged = id(buffer) in known
-                if is_averaged or several:
-                    self._watched.append((f"{path}.{name}" if path else name, buffer, is_averaged))
+                if several or id(buffer) in self._averaged:
+                    self._watched.append((module, path, name, buffer))
         self._before: list[Tensor] | None = None
 
     def before_step(self) -> None:
         """A step begins; the first one is looked at."""
         if self._before is None and self._watched:
-            self._before = [buffer.clone() for _, buffer, _ in self._watched]
+            self._before = [buffer.clone() for *_, buffer in self._watched]
 
     def after_step(self, says: bool) -> None:
         """The step is complete. says: whether this worker is the one that warns."""
         if self._before is None or not self._watched:
             return
-        for (name, buffer, is_averaged), before in zip(self._watched, self._before, strict=True):
-            if not says or torch.equal(buffer, before):
+        for (module, path, name, buffer), before in zip(self._watched, self._before, strict=True):
+            now = getattr(module, name, None)
+            if not says or (isinstance(now, Tensor) and now.device == before.device and torch.equal(now, before)):
                 continue
-            if is_averaged:
-                _LOG.warning(
-                    "buffer %s changes in forward: each step's changes are averaged over the micro-batches, as for "
-                    "BatchNorm. Where a mean has no meaning, register it with persistent=False",
-                    name,
-                )
-            else:
-                _LOG.warning(
-                    "buffer %s changes in forward and is not kept the same on all workers (only floating-point, "
-                    "persistent buffers are): results may depend on the number of workers",
-                    name,
-                )
+            if now is buffer:
+                _LOG.warning(_AVERAGED if id(buffer) in self._averaged else _APART, f"{path}.{name}".lstrip("."))
+            elif self._several:
+                _LOG.warning(_REPLACED, f"{path}.{name}".lstrip("."))
         self._watched, self._before = [], []

@@ -310,6 +310,34 @@ def test_the_same_clipping_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert sum(words in note for note in others) == 1
 
 
+@pytest.mark.parametrize("hook", ["before_train", "before_epoch", "before_step"])
+def test_hooks_before_the_first_step_may_use_the_verbs(hook: str) -> None:
+    seen: list[tuple[int, float]] = []
+
+    class Early(kf.BasePolicy):
+        def decide(self, signals: kf.Signals) -> kf.Decision | None:
+            seen.append((signals.batch_size, signals.lr))
+            return None
+
+    def ask(policy: Early) -> None:
+        if not seen:
+            kf.set_batch_size(16)
+            kf.set_lr(0.05)
+
+    setattr(Early, hook, ask)
+    net = network()
+    kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(Early()), batch_size=8, lr_scaling="none")
+    assert seen[0] == (8, 0.1) and seen[-1] == (16, pytest.approx(0.05))
+
+
+def test_set_lr_says_where_the_rate_is_zero() -> None:
+    net = network()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    ramp = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: step / 10)
+    with pytest.raises(ValueError, match=r"kf.set_lr\(0.05\): the learning rate is 0 now"):
+        kf.fit(net, problem(), opt, kf.Hook(Orders({0: ("set_lr", 0.05)})), scheduler=ramp)
+
+
 def test_verbs_that_change_training_belong_inside_fit() -> None:
     net = network()
     opt = kf.FusedSGD(net.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse import session
+from kfuse.comm import tail
 from kfuse.comm.step import StepPlan
 
 EVERY, STEPS, SIZES = 3, 7, (8, 8, 6)  # steps, and the samples of a step's micro-batches, shared out between workers
@@ -180,3 +182,17 @@ def test_reproducible_runs_synchronize_at_every_step() -> None:
     with pytest.raises(ValueError, match=r"comm\.reproducible=true synchronises at every step"):
         own.ask(sync=2)
     own.ask(sync=1)
+
+
+def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptureFixture) -> None:
+    """There the warning goes by the statistics of the step before, and a local step's gradient norm is unknown."""
+    opt = kf.FusedSGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    record = torch.zeros(tail.TAIL_SLOTS + 2 + tail.RANK_SLOTS, dtype=torch.float64)
+    record[[tail.SAMPLES, tail.MICRO_BATCHES]] = 2.0
+    for step, (local, norm) in enumerate([(True, torch.nan), (True, torch.nan), (False, torch.inf), (False, 1.0)]):
+        record[tail.TAIL_SLOTS] = norm
+        opt.statistics.push(step, "samples", record.clone())
+        opt._warn_of_nonfinite(step, on_gpu, local)
+    [said] = [each.getMessage() for each in caplog.records if each.name == "kfuse"]
+    assert said.startswith("step 2: a gradient is not finite")

@@ -208,6 +208,24 @@ def test_a_counter_that_is_not_kept_the_same_is_named(caplog: Any) -> None:
     assert "buffer calls changes in forward and is not kept the same on all workers" in said
 
 
+def test_a_buffer_that_forward_replaces_is_named(caplog: Any) -> None:
+    """What is averaged is the tensor that the optimizer knows, not the one that takes its place."""
+
+    class Replacing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("cache", torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            self.cache = torch.ones(1)  # the same value again: no harm
+            return super().forward(x - self.mean)
+
+    [said] = warnings_of(caplog, Replacing(), Augmented(), REPRODUCIBLE)
+    assert "buffer mean is replaced in forward and is not kept the same on all workers" in said
+
+
 def test_batch_norm_and_plain_models_are_silent(caplog: Any) -> None:
     assert warnings_of(caplog, networks("batch_norm"), Augmented(), REPRODUCIBLE) == []
 

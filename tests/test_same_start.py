@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm.group import CommError
 from kfuse.comm.tail import digest, digest_from_slots, digest_slots
+from kfuse.coordinator import Coordinator
+from kfuse.data import as_dataset
 from kfuse.evaluation import params_sha256
+from kfuse.loop import Loop
+from kfuse.lr import LRSchedule
+from kfuse.position import CheckpointSettings, Settings
+from kfuse.session import current
+from kfuse.signals import Bounds
 
 
 def problem(count: int = 64) -> tuple[Tensor, Tensor]:
@@ -217,6 +225,32 @@ def test_an_elastic_job_whose_workers_differ_ends_in_one_line(tmp_path: Path) ->
     assert len(job.views) == 1  # nobody was replaced
 
 
+def unusual_layouts(kind: str) -> tuple[list[float], list[float]]:
+    """Buffers that repeat their elements, and parameters whose layout changes after the optimizer was made."""
+    kf.init()
+    torch.manual_seed(kf.rank())
+    net = nn.Conv2d(3, 4, 3)
+    net.register_buffer("counts", torch.full((1,), kf.rank()).expand(4))
+    net.register_buffer("scales", torch.full((1, 2), float(kf.rank())).expand(3, 2))
+    opt: Any = kf.FusedSGD(net.parameters(), 0.1)
+    if kind == "wrapped":
+        opt = kf.Optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    opt.sync_buffers(net)
+    net.to(memory_format=torch.channels_last)
+    for _ in range(2):
+        net(torch.ones(2, 3, 8, 8)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert net.counts.tolist() == [0] * 4 and net.scales.tolist() == [[0.0] * 2] * 3
+    return net.weight.flatten().tolist(), net.bias.tolist()
+
+
+@pytest.mark.parametrize("kind", ["fused", "wrapped"])
+def test_expanded_buffers_and_other_memory_formats(kind: str) -> None:
+    one, other = run_workers(2, unusual_layouts, kind)
+    assert one == other
+
+
 def reproducible_run() -> str:
     kf.init(kf.CommOptions(reproducible=True, check_every=1))
     net = network(kf.rank())
@@ -228,3 +262,30 @@ def reproducible_run() -> str:
 def test_no_false_alarm_whoever_has_no_micro_batch() -> None:
     """Three micro-batches, four workers: one has none, and sends no digest. The bits stay those of one worker."""
     assert len({*run_workers(1, reproducible_run), *run_workers(4, reproducible_run)}) == 1
+
+
+def start_that_fails(directory: str) -> None:
+    """Rank 1 is lost after the optimizer was made, before rank 0 has read the checkpoint that it is to resume from."""
+    kf.init(timeout_s=20)
+    net, train = network(kf.rank()), as_dataset(problem())
+    checkpoints = CheckpointSettings(Path(directory), every_steps=5, resume="auto")
+    run = Coordinator(
+        net,
+        train,
+        kf.FusedSGD(net.parameters(), lr=0.1),
+        session=current(),
+        policy=kf.BasePolicy(),
+        schedule=LRSchedule(base_batch_size=8),
+        settings=Settings(8, 4, Bounds(4, 8, 1, 2), checkpoints=checkpoints),
+    )
+    if kf.rank() == 1:
+        assert current().group.close(0.0)
+        return
+    with pytest.raises(CommError):
+        Loop(run, train, F.cross_entropy).run()
+
+
+def test_a_start_that_fails_leaves_the_checkpoints_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-00000020").mkdir()
+    run_workers(2, start_that_fails, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]

@@ -52,7 +52,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.statistics = Statistics()
         self._session: Session = current()
         self._unit = "micro-batches"
-        self._had_gradients = self._was_nonfinite = False
+        self._had_gradients = self._was_nonfinite = self._was_local = False
         self._tracked: nn.Module | None = None
         self._build_engine()
         self._session.register(self)
@@ -183,13 +183,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
         0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
         """
-        rates = [group.get("lr", 0.0) for group in self.param_groups]
-        return [0.0 if isinstance(rate, Tensor) and rate.is_cuda else float(rate) * self.lr_factor for rate in rates]
+        return [rate * self.lr_factor for rate in self._base_rates()]
 
     @property
     def base_lr(self) -> float:
         """The learning rate that records speak of, without `lr_factor`: the first group's that is not zero."""
-        return next((rate / self.lr_factor for rate in self.learning_rates() if rate), 0.0) if self.lr_factor else 0.0
+        return next((rate for rate in self._base_rates() if rate), 0.0)
+
+    def _base_rates(self) -> list[float]:
+        rates = [group.get("lr", 0.0) for group in self.param_groups]
+        return [0.0 if isinstance(rate, Tensor) and rate.is_cuda else float(rate) for rate in rates]
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -282,7 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         unit = "micro-batches" if reduced.implicit else self._unit
         record = torch.cat([record, skipped.reshape(1), reduced.of_ranks.reshape(-1).double()])
         self.statistics.push(self.engine.step - 1, unit, record)
-        self._warn_of_nonfinite(self.engine.step - 1, finite)
+        self._warn_of_nonfinite(self.engine.step - 1, finite, reduced.local)
         self._check_consistency()
         return loss
 
@@ -405,15 +408,17 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         squares = [p.grad.double().square().sum() for p in self.engine.params if p.grad is not None]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
-    def _warn_of_nonfinite(self, step: int, finite: Tensor) -> None:
+    def _warn_of_nonfinite(self, step: int, finite: Tensor, local: bool) -> None:
         """Rank 0 names the first of a run of steps whose gradients are not finite; on CUDA one step later."""
         if hasattr(self, "found_inf"):  # GradScaler's: there skips are how it finds its scale
             return
+        was_local, self._was_local = self._was_local, local
         if finite.device.type == "cuda":
             stats = self.statistics.latest
             if stats is None:
                 return
-            step, nonfinite = stats.step, stats.grad_norm is None
+            # Of a local step the norm is unknown anyhow.
+            step, nonfinite = stats.step, stats.skipped or (stats.grad_norm is None and not was_local)
         else:
             nonfinite = not finite
         if nonfinite and not self._was_nonfinite and self._session.group.rank == 0:

@@ -29,6 +29,7 @@ def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[st
     """
     if group.size == 1 or not tensors:
         return
+    tensors = [_each_element_once(tensor.detach()) for tensor in tensors]
     layout = hashlib.sha256(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()).digest()
     mine = torch.tensor([int.from_bytes(layout[:7], "little"), len(tensors)], device=group.device)
     layouts = group.all_gather(mine, "shapes of the parameters")
@@ -37,7 +38,7 @@ def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[st
             counts = f"{int(other[1])} tensors there, {int(layouts[0][1])} on rank 0"
             raise ValueError(f"rank {rank} has another model than rank 0: their parameters differ in shape ({counts})")
     # As bytes, since gloo does not know all types of elements.
-    values = [t.detach().reshape(-1).to(group.device).contiguous() for t in tensors]
+    values = [t.reshape(-1).to(group.device).contiguous() for t in tensors]
     messages = [
         group.broadcast(value.view(torch.uint8), f"rank 0's {name}")
         for value, name in zip(values, names, strict=True)
@@ -47,7 +48,15 @@ def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[st
         message.wait()
     for tensor, value in zip(tensors, values, strict=True):
         if tensor.data_ptr() != value.data_ptr():
-            tensor.detach().copy_(value.view(tensor.shape))
+            tensor.copy_(value.view(tensor.shape))
+
+
+def _each_element_once(tensor: Tensor) -> Tensor:
+    """Without the dimensions along which `expand` repeats a tensor: one that repeats cannot be written."""
+    for dim in reversed(range(tensor.ndim)):
+        if tensor.stride(dim) == 0 and tensor.numel():
+            tensor = tensor.select(dim, 0)
+    return tensor
 
 
 def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[str], rates: Sequence[float]) -> str:
@@ -57,7 +66,7 @@ def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[st
     found = torch.stack(group.all_gather(torch.stack(values), "digests of the parameters")).cpu()
     different = (found != found[0]).any(dim=0).nonzero().flatten().tolist()
     if not different:
-        return "a parameter that has changed since on some of them"
+        return "what differed then has been overwritten since"
     first = different[0]
     ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
     what = f"the learning rate of group {first}" if first < len(rates) else names[first - len(rates)]
@@ -67,6 +76,7 @@ def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[st
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
     """The buffers whose changes are averaged over a step's micro-batches: floating-point ones, BatchNorm's counters.
 
+    An expanded buffer is left out, since nothing can write it in place.
     A buffer that nothing changes costs its bytes in each step's last message, so large constants are left out by being
     registered as non-persistent buffers (as rotary embeddings' tables usually are).
     """
@@ -75,6 +85,7 @@ def averaged_buffers(model: nn.Module) -> list[Tensor]:
         counts = isinstance(module, nn.modules.batchnorm._NormBase)
         for name, buffer in module.named_buffers(recurse=False):
             kept = name not in module._non_persistent_buffers_set
-            if kept and (buffer.is_floating_point() or counts):
+            writable = _each_element_once(buffer).numel() == buffer.numel()
+            if kept and writable and (buffer.is_floating_point() or counts):
                 found[id(buffer)] = buffer
     return list(found.values())
