@@ -231,9 +231,11 @@ class Coordinator:
             orders = self._gather_orders()  # rank 0's state is everybody's, whatever each one has built
         newest = max(orders)
         if min(orders) < newest:
-            state = transfer.share(group, orders.index(newest), self.state.capture)
+            shared = transfer.share(group, orders.index(newest), lambda: [self._arguments(), self.state.capture()])
             if orders[group.rank] < newest:
-                self._restore(transfer.decode(state, group.device))
+                arguments, state = transfer.decode(shared, group.device)
+                self._refuse_other_arguments(arguments)
+                self._restore(state)
         self._has_state = True
         if begins:
             self.session.workers_asked = view.size
@@ -243,6 +245,35 @@ class Coordinator:
             self.session.ask(workers=self.session.workers_asked)  # the last leader may not have come to it
             self.reports.resend(events=True)
         self.reports.view(self.position.step, view, regroup_s, time.perf_counter() - started)
+
+    def _arguments(self) -> dict[str, Any]:
+        """What the script gave on this worker and must be the same on all: each one computes its share from it."""
+        settings, schedule, bounds = self.settings, self.schedule, self.settings.bounds
+        return {
+            "samples of data": len(self._train),
+            "seed": settings.seed,
+            "batch_size": settings.batch_size,
+            "micro_batch": settings.micro_batch,
+            "max_batch_size": bounds.batch_max,
+            "epochs": settings.epochs,
+            "steps": settings.steps,
+            "eval_every": settings.eval_every,
+            "target_accuracy": settings.target_accuracy,
+            "precision": settings.precision,
+            "lr_scaling": schedule.scaling,
+            "warmup_steps": schedule.warmup_steps,
+            "decay": schedule.decay,
+        }
+
+    def _refuse_other_arguments(self, theirs: Mapping[str, Any]) -> None:
+        """Raises ValueError where this worker's arguments are not those of the one whose state it is to take."""
+        mine = self._arguments()
+        different = [f"{name} {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
+        if different:
+            raise ValueError(
+                f"this worker was given other arguments than the one whose state it takes ({'; '.join(different)}): "
+                "all workers must be given the same"
+            )
 
     def _gather_orders(self) -> list[int]:
         """How far each worker is; -1 for one without state."""

@@ -128,6 +128,41 @@ def test_another_model_on_a_rank_is_refused() -> None:
         run_workers(2, other_shapes)
 
 
+def frozen_on_one() -> None:
+    kf.init()
+    net = nn.Linear(4, 3)
+    net.bias.requires_grad_(kf.rank() == 0)
+    kf.FusedSGD(net.parameters(), lr=0.1)
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_alone_is_refused() -> None:
+    with pytest.raises(WorkersFailed, match=r"rank 1 has another model than rank 0: .* or in which are frozen"):
+        run_workers(2, frozen_on_one)
+
+
+def fit_with(arguments: dict[str, Any], cut: int) -> None:
+    """kf.fit, on rank 1 with these arguments and with this many samples less."""
+    kf.init()
+    net = network(0)
+    x, y = problem()
+    end = len(x) - cut * kf.rank()
+    rest = arguments if kf.rank() else {}
+    kf.fit(net, (x[:end], y[:end]), kf.FusedSGD(net.parameters(), lr=0.1), **{"steps": 5, "batch_size": 16, **rest})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cut", "told"),
+    [
+        ({"seed": 1}, 0, "seed 1 here, 0 there"),
+        ({"micro_batch": 2}, 0, "micro_batch 2 here, 4 there"),
+        ({}, 3, "samples of data"),
+    ],
+)
+def test_training_with_other_arguments_on_a_rank_is_refused(arguments: dict[str, Any], cut: int, told: str) -> None:
+    with pytest.raises(WorkersFailed, match=f"other arguments than the one whose state it takes .{told}"):
+        run_workers(2, fit_with, arguments, cut)
+
+
 @pytest.mark.full
 def test_an_elastic_job_starts_from_rank_0s_model(tmp_path: Path) -> None:
     """Each process draws its own parameters; all workers, and one that joins later, have rank 0's."""

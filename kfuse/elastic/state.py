@@ -13,7 +13,7 @@ from kfuse.comm.group import Group
 _WHAT = "state of the most advanced worker"
 
 
-def share(group: Group, source: int, make: Callable[[], dict[str, Any]]) -> bytes:
+def share(group: Group, source: int, make: Callable[[], Any]) -> bytes:
     """Gives every rank what `make` makes on rank `source`: tensors and plain values, encoded. Raises CommError."""
     payload = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
@@ -28,10 +28,9 @@ def share(group: Group, source: int, make: Callable[[], dict[str, Any]]) -> byte
     return payload.cpu().numpy().tobytes()
 
 
-def decode(payload: bytes, device: torch.device) -> dict[str, Any]:
-    """The state in `payload`, tensors on `device`, wherever the sender had them.
+def decode(payload: bytes, device: torch.device) -> Any:
+    """What `share` made `payload` of, tensors on `device`, wherever the sender had them.
 
     Only tensors and plain values are accepted: nothing in it can run code.
     """
-    state: dict[str, Any] = torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
-    return state
+    return torch.load(io.BytesIO(payload), map_location=device, weights_only=True)

@@ -25,18 +25,22 @@ def rates_salt(rates: Iterable[float]) -> int:
 def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     """Gives every rank rank 0's values of these tensors, in place.
 
-    Raises ValueError on every rank where they do not have the same number, shapes and types of tensors, CommError.
+    Raises ValueError on every rank where they do not have the same number, shapes and types of tensors, or do not train
+    the same ones, CommError.
     """
     if group.size == 1 or not tensors:
         return
+    layout = hashlib.sha256(repr([(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]).encode()).digest()
     tensors = [_each_element_once(tensor.detach()) for tensor in tensors]
-    layout = hashlib.sha256(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()).digest()
     mine = torch.tensor([int.from_bytes(layout[:7], "little"), len(tensors)], device=group.device)
     layouts = group.all_gather(mine, "shapes of the parameters")
     for rank, other in enumerate(layouts):
         if not torch.equal(other, layouts[0]):
             counts = f"{int(other[1])} tensors there, {int(layouts[0][1])} on rank 0"
-            raise ValueError(f"rank {rank} has another model than rank 0: their parameters differ in shape ({counts})")
+            raise ValueError(
+                f"rank {rank} has another model than rank 0: their parameters differ in shape, in type or in which are "
+                f"frozen ({counts})"
+            )
     # As bytes, since gloo does not know all types of elements.
     values = [t.reshape(-1).to(group.device).contiguous() for t in tensors]
     messages = [
