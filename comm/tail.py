@@ -59,7 +59,8 @@ def _fp32(value: float) -> float:
 def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
     """The sum of the tensors' bits as 32-bit integers, modulo 2^64: int64 scalar on their device, without a wait.
 
-    Any single difference changes it. tensors: of 4-byte elements. salt: added, for values on the host.
+    Any single difference changes it; another order of the same elements does not. tensors: of 4-byte elements. salt:
+    added, for values on the host.
     """
     total = torch.full((), _signed(salt), dtype=torch.int64, device=tensors[0].device if tensors else None)
     for tensor in tensors:

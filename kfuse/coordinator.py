@@ -148,11 +148,12 @@ class Coordinator:
         return failure
 
     def start(self) -> bool:
-        """In the first view: takes over the others' state if there is one."""
+        """Calls the policy's first hook; then, in the first view, takes over the others' state if there is one."""
         self.session.begin_training()
         self.opt.zero_grad()  # gradients of an interrupted step, or of a backward before this run, are not this run's
         self.opt.statistics.begin_run()
         self.opt.engine.step = 0
+        self.policy.before_train()
         return self.attempt(self._join)
 
     def _join(self) -> None:

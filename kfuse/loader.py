@@ -108,7 +108,6 @@ class DataLoader:
         }
         started = time.perf_counter()
         with run.absorbing_failures():
-            self._policy.before_train()
             stays = run.start()
             while stays and not run.over:
                 phase = run.position.phase

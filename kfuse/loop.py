@@ -57,7 +57,6 @@ class Loop:
         if not run.model.training:  # else modules that the user put into eval mode (a frozen BatchNorm) stay so
             run.model.train()
         with run.in_force():
-            run.policy.before_train()
             stays = run.start()
             while stays and not run.over:
                 over = run.position.phase is Phase.SWITCH and run.finished() is not None

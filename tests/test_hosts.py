@@ -18,6 +18,8 @@ from elastic_job import is_alive, read_lines, wait_until
 
 from kfuse import script
 
+pytestmark = pytest.mark.full
+
 TOKEN = "a-secret-for-this-job"
 SCRIPT = """
 import pathlib, sys, time
@@ -25,8 +27,6 @@ import torch, torch.nn.functional as F
 import kfuse as kf
 from kfuse.data import load_digits
 from kfuse.models import MLP
-
-pytestmark = pytest.mark.full
 
 torch.set_num_threads(1)
 kf.init(kf.CommOptions(reproducible=True), timeout_s=20)

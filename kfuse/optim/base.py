@@ -168,9 +168,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def sync_buffers(self, model: nn.Module) -> None:
         """Keeps the buffers that `model` changes as it trains (BatchNorm's running statistics) the same on all workers.
 
-        Each step's changes of all floating-point buffers, and of BatchNorm's counters, are averaged over the step's
-        micro-batches. Where the number of workers is fixed, all start from rank 0's values of buffers and parameters,
-        frozen ones included. Call it on every worker, before the first step.
+        Each step's changes of all persistent floating-point buffers, and of BatchNorm's counters, are averaged over the
+        step's micro-batches. Where the number of workers is fixed, all start from rank 0's values of buffers and
+        parameters, frozen ones included. Call it on every worker, before the first step, and again after
+        `model.load_state_dict`: in a loop of bare backwards what was loaded counts as a change of the next step, and
+        may lose its last bits.
         """
         self._tracked = model
         if not self._session.elastic:

@@ -74,7 +74,8 @@ def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[st
     first = different[0]
     ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
     what = f"the learning rate of group {first}" if first < len(rates) else names[first - len(rates)]
-    return f"{what} (ranks {', '.join(map(str, ranks))} against rank 0; {len(different)} values differ in all)"
+    count = f"{len(different)} of {found.shape[1]} learning rates and parameters differ"
+    return f"{what} (ranks {', '.join(map(str, ranks))} against rank 0; {count})"
 
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
