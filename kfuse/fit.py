@@ -78,7 +78,10 @@ def fit(
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
     train = as_dataset(data)
     if scheduler is None and isinstance(opt, DistributedOptimizer) and has_scheduler(opt):
-        raise ValueError("a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=")
+        raise ValueError(
+            "a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=, or, to train "
+            "without it, make a new optimizer"
+        )
     run = plan_run(
         model,
         train,
