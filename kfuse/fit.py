@@ -79,8 +79,8 @@ def fit(
     train = as_dataset(data)
     if scheduler is None and isinstance(opt, DistributedOptimizer) and has_scheduler(opt):
         raise ValueError(
-            "a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=, or, to train "
-            "without it, make a new optimizer"
+            "a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=, or make a "
+            "new optimizer to train without it"
         )
     run = plan_run(
         model,
