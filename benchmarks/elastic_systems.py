@@ -47,7 +47,7 @@ class System(ABC):
         return "\n".join([f"{self.name} ended:", *(self.directory / "output").read_text().splitlines()[-10:]])
 
     def stop(self) -> None:
-        """Each system ends its own workers when asked to; whoever is left after that is killed."""
+        """Each system ends its own workers when asked to; those left after that are killed."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)

@@ -24,7 +24,7 @@ BATCH, LR, SNAPSHOT_EVERY = 64, 1e-3, 20
 
 
 class Log:
-    """Lines are appended whole, whoever else writes."""
+    """Lines are appended whole, also beside other writers."""
 
     def __init__(self, directory: Path) -> None:
         self._file = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -40,7 +40,7 @@ SCALE = 0.25
 @dataclass(frozen=True)
 class Case:
     floor_bytes: int
-    """What must be read and written, whoever does it."""
+    """What must be read and written by any implementation."""
     make: Callable[[], Buffers]
     """Fresh random buffers."""
     runs: dict[str, Run]

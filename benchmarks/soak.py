@@ -133,18 +133,18 @@ def soak(args: argparse.Namespace, console: Console) -> int:
     spare_from = min(20, args.events // 10)
     with tempfile.TemporaryDirectory() as name, Progress(*COLUMNS, console=console) as bar:
         directory = Path(name)
-        wishes = directory / "wishes.json"
+        requests = directory / "requests.json"
         task = bar.add_task("events", total=args.events)
         settings = {
-            "wishes": wishes,
+            "requests": requests,
             "events": args.events,
             "spare_from": spare_from,
             "topologies": [name for name in transports.NAMES if reproducible(name)],
             "chance": random.Random(args.seed),
             "done": lambda kind: bar.update(task, advance=1, description=f"events ({kind})"),
         }
-        wishes.write_text(json.dumps({"workers": START, "topology": None, "asked": 0}))
-        policy = [override("+policy.wishes", str(wishes)), override("+policy.pace_s", args.pace)]
+        requests.write_text(json.dumps({"workers": START, "topology": None, "asked": 0}))
+        policy = [override("+policy.requests", str(requests)), override("+policy.pace_s", args.pace)]
         started = time.perf_counter()
         recorder, events = asyncio.run(run(directory / "soak", [*policy, f"workers.count={START}"], settings))
         wall_s = time.perf_counter() - started

@@ -85,7 +85,7 @@ class Soak:
 
     supervisor: Supervisor
     recorder: Recorder
-    wishes: Path
+    requests: Path
     events: int
     spare_from: int
     topologies: list[str]
@@ -97,9 +97,9 @@ class Soak:
 
     def write_wish(self, **changes: Any) -> None:
         self.wish |= changes
-        part = self.wishes.with_suffix(".part")
+        part = self.requests.with_suffix(".part")
         part.write_text(json.dumps(self.wish))
-        os.replace(part, self.wishes)
+        os.replace(part, self.requests)
 
     def members(self) -> list[Worker]:
         return self.supervisor._members()

@@ -35,13 +35,13 @@ def blobs(samples: int = 1500, classes: int = 10) -> DataSplit:
 
 
 class Obedient(BasePolicy):
-    """Batch size by the noise scale; workers and topology as the file `wishes` says: {workers, topology, asked}.
+    """Batch size by the noise scale; workers and topology as the file `requests` says: {workers, topology, asked}.
 
     asked: how often a topology was asked for. pace_s: a step takes at least so long.
     """
 
-    def __init__(self, wishes: str | None = None, pace_s: float = 0.0) -> None:
-        self._wishes, self._pace_s = None if wishes is None else Path(wishes), pace_s
+    def __init__(self, requests: str | None = None, pace_s: float = 0.0) -> None:
+        self._requests, self._pace_s = None if requests is None else Path(requests), pace_s
         self._adapts = GNSPolicy(every=5)
         self._asked = 0
         self._began = time.monotonic()
@@ -55,12 +55,12 @@ class Obedient(BasePolicy):
 
     def decide(self, signals: Signals) -> Decision | None:
         batch_size = (self._adapts.decide(signals) or Decision()).batch_size
-        if self._wishes is None:
+        if self._requests is None:
             return Decision(batch_size=batch_size)
-        wish = json.loads(self._wishes.read_text())
-        topology = wish["topology"] if wish["asked"] > self._asked else None
-        self._asked = wish["asked"]
-        return Decision(batch_size=batch_size, workers=wish["workers"], topology=topology)
+        asked = json.loads(self._requests.read_text())
+        topology = asked["topology"] if asked["asked"] > self._asked else None
+        self._asked = asked["asked"]
+        return Decision(batch_size=batch_size, workers=asked["workers"], topology=topology)
 
 
 def _raise(*_: object) -> NoReturn:

@@ -75,7 +75,7 @@ class Bucket:
         self.renew()
 
     def renew(self, tail: int | None = None) -> None:
-        """Takes fresh slots, perhaps with another tail; the old ones are left to whoever still writes to them."""
+        """Takes fresh slots, perhaps with another tail; messages under way may still write to the old ones."""
         self.tail = self.tail if tail is None else tail
         self.slots: list[Tensor] = []
         self.views = self.view(self.slot(0))

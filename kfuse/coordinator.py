@@ -98,7 +98,7 @@ class Coordinator:
             parts["scheduler"] = user_schedule.scheduler
         self.state = TrainingState(parts)
 
-    # -- acting, whoever is lost ----------------------------------------------------------------------------------
+    # -- recovery -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -161,7 +161,7 @@ class Coordinator:
         self._synchronize()
 
     def attempt(self, act: Callable[[], None]) -> bool:
-        """Acts. Where a worker was lost: regroups instead, and whoever calls finds the position to go on from.
+        """Runs `act`. If a worker was lost meanwhile: regroups; the position then says what to do next.
 
         False if this worker is in no view any more. Raises CommError where there is no supervisor to regroup with,
         ControlError where that one is lost.
@@ -438,7 +438,7 @@ class Coordinator:
         return None
 
     def read_statistics(self, lag: int = 1) -> None:
-        """Takes in what has arrived of all steps but the newest `lag`: reports it, decides on it, obeys the leader."""
+        """Takes in what has arrived of all steps but the newest `lag`: reports, decides, applies."""
         for stats in self.opt.statistics.read(lag):
             context = self.position.contexts.pop(stats.step)
             self._decisions.take_in(self.position, stats, context.pop("members"))

@@ -1,6 +1,6 @@
-"""From what a step measured to what is asked for, announced and obeyed.
+"""From what a step measured to what is requested, announced and applied.
 
-Every worker goes through this with the same values, so all come to the same end; only the leader's wishes are heard.
+Every worker runs this with the same values and reaches the same result; only rank 0's requests are sent.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Reporter:
         """The newest steps' records. A supervisor that died may have had no time to keep them: see `resend`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest records, for whoever leads next."""
+        """The newest records, for the worker that leads next."""
         return {"recent": list(self.recent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers that belong to a micro-batch, whoever runs it."""
+"""Random numbers that belong to a micro-batch, whichever worker runs it."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Session:
         workers: int | None = None,
         replace: int | None = None,
     ) -> None:
-        """What the leader announces with the next step. Other workers' wishes go nowhere: one voice decides.
+        """What the leader announces with the next step. Only rank 0's requests are sent; other ranks' are dropped.
 
         `replace`: the number, not the rank, of a worker whose place a new one is to take.
         Raises TypeError where `workers` is not a whole number, ValueError for a topology or tree that does not exist,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.group import Group
-from kfuse.comm.transports.tree import TREES, fathers, levels
+from kfuse.comm.transports.tree import TREES, levels, parents
 from kfuse.comm.tree import Merge
 from kfuse.session import current
 
@@ -111,19 +111,19 @@ class OneByOne:
 @pytest.mark.parametrize("shape", TREES)
 @given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
 def test_every_tree_leads_to_rank_zero(shape: str, hosts: list[str]) -> None:
-    father = fathers(shape, hosts)
+    parent = parents(shape, hosts)
     for rank in range(len(hosts)):
         path = [rank]
         while path[-1] != 0:
-            path.append(father[path[-1]])
+            path.append(parent[path[-1]])
             assert len(path) <= len(hosts)
-    assert father[0] == 0
-    deepest_first = levels(father)
+    assert parent[0] == 0
+    deepest_first = levels(parent)
     assert sorted(r for level in deepest_first for r in level) == list(range(1, len(hosts)))
     depth = {r: d for d, level in enumerate(reversed(deepest_first), 1) for r in level} | {0: 0}
-    assert all(depth[r] == depth[father[r]] + 1 for r in range(1, len(hosts)))
+    assert all(depth[r] == depth[parent[r]] + 1 for r in range(1, len(hosts)))
     if shape == "host":
-        assert sum(hosts[r] != hosts[father[r]] for r in range(len(hosts))) == len(set(hosts)) - 1
+        assert sum(hosts[r] != hosts[parent[r]] for r in range(len(hosts))) == len(set(hosts)) - 1
 
 
 def sum_up_a_tree(shape: str, hosts: list[str]) -> list[float]:

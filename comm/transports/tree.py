@@ -16,8 +16,8 @@ from kfuse.comm.tree import Merge
 TREES = ("binary", "star", "host")
 
 
-def fathers(shape: str, hosts: Sequence[str]) -> list[int]:
-    """Each rank's father in the tree, rank 0's being itself; `hosts[r]` is where rank r runs.
+def parents(shape: str, hosts: Sequence[str]) -> list[int]:
+    """Each rank's parent in the tree, rank 0's being itself; `hosts[r]` is where rank r runs.
 
     binary: a heap. star: everyone under rank 0. host: everyone under the first rank of its host, and those in a heap.
     Raises ValueError for another shape.
@@ -35,13 +35,13 @@ def fathers(shape: str, hosts: Sequence[str]) -> list[int]:
     raise ValueError(f"comm.tree={shape!r}: allowed are {', '.join(TREES)}")
 
 
-def levels(father: Sequence[int]) -> list[list[int]]:
+def levels(parent: Sequence[int]) -> list[list[int]]:
     """The ranks at each depth below the root, the deepest first."""
-    depth = [0] * len(father)
-    for rank in range(len(father)):
+    depth = [0] * len(parent)
+    for rank in range(len(parent)):
         at = rank
-        while at != father[at]:
-            at, depth[rank] = father[at], depth[rank] + 1
+        while at != parent[at]:
+            at, depth[rank] = parent[at], depth[rank] + 1
     return [[r for r, d in enumerate(depth) if d == level] for level in range(max(depth), 0, -1)]
 
 
@@ -53,8 +53,8 @@ class Tree:
 
     def __init__(self, group: Group, shape: str) -> None:
         self._group = group
-        self._father = fathers(shape, group.hosts)
-        self._levels = levels(self._father)
+        self._parent = parents(shape, group.hosts)
+        self._levels = levels(self._parent)
         self._first: dict[int, tuple[Tensor, str, Pending, Tensor]] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
@@ -77,10 +77,10 @@ class Tree:
             self._down(flat, children, f"{what} (tree, down)")
 
     def _up(self, flat: Tensor, children: list[int], what: str) -> tuple[Pending, Tensor]:
-        """Sends `flat` from these children to their fathers; the message, and what it brings this rank."""
+        """Sends `flat` from these children to their parents; the message, and what it brings this rank."""
         rank, numel = self._group.rank, flat.numel()
-        into = [numel if r in children and self._father[r] == rank else 0 for r in range(self._group.size)]
-        cut = [numel if rank in children and r == self._father[rank] else 0 for r in range(self._group.size)]
+        into = [numel if r in children and self._parent[r] == rank else 0 for r in range(self._group.size)]
+        cut = [numel if rank in children and r == self._parent[rank] else 0 for r in range(self._group.size)]
         rows = flat.new_empty(sum(into))
         return self._group.all_to_all(rows, into, flat if sum(cut) else flat[:0], cut, what), rows
 
@@ -91,9 +91,9 @@ class Tree:
             flat.add_(row)
 
     def _down(self, flat: Tensor, children: list[int], what: str) -> None:
-        """The sum, from fathers to these children."""
+        """The sum, from parents to these children."""
         rank, numel = self._group.rank, flat.numel()
-        cut = [numel if r in children and self._father[r] == rank else 0 for r in range(self._group.size)]
-        into = [numel if rank in children and r == self._father[rank] else 0 for r in range(self._group.size)]
+        cut = [numel if r in children and self._parent[r] == rank else 0 for r in range(self._group.size)]
+        into = [numel if rank in children and r == self._parent[rank] else 0 for r in range(self._group.size)]
         out = flat if sum(into) else flat[:0]
         self._group.all_to_all(out, into, flat.repeat(sum(map(bool, cut))), cut, what).wait()

@@ -1,4 +1,4 @@
-"""A worker's end of the control channel: threads that listen and show life, while training computes."""
+"""A worker's end of the control channel: a receiver thread and a heartbeat thread, beside the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's door: who connects is a stranger until it has said hello with the job's token."""
+"""Authenticates connections to the supervisor by the job's token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gate:
             self._strangers.pop(writer, None)
         known = hmac.compare_digest(str(hello.get("token", "")).encode(), self._token.encode())
         if hello["type"] != "hello" or not known:
-            raise ValueError("a stranger")
+            raise ValueError("not authenticated")
         return hello
 
 

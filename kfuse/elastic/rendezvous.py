@@ -81,7 +81,7 @@ def _connect(meeting: Rendezvous) -> Store:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine that connections to host:port leave from: whoever is there can reach it.
+    """The address of this machine that connections to host:port leave from: the process there can reach it.
 
     Raises OSError where no way leads there.
     """

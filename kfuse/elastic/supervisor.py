@@ -224,7 +224,7 @@ class Supervisor:
             if status == 0:
                 self._quit(worker)
             else:
-                await asyncio.wait([lines], timeout=0.05)  # its last words
+                await asyncio.wait([lines], timeout=0.05)  # the rest of its output
                 if not self._done and not self._all_out(worker):
                     await self._lost(worker, was, status)
                 elif self._elasticity.script and (worker.why or not worker.killed.is_set()):
@@ -437,7 +437,7 @@ class Supervisor:
                 except Exception as error:  # ours, and not the connection's
                     self._end(error)
         except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # a stranger, or a worker that died in the middle of a line: its process's end is what counts
+            pass  # not authenticated, or a worker that died in the middle of a line: its process's end is what counts
         finally:
             del self._connections[task]
             writer.close()
@@ -580,7 +580,7 @@ class Supervisor:
         self._tell(workers + leaving, "view", view=self._view.to_json())
 
     def _open_store(self) -> tuple[str, int]:
-        """A store for the next view. The one before is closed: whoever still waits there is woken by an error."""
+        """A store for the next view. The one before is closed: workers that still wait there are woken by an error."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else strangers at the store fill the screen
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # seconds: the workers boot meanwhile
 

@@ -41,7 +41,7 @@ async def offer(host: str, port: int, token: str, slots: int, dies_with_us: bool
             message = protocol.decode(line)
             if message["type"] == "over":
                 return
-            await agent.obey(message)
+            await agent.handle(message)
         await agent.ended(_LAST_WORDS_S)
     except (OSError, ValueError) as error:
         why = f": {error}"
@@ -86,7 +86,7 @@ class _Agent:
     def send(self, kind: str, **fields: Any) -> None:
         protocol.tell(self._writer, kind, **fields)
 
-    async def obey(self, message: dict[str, Any]) -> None:
+    async def handle(self, message: dict[str, Any]) -> None:
         number = message.get("worker")
         if message["type"] == "start" and isinstance(number, int):
             folder = message["folder"] if os.path.isdir(message["folder"]) else None

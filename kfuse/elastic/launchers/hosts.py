@@ -139,7 +139,7 @@ class HostsLauncher:
             while line := await reader.readline():
                 self._hear(host, protocol.decode(line))
         except (OSError, ValueError, KeyError, TimeoutError):
-            pass  # a stranger, or a host that is lost
+            pass  # not authenticated, or a host that is lost
         finally:
             if beating is not None:
                 beating.cancel()

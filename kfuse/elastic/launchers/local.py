@@ -68,7 +68,7 @@ class LocalProcess:
 
 
 async def follow(process: WorkerProcess, say: Callable[[str], Awaitable[None]]) -> int:
-    """Passes on what a worker prints, and returns its exit status once it has ended and has had its last words."""
+    """Passes on what a worker prints, and returns its exit status once it has ended and its output has been read."""
 
     async def read() -> None:
         async for line in process.lines():
