@@ -32,13 +32,15 @@ WORKERS = pytest.mark.parametrize("workers", [1, 2])
 STEPS = 4
 
 
-def each_optimizer(script: Callable[[Any, Any, int], None]) -> None:
-    """Runs a script with each pair of optimizers, from other initial values on each worker or from the same."""
+def each_optimizer(script: str) -> None:
+    """Runs this file's function of that name with each pair of optimizers, from other initial values on each worker or
+    from the same.
+    """
     kf.init()
     if kf.size() > 1:
         dist.init_process_group("gloo")
     for name, (theirs, ours) in PAIRS.items():
-        script(theirs, ours, 0 if name == "wrapped" else kf.rank())
+        globals()[script](theirs, ours, 0 if name == "wrapped" else kf.rank())
 
 
 def wrapped(net: nn.Module, **options: Any) -> nn.Module:
@@ -241,7 +243,7 @@ def gan_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
 @WORKERS
 @pytest.mark.parametrize("script", [gan_script, gan_from_a_loader])
 def test_gan(script: Callable[..., None], workers: int) -> None:
-    run_workers(workers, each_optimizer, script)
+    run_workers(workers, each_optimizer, script.__name__)
 
 
 def gan_whose_discriminators_differ() -> None:
@@ -365,7 +367,7 @@ def averages_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
 @WORKERS
 @pytest.mark.parametrize("script", [averages_script, averages_from_a_loader])
 def test_averaged_weights(script: Callable[..., None], workers: int) -> None:
-    run_workers(workers, each_optimizer, script)
+    run_workers(workers, each_optimizer, script.__name__)
 
 
 # -- adapters over a frozen base ------------------------------------------------------------------------------------
@@ -435,7 +437,7 @@ def adapters_by_fit(theirs: Any, ours: Any, seed: int) -> None:
 @WORKERS
 @pytest.mark.parametrize("script", [adapters_script, adapters_by_fit])
 def test_adapters_over_a_frozen_base(script: Callable[..., None], workers: int) -> None:
-    run_workers(workers, each_optimizer, script)
+    run_workers(workers, each_optimizer, script.__name__)
 
 
 # -- several heads --------------------------------------------------------------------------------------------------
@@ -510,7 +512,7 @@ def heads_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
 @WORKERS
 @pytest.mark.parametrize("script", [heads_script, heads_from_a_loader])
 def test_several_heads(script: Callable[..., None], workers: int) -> None:
-    run_workers(workers, each_optimizer, script)
+    run_workers(workers, each_optimizer, script.__name__)
 
 
 # -- gradient accumulation ------------------------------------------------------------------------------------------
@@ -612,7 +614,7 @@ def accumulation_by_fit(theirs: Any, ours: Any, seed: int) -> None:
 @WORKERS
 @pytest.mark.parametrize("script", [accumulation_script, incomplete_accumulation_dropped, accumulation_by_fit])
 def test_gradient_accumulation(script: Callable[..., None], workers: int) -> None:
-    run_workers(workers, each_optimizer, script)
+    run_workers(workers, each_optimizer, script.__name__)
 
 
 @pytest.mark.parametrize(
@@ -691,4 +693,4 @@ def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
 
 @WORKERS
 def test_one_loop_after_another(workers: int) -> None:
-    run_workers(workers, each_optimizer, one_loop_after_another)
+    run_workers(workers, each_optimizer, one_loop_after_another.__name__)
