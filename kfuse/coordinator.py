@@ -137,7 +137,7 @@ class Coordinator:
 
     def start(self) -> bool:
         """In the first view: takes over the others' state if there is one."""
-        self.session.training += 1
+        self.session.begin_training()
         self.opt.zero_grad()  # gradients of an interrupted step, or of a backward before this run, are not this run's
         self.opt.statistics.begin_run()
         self.opt.engine.step = 0

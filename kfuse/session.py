@@ -290,6 +290,11 @@ class Session:
             with contextlib.suppress(ControlError):
                 self.control_client.send("fatal", why=why)
 
+    def begin_training(self) -> None:
+        """Another training loop begins; what was asked for at the end of the last one was for that one."""
+        self.training += 1
+        self._pending = self._announced = Control()
+
     def end_training(self, failed_at: int | None) -> None:
         """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
         if self.control_client is not None and not sys.is_finalizing():

@@ -131,8 +131,10 @@ def set_batch_size(samples: int) -> None:
 def set_lr(lr: float) -> None:
     """Sets the learning rate; its schedule goes on from there. Inside kf.fit only."""
     now, scale = _require_loop("kf.set_lr")
-    if not (math.isfinite(lr) and lr > 0 and now > 0):
+    if not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"kf.set_lr({lr}): must be a finite number above 0")
+    if not now > 0:
+        raise ValueError(f"kf.set_lr({lr}): the schedule's rate is 0 now, and no factor raises it")
     current().ask(lr_scale=lr * scale / now)
 
 
