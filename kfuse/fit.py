@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import nn
@@ -64,19 +65,22 @@ def fit(
     policies; default 64 times the batch.
     The learning rate is the optimizer's own, which kfuse never writes. An update multiplies it by what follows a
     changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps`, by `decay` (none,
-    or cosine to zero at the end) and by the policy's lr_scale. warmup_steps counts steps of the first batch size.
+    or cosine to zero at the end) and by the policy's lr_scale. warmup_steps and the cosine count steps of the first
+    batch size: where `steps` ends the run and the batch has grown, the cosine is at zero before that.
     scheduler: a torch scheduler made for `opt`, stepped here after each step, or each epoch (`scheduler_interval`).
     clip_norm: largest norm of the mean gradient in this training; None: as the optimizer was made. seed: of data order
     and dropout; a second training with the same seed has the same order and the same dropout.
     Puts the model into training mode, unless it is: then modules that you put into eval mode stay so.
     loss_fn(output, target): the MEAN loss over a micro-batch.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
-    Raises TypeError for an optimizer that is not kfuse's or data of an unknown kind, ValueError for what is out of
-    range and for a model that cannot be trained so.
+    Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
+    ValueError for what is out of range and for a model that cannot be trained so.
     """
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
     train = as_dataset(data)
+    if target_accuracy is not None and heldout is None:
+        raise ValueError(f"target_accuracy={target_accuracy}: pass heldout=, whose accuracy it is")
     if scheduler is None and isinstance(opt, DistributedOptimizer) and has_scheduler(opt):
         raise ValueError(
             "a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=, or make a "
@@ -132,6 +136,12 @@ def plan_run(
     if not isinstance(opt, DistributedOptimizer):
         raise TypeError(f"kf.fit takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
     refuse_wrapped(model)
+    batch_size, seed = _whole("batch_size", batch_size), _whole("seed", seed)
+    micro_batch = None if micro_batch is None else _whole("micro_batch", micro_batch)
+    max_batch_size = None if max_batch_size is None else _whole("max_batch_size", max_batch_size)
+    epochs = None if epochs is None else _whole("epochs", epochs)
+    steps = None if steps is None else _whole("steps", steps)
+    eval_every = None if eval_every is None else _whole("eval_every", eval_every)
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: must be at least 1")
     micro_batch = max(1, batch_size // 4) if micro_batch is None else micro_batch
@@ -189,3 +199,12 @@ def plan_run(
         user_schedule=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
         clip_norm=clip_norm,
     )
+
+
+def _whole(name: str, value: Any) -> int:
+    """The value as an int, also of a float such as 1e3. Raises TypeError for what is no whole number."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}: must be a whole number")
+    return operator.index(value)

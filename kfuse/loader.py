@@ -63,6 +63,8 @@ class DataLoader:
         A torch scheduler is either given here, and stepped here, or stepped by the loop's body; the latter not in a job
         whose workers may change.
         """
+        if policy is not None and not isinstance(policy, BasePolicy):
+            raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
         self._data = as_dataset(data)
         self._begun = False
         self._opt, self._policy = opt, policy or BasePolicy()

@@ -22,6 +22,7 @@ from elastic_job import (
     chaos,
     command_line,
     run_job,
+    until,
     wait_until,
     words,
 )
@@ -149,6 +150,20 @@ def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tm
     ]
     assert [event["step"] for event in job.of_kind("resumed")] == [50]
     assert len(job.pids) == 6
+
+
+@pytest.mark.full
+def test_a_worker_killed_as_the_job_starts_anew_is_replaced(undisturbed: Job, tmp_path: Path) -> None:
+    async def kill_a_booting_one(supervisor: Supervisor, job: Job) -> None:
+        await until("all to be lost", lambda: len(job.of_kind("failure")) == 3)
+        await until("new workers", supervisor._alive)
+        supervisor._alive()[0].process.kill()
+
+    settings = [*TRAINING, *CHECKPOINTS, "workers.count=3", *chaos(tmp_path, events=ALL_AT_ONCE)]
+    job = run_job(tmp_path / "run", settings, kill_a_booting_one)
+    assert_same_training(job, undisturbed)
+    assert len(job.of_kind("failure")) == 4
+    assert (job.views[-1]["reason"], len(job.views[-1]["workers"])) == ("restart", 3)
 
 
 @pytest.mark.full

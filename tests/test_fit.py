@@ -232,6 +232,55 @@ def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -
         kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: (verb, value)})), batch_size=8)
 
 
+def test_a_rate_of_zero_cannot_be_set_to_another_and_the_message_says_so() -> None:
+    net = network()
+    opt = kf.FusedSGD(net.parameters(), lr=0.0)
+    with pytest.raises(ValueError, match="the schedule's rate is 0 now"):
+        kf.fit(net, problem(), opt, kf.Hook(Orders({0: ("set_lr", 0.1)})), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "name", ["steps", "epochs", "batch_size", "micro_batch", "max_batch_size", "eval_every", "seed"]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 2.5, "4", True])
+def test_a_count_that_is_no_whole_number_is_refused(name: str, value: Any) -> None:
+    net = network()
+    with pytest.raises(TypeError, match=f"{name}={value!r}: must be a whole number"):
+        kf.fit(net, problem(), kf.FusedSGD(net.parameters()), **{name: value})
+
+
+def test_a_target_accuracy_without_held_out_data_is_refused() -> None:
+    net = network()
+    with pytest.raises(ValueError, match=r"target_accuracy=0\.5: pass heldout="):
+        kf.fit(net, problem(), kf.FusedSGD(net.parameters()), target_accuracy=0.5)
+
+
+def test_a_data_loader_refuses_what_is_no_policy() -> None:
+    net = network()
+    with pytest.raises(TypeError, match=r"takes policy= a kf\.BasePolicy, not Hook"):
+        hook: Any = kf.Hook(kf.BasePolicy())
+        kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters()), policy=hook)
+
+
+class AlwaysTwo(kf.BasePolicy):
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        return kf.Decision(batch_size=2)
+
+
+def test_what_was_asked_for_in_the_last_step_is_not_for_the_next_training() -> None:
+    net = network()
+    opt = kf.FusedSGD(net.parameters())
+    kf.fit(net, problem(), opt, kf.Hook(AlwaysTwo()), batch_size=8, steps=4)
+    summary = kf.fit(net, problem(), opt, batch_size=8, steps=5)
+    assert summary is not None and (summary["batch_size"], summary["samples"]) == (8, 40)
+
+
+def test_whole_floats_are_taken_as_counts() -> None:
+    net = network()
+    summary = kf.fit(net, problem(), kf.FusedSGD(net.parameters()), batch_size=8.0, steps=3e0)  # type: ignore[arg-type]
+    assert summary is not None and (summary["steps"], summary["batch_size"]) == (3, 8)
+
+
 def test_all_parameter_groups_follow_set_lr() -> None:
     net = network()
     opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1)

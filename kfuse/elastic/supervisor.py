@@ -350,10 +350,12 @@ class Supervisor:
             if rank is not None:
                 self._recover()  # the others still have a checkpoint to write
             return
-        if self._view is None or (was is State.BOOTING and not self._members()):
-            self._end(JobFailed(f"worker {worker.number} {how} before training began{cause}"))
+        starts_anew = not self._members() and self._elasticity.restart
+        if self._view is None or (was is State.BOOTING and not self._members() and (error or not starts_anew)):
+            when = "before training began" if self._view is None else "before training went on"
+            self._end(JobFailed(f"worker {worker.number} {how} {when}{cause}"))
             return
-        if rank is None and not worker.joined:
+        if rank is None and not worker.joined and not starts_anew:
             await self._boot_failed(worker, how + cause)
             return
         self._failures += not together  # with another, whose loss the survivors have not recovered from yet
