@@ -232,13 +232,6 @@ def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -
         kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: (verb, value)})), batch_size=8)
 
 
-def test_a_rate_of_zero_cannot_be_set_to_another_and_the_message_says_so() -> None:
-    net = network()
-    opt = kf.FusedSGD(net.parameters(), lr=0.0)
-    with pytest.raises(ValueError, match="the schedule's rate is 0 now"):
-        kf.fit(net, problem(), opt, kf.Hook(Orders({0: ("set_lr", 0.1)})), batch_size=8)
-
-
 @pytest.mark.parametrize(
     "name", ["steps", "epochs", "batch_size", "micro_batch", "max_batch_size", "eval_every", "seed"]
 )
