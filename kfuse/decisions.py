@@ -40,16 +40,10 @@ class Decisions:
 
     def begin(self, at: Position) -> None:
         """Before the first step, on the leader, whose state all workers start from: the policy's initial settings."""
-        decision = self._policy.initial()
-        if decision is None:
-            return
-        now = Decision(batch_size=decision.batch_size, lr_scale=decision.lr_scale, sync=decision.sync)
-        self._ask(at, replace(decision, batch_size=None, lr_scale=None, sync=None))
-        decision, notes = now.clipped(self._settings.bounds)
-        for note in notes:
-            self._reports.event(at.step, "clipped", note=note)
-        word = Control(decision.batch_size or 0, decision.lr_scale or 0.0, sync_every=decision.sync or 0)
-        self._apply(at, word, at.step)
+        decision = self._decision("initial", self._policy.initial())
+        if decision is not None:
+            self._ask(at, decision)
+            self._apply(at, self._session.take_asked(), at.step)
 
     def take_in(self, at: Position, stats: StepStats, workers: Sequence[int]) -> None:
         """The position learns what a step measured; `workers` are the numbers of those who made it, in rank order."""
@@ -60,10 +54,17 @@ class Decisions:
 
     def decide(self, at: Position, stats: StepStats, context: dict[str, Any]) -> None:
         """The policy decides, for a later step; what the leader announced with this one comes into force."""
-        decision = self._policy.decide(self._signals(at, stats, context))
-        if decision is not None and not decision.is_empty:
+        decision = self._decision("decide", self._policy.decide(self._signals(at, stats, context)))
+        if decision is not None:
             self._ask(at, decision)
         self._apply(at, stats.control, stats.step)
+
+    def _decision(self, method: str, returned: object) -> Decision | None:
+        """What a policy's method returned; None where it asks for nothing. Raises TypeError for another type."""
+        if not isinstance(returned, Decision | None):
+            name, kind = type(self._policy).__name__, type(returned).__name__
+            raise TypeError(f"{name}.{method} returned a value of type {kind}: it must be a kf.Decision or None")
+        return None if returned is None or returned.is_empty else returned
 
     def _report_stragglers(self, at: Position) -> None:
         """An event for each worker that has become one; it is no news again until it has been well for once."""

@@ -192,6 +192,11 @@ class Session:
         index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0
         return dataclasses.replace(self._announced, generation=generation, stop=index)
 
+    def take_asked(self) -> Control:
+        """What is asked for, which the caller applies itself: it is not announced."""
+        asked, self._pending = self._pending, Control()
+        return asked
+
     def control_sent(self) -> None:
         """The step that carried the control word is complete; what was asked for since then waits for the next."""
         asked, announced = vars(self._pending), vars(self._announced)

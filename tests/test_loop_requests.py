@@ -175,6 +175,23 @@ def test_a_policys_initial_decision_is_in_force_from_the_first_step() -> None:
     assert {(s.batch_size, s.lr) for s in policy.signals} == {(32, 0.05)}
 
 
+def test_an_initial_decision_keeps_what_reproducible_runs_need(caplog: Any) -> None:
+    kf.init(kf.CommOptions(reproducible=True))
+    net, policy = network(), Initial(kf.Decision(sync=4, batch_size=24))
+    kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
+    assert {s.batch_size for s in policy.signals} == {24}
+    assert all(s.grad_norm is not None for s in policy.signals)  # gradients were reduced in every step
+
+
+@pytest.mark.parametrize("method", ["initial", "decide"])
+def test_a_policy_that_returns_no_decision_is_named(method: str) -> None:
+    policy = kf.BasePolicy()
+    setattr(policy, method, lambda *_: 64)
+    net = network()
+    with pytest.raises(TypeError, match=f"BasePolicy.{method} returned a value of type int: it must be a kf.Decision"):
+        kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
+
+
 @pytest.mark.parametrize("start", [0, 4, 5, 9])
 def test_a_scheduled_phase_is_in_force_from_its_step(start: int) -> None:
     class Watched(kf.SchedulePolicy):
