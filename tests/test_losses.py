@@ -15,7 +15,7 @@ from warm import WarmLauncher, WarmProcess
 
 from kfuse.elastic.supervisor import Supervisor
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=4 model=mlp data=digits model.hidden=[24]",
@@ -48,7 +48,6 @@ def test_workers_lost_together_are_one_loss(undisturbed: Job, tmp_path: Path) ->
     assert len(job.of_kind("failure")) == 3
 
 
-@pytest.mark.full
 def test_a_loss_while_the_job_stops_costs_no_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
     async def preempt(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)
@@ -66,7 +65,6 @@ def test_a_loss_while_the_job_stops_costs_no_checkpoint(undisturbed: Job, tmp_pa
     assert_same_training(resumed, undisturbed)
 
 
-@pytest.mark.full
 def test_sigterm_to_every_process_is_the_supervisors_to_answer(tmp_path: Path) -> None:
     """As Slurm and systemd send it."""
 
@@ -82,7 +80,6 @@ def test_sigterm_to_every_process_is_the_supervisors_to_answer(tmp_path: Path) -
     assert [event["step"] for event in job.of_kind("checkpoint")] == [job.summary["steps"]]
 
 
-@pytest.mark.full
 def test_the_end_of_a_run_is_in_a_checkpoint(tmp_path: Path) -> None:
     settings = [*TRAINING, *chaos(tmp_path), "train.steps=12", "checkpoint.every_steps=5"]
     job = run_job(tmp_path / "run", settings)
@@ -92,7 +89,6 @@ def test_the_end_of_a_run_is_in_a_checkpoint(tmp_path: Path) -> None:
     assert again.summary["steps"] == 20
 
 
-@pytest.mark.full
 def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
     """The only worker with the state is lost as it hands it over, and there are no checkpoints."""
     events = [{"step": 20, "moment": "source", "rank": 0, "how": "kill"}]
@@ -102,7 +98,6 @@ def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
     assert job.metrics, "what was recorded stays"
 
 
-@pytest.mark.full
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
     """It knows of its view some steps before the others come to it: here three of 0.8 s, with a timeout of 2 s."""
     grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 18, "workers": 2}]}
@@ -113,7 +108,6 @@ def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> No
     assert job.summary["loss"] == undisturbed.metrics[19]["loss"]
 
 
-@pytest.mark.full
 def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path: Path) -> None:
     """Its view is proposed at the last step: the others never come to it, and their end is its end."""
 
@@ -128,7 +122,6 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
     assert job.of_kind("failure") == []
 
 
-@pytest.mark.full
 def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed: Job, tmp_path: Path) -> None:
     async def change_of_mind(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)
@@ -144,7 +137,6 @@ def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed
     assert [len(view["workers"]) for view in job.views] == [1, 1]
 
 
-@pytest.mark.full
 def test_a_replacement_that_dies_as_it_boots_is_tried_again(undisturbed: Job, tmp_path: Path) -> None:
     async def replace(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)
@@ -176,7 +168,6 @@ class Crowded(WarmLauncher):
         return await super().start(env)
 
 
-@pytest.mark.full
 def test_where_a_worker_cannot_be_started_the_others_go_on(undisturbed: Job, tmp_path: Path) -> None:
     settings = [*TRAINING, *chaos(tmp_path, phases=[{"step": 5, "workers": 3}])]
     job = run_job(tmp_path / "run", settings, launcher=Crowded(tmp_path / "run.log", 1))
@@ -185,13 +176,11 @@ def test_where_a_worker_cannot_be_started_the_others_go_on(undisturbed: Job, tmp
     assert clipped["note"] == "workers 3 clipped to 1: the launcher cannot start another: no room for another"
 
 
-@pytest.mark.full
 def test_where_no_worker_can_be_started_the_job_ends_in_one_line(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", TRAINING, launcher=Crowded(tmp_path / "run.log", 0))
     assert job.error == "the launcher cannot start workers: no room for another"
 
 
-@pytest.mark.full
 def test_newcomers_that_cannot_boot_do_not_end_the_training(undisturbed: Job, tmp_path: Path) -> None:
     class Newcomers(WarmLauncher):
         async def start(self, env: Mapping[str, str]) -> WarmProcess:
