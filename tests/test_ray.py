@@ -104,7 +104,9 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path) -> None:
         ("failure", 2),
     ]
     assert pids(views[1]) == pids(views[0])[:1] and pids(views[3])[:2] == pids(views[2]) == pids(views[4])
-    assert [event["how"] for event in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2
+    # Of members: a newcomer that Ray has placed on the lost node, before it noticed, ends too.
+    members = [event for event in job.of_kind("failure") if event["rank"] is not None]
+    assert [event["how"] for event in members] == ["was ended by SIGKILL"] * 2
     assert sum(line.startswith("ray: ") for line in job.lines) == 2, "Ray says what became of its actors"
     assert len(actors) == 4
     assert_none_left(actors)
