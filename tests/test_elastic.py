@@ -89,7 +89,8 @@ def test_growth_while_a_worker_is_still_on_its_way_out(undisturbed: Job, tmp_pat
     phases, gates = [{"step": 20, "workers": 1}, {"step": 22, "workers": 2}], [{"step": 60, "workers": 2}]
     job = run_job(tmp_path / "run", [*TRAINING, "workers.count=2", *chaos(tmp_path, phases=phases, gates=gates)])
     assert_same_training(job, undisturbed)
-    assert [(len(view["workers"]), view["reason"]) for view in job.views] == [(2, "start"), (1, "shrink"), (2, "grow")]
+    views = [(len(view["workers"]), view["reason"]) for view in job.views]
+    assert views == [(2, "start"), (1, "shrink"), (2, "grow")], job.told()
 
 
 @pytest.mark.full

@@ -188,5 +188,6 @@ def test_strangers_at_the_store_and_at_gloo_change_nothing(tmp_path: Path) -> No
     job = run_job(tmp_path / "run", [*TRAINING, *policy, "workers.count=2"], during=strangers)
     assert_same_training(job, alone)
     assert len(job.views[-1]["workers"]) == 3, job.told()
-    assert list(met.values()).count("supervisor") >= 3 and list(met.values()).count("worker") >= 4, met
+    # The control channel and a view's store at least: on a busy machine the first view's may be gone before it is seen.
+    assert list(met.values()).count("supervisor") >= 2 and list(met.values()).count("worker") >= 4, met
     assert {address for address, _ in met} == {"127.0.0.1"}

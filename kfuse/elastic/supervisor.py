@@ -343,8 +343,11 @@ class Supervisor:
 
     async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker ended that should not have: the survivors regroup, and another takes its place."""
-        together = was is State.PROPOSED and self._view is not None and self._view.recovers
         rank, error = self._rank_of(worker), worker.error()
+        recovering = self._view is not None and self._view.recovers
+        awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
+        # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
+        together = awaited or (recovering and rank is None and worker.joined)
         how, cause = self._tell_failure(worker, status)
         if self._stopping:
             if rank is not None:
@@ -358,9 +361,9 @@ class Supervisor:
         if rank is None and not worker.joined and not starts_anew:
             await self._boot_failed(worker, how + cause)
             return
-        self._failures += not together  # with another, whose loss the survivors have not recovered from yet
+        self._failures += not together
         occurrence = (*error, worker.failed_at)
-        repeats = bool(error) and worker.failed_at is not None and not together and occurrence in self._errors
+        repeats = bool(error) and worker.failed_at is not None and not awaited and occurrence in self._errors
         self._errors.add(occurrence)
         if repeats:
             where = f"at step {worker.failed_at}, as another did at that step"
