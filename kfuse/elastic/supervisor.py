@@ -93,6 +93,8 @@ class Supervisor:
         self._late_failure: JobFailed | None = None
         """A script that failed when its training was over."""
         self._failures = self._boot_failures = 0
+        self._undecided = 0
+        """Workers that have ended, and of whose end nothing has been made yet."""
         self._errors: set[tuple[object, ...]] = set()
         """Exceptions that ended workers, each with its step; since the last new step."""
         self._boot_errors: set[tuple[str, ...]] = set()
@@ -220,6 +222,7 @@ class Supervisor:
         if status is None:  # should it come back: its place is taken
             lines.cancel()
             worker.disconnect()
+        self._undecided += 1
         if not self._over.done():
             if status == 0:
                 self._quit(worker)
@@ -229,12 +232,13 @@ class Supervisor:
                     await self._lost(worker, was, status)
                 elif self._elasticity.script and (worker.why or not worker.killed.is_set()):
                     self._failed_late(worker, status)
+        self._undecided -= 1
         await asyncio.wait([lines], timeout=_LAST_WORDS_S)  # what it started may hold the pipe open
         lines.cancel()
         self._end_if_none_left()
 
     def _end_if_none_left(self) -> None:
-        if self._alive() or self._starting.locked() or self._over.done():
+        if self._alive() or self._undecided or self._starting.locked() or self._over.done():
             return
         if not (self._done or self._stopping):
             self._outcome = NOT_TRAINED if self._training == 0 else LOOP_LEFT
