@@ -8,13 +8,12 @@ step s + 1 (by then it has reached the host without a wait), announced with step
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kfuse import balance
 from kfuse.checkpoints import Checkpoints
@@ -30,12 +29,10 @@ from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.position import Phase, Position, Settings, StepSamples
 from kfuse.reports import Reporter
-from kfuse.rng import generators_restored
+from kfuse.rng import generators_restored, micro_batch_key, seed_device, seed_host
 from kfuse.session import STOP_REASONS, Session
 from kfuse.training_state import Stateful, Trainable, TrainingState
 from kfuse.user_schedule import UserSchedule
-
-_LOG = logging.getLogger("kfuse")
 
 
 class Left(Exception):
@@ -329,6 +326,20 @@ class Coordinator:
         relative = balance.relative_throughput(self.position.throughput, workers)
         shares = balance.shares(relative) if self.settings.balance else None
         return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
+
+    def fetch(self, samples: StepSamples, j: int) -> tuple[Tensor, Tensor, float]:
+        """Micro-batch j's inputs and targets on this worker's device, and the seconds that took.
+
+        The generators are seeded for it, before its samples are fetched and again before its forward.
+        """
+        key, device = micro_batch_key(self.settings.seed, self.position.step, j), self.session.group.device
+        started = time.perf_counter()
+        seed_host(key)
+        x, y = self._train.fetch(samples.of(j), torch.Generator().manual_seed(key))
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        seconds = time.perf_counter() - started
+        seed_device(device, key)
+        return x, y, seconds
 
     def end_step(self, samples: StepSamples, step_time_s: float, data_wait_s: float) -> None:
         """The optimizer has stepped: the position moves on."""

@@ -107,7 +107,7 @@ def fit(
         target_accuracy=target_accuracy,
         precision=precision,
     )
-    return Loop(run, train, loss_fn, None if heldout is None else as_dataset(heldout)).run()
+    return Loop(run, loss_fn, None if heldout is None else as_dataset(heldout)).run()
 
 
 def plan_run(

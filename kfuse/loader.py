@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kfuse.comm.group import CommError
@@ -18,7 +17,6 @@ from kfuse.lr import Decay, Scaling
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.position import Phase, StepSamples
-from kfuse.rng import micro_batch_key, seed_device, seed_host
 from kfuse.user_schedule import Interval
 
 
@@ -65,12 +63,11 @@ class DataLoader:
         """
         if policy is not None and not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
-        self._data = as_dataset(data)
         self._begun = False
         self._opt, self._policy = opt, policy or BasePolicy()
         self._run = plan_run(
             model,
-            self._data,
+            as_dataset(data),
             opt,
             self._policy,
             batch_size=batch_size,
@@ -118,7 +115,7 @@ class DataLoader:
                 elif phase is not Phase.STEP:
                     stays = run.attempt(lambda act=phases[phase]: run.do(act))  # type: ignore[misc]
                 else:
-                    step = Step(run, run.begin_step(), self._data)
+                    step = Step(run, run.begin_step())
                     taken = self._opt.engine.step
                     try:
                         yield step
@@ -145,8 +142,8 @@ class DataLoader:
 class Step:
     """One step's micro-batches, as far as they are this worker's. Set `loss` in the body to have it in the metrics."""
 
-    def __init__(self, run: Coordinator, samples: StepSamples, data: Any) -> None:
-        self._run, self._data, self.samples = run, data, samples
+    def __init__(self, run: Coordinator, samples: StepSamples) -> None:
+        self._run, self.samples = run, samples
         self._started = time.perf_counter()
         self.data_wait_s = 0.0
         self.loss: Tensor | float | None = None
@@ -156,17 +153,11 @@ class Step:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         run = self._run
-        device = run.session.group.device
         mine = self.samples.range_of(run.session.group.rank)
         try:
             for j in mine:
-                key = micro_batch_key(run.settings.seed, run.position.step, j)
-                fetched = time.perf_counter()
-                seed_host(key)
-                x, y = self._data.fetch(self.samples.of(j), torch.Generator().manual_seed(key))
-                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-                self.data_wait_s += time.perf_counter() - fetched
-                seed_device(device, key)
+                x, y, waited = run.fetch(self.samples, j)
+                self.data_wait_s += waited
                 self.loss = None
                 with run.opt.micro_batch(samples=self.samples.sizes[j], last=j == mine[-1]) as micro_batch:
                     yield x, y

@@ -13,7 +13,6 @@ from kfuse.coordinator import Coordinator
 from kfuse.data import Dataset
 from kfuse.evaluation import evaluate
 from kfuse.position import Phase, StepSamples
-from kfuse.rng import micro_batch_key, seed_device, seed_host
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -27,13 +26,12 @@ class Loop:
     def __init__(
         self,
         run: Coordinator,
-        train: Dataset,
         loss_fn: LossFunction,
         heldout: Dataset | None = None,
         facts: Mapping[str, float] | None = None,
     ) -> None:
         """`facts`: figures of the data that belong into the summary, such as a corpus's entropy."""
-        self._run, self._train, self._loss_fn = run, train, loss_fn
+        self._run, self._loss_fn = run, loss_fn
         self._heldout, self._facts = heldout, dict(facts or {})
         self._device = run.session.group.device
         self._phases: dict[Phase, Callable[[], None]] = {
@@ -85,13 +83,7 @@ class Loop:
     def _micro_batch(self, samples: StepSamples, j: int, last: bool) -> float:
         """Forward and backward of micro-batch j; returns the seconds its data took."""
         settings = self._run.settings
-        key = micro_batch_key(settings.seed, self._run.position.step, j)
-        started = time.perf_counter()
-        seed_host(key)
-        x, y = self._train.fetch(samples.of(j), torch.Generator().manual_seed(key))
-        x, y = x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
-        waited = time.perf_counter() - started
-        seed_device(self._device, key)
+        x, y, waited = self._run.fetch(samples, j)
         with self._run.opt.micro_batch(samples=samples.sizes[j], last=last) as micro_batch:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
                 loss = self._loss_fn(self._run.model(x), y)

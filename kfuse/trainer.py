@@ -82,7 +82,7 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
         ),
     )
     facts = {name: value for name, value in split.spec.items() if isinstance(value, float)}
-    return Loop(run, train_set, default_loss, as_dataset(split.heldout), facts)
+    return Loop(run, default_loss, as_dataset(split.heldout), facts)
 
 
 def total_steps(config: dict[str, Any], samples: int) -> float:

@@ -317,7 +317,7 @@ def start_that_fails(directory: str) -> None:
         assert current().group.close(0.0)
         return
     with pytest.raises(CommError):
-        Loop(run, train, F.cross_entropy).run()
+        Loop(run, F.cross_entropy).run()
 
 
 def test_a_start_that_fails_leaves_the_checkpoints_alone(tmp_path: Path) -> None:
