@@ -107,7 +107,9 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path) -> None:
     # Of members: a newcomer that Ray has placed on the lost node, before it noticed, ends too.
     members = [event for event in job.of_kind("failure") if event["rank"] is not None]
     assert [event["how"] for event in members] == ["was ended by SIGKILL"] * 2
-    assert sum(line.startswith("ray: ") for line in job.lines) == 2, "Ray says what became of its actors"
+    ended = [event["pid"] for event in job.of_kind("failure")]
+    told = [line for line in job.lines if line.startswith("ray: ")]
+    assert len(members) <= len(told) <= len(ended), "Ray says what became of its actors"
     assert len(actors) == 4
     assert_none_left(actors)
 
