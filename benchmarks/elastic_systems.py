@@ -64,7 +64,7 @@ class System(ABC):
 class Kfuse(System):
     def _start(self) -> None:
         bounds = ["--workers", str(WORKERS), "--max-workers", str(WORKERS), "--run-dir", str(self.directory / "run")]
-        self._run("-m", "kfuse.script", "--quiet", *bounds, WORKER, self.name, str(self.directory))
+        self._run("-m", "kfuse.cli.kfuse_run", "--quiet", *bounds, WORKER, self.name, str(self.directory))
 
 
 class Torchrun(System):

@@ -33,7 +33,7 @@ from torch.multiprocessing import get_context
 
 import kfuse as kf
 from kfuse.comm import transports
-from kfuse.comm.step import StepPlan
+from kfuse.comm.plan import StepPlan
 from kfuse.elastic.launchers import LocalLauncher
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 

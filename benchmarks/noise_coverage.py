@@ -2,10 +2,10 @@
 
     python benchmarks/noise_coverage.py --json benchmarks/results/noise_coverage.json
 
-Each replicate is a run of its own, whose S and G2 go through `kfuse.noise_scale.NoiseScale` step by step. The truth is
-the noise scale of the step at which the estimate is read, also where it drifts. `shown` is the share of replicates with
-a number, `held` the share of these whose interval holds the truth. `low` is the share in which the low end is known,
-with a number or alone, `low held` the share of these in which it lies at or below the truth.
+Each replicate is a run of its own, whose S and G2 go through `kfuse.statistics.noise_scale.NoiseScale` step by step.
+The truth is the noise scale of the step at which the estimate is read, also where it drifts. `shown` is the share of
+replicates with a number, `held` the share of these whose interval holds the truth. `low` is the share in which the low
+end is known, with a number or alone, `low held` the share of these in which it lies at or below the truth.
 
 Simulated: gradients of covariance I in `dim` dimensions, B = 32 samples in M = 4 micro-batches where nothing else is
 said. For Gaussian ones
@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 from machine import command, machine, versions
 
-from kfuse.noise_scale import Estimate, NoiseScale, moments
+from kfuse.statistics.noise_scale import Estimate, NoiseScale, moments
 
 Step = tuple[float, float, tuple[float, int]]  # S, G2, (samples, micro-batches)
 SIZE = 8  # samples a micro-batch

@@ -30,7 +30,7 @@ import kfuse as kf
 from kfuse.data.text import load_text
 from kfuse.models import GPT
 from kfuse.nn import norm_layers_noise
-from kfuse.noise_scale import NoiseScale
+from kfuse.statistics.noise_scale import NoiseScale
 
 MICRO_BATCHES, BLOCK = 8, 64
 BURN_IN = 100  # steps, of which the running means still remember the first, steep ones

@@ -15,8 +15,8 @@ from typing import Any
 
 from soak_worker import EXIT, RAISE
 
+from kfuse.elastic.processes import State, Worker
 from kfuse.elastic.supervisor import Supervisor
-from kfuse.elastic.workers import State, Worker
 from kfuse.observe.run_dir import RunDirectory
 
 STRIKES = {"kill": signal.SIGKILL, "exception": RAISE, "exit": EXIT, "stop": signal.SIGSTOP}

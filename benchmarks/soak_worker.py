@@ -15,7 +15,7 @@ from kfuse import BasePolicy
 from kfuse.data import DataSplit, TensorData
 from kfuse.elastic import protocol
 from kfuse.policies import GNSPolicy
-from kfuse.signals import Decision, Signals
+from kfuse.policies.signals import Decision, Signals
 
 RAISE, EXIT = signal.SIGUSR1, signal.SIGUSR2
 

@@ -29,7 +29,7 @@ from torch import Tensor
 import kfuse as kf
 from kfuse import session
 from kfuse.comm import engine
-from kfuse.comm.step import StepPlan
+from kfuse.comm.plan import StepPlan
 from kfuse.models import GPT
 
 VOCABULARY, LR, CLIP, MICRO_BATCHES = 256, 3e-4, 1.0, 2

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import kfuse as kf
 from kfuse import session
 from kfuse.comm import engine
-from kfuse.comm.step import StepPlan
+from kfuse.comm.plan import StepPlan
 from kfuse.kernels.table import PackTable
 from kfuse.models import GPT
 

@@ -22,9 +22,9 @@ from kfuse.comm import transports
 from kfuse.comm.averaged_buffers import AveragedBuffers
 from kfuse.comm.buckets import Bucket, BucketLayout, plan_buckets
 from kfuse.comm.group import CommError, Group
-from kfuse.comm.step import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
-from kfuse.comm.stopwatch import Stopwatch
-from kfuse.comm.tree import LeafStep, plan_merges, plan_range
+from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.sum_tree import LeafStep, plan_merges, plan_range
+from kfuse.comm.timer import Stopwatch
 from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
 
 _LOG = logging.getLogger("kfuse")

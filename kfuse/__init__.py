@@ -13,15 +13,7 @@ from kfuse import interrupt
 interrupt.exit_quietly()  # before torch is imported, which takes long
 
 from kfuse import nn
-from kfuse.comm.group import CommError
-from kfuse.comm.step import CommOptions
-from kfuse.fit import Hook, fit
-from kfuse.loader import DataLoader
-from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer, StepStats
-from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
-from kfuse.session import Session, init
-from kfuse.signals import Bounds, Decision, Signals
-from kfuse.verbs import (
+from kfuse.api import (
     allgather,
     allreduce,
     barrier,
@@ -39,6 +31,15 @@ from kfuse.verbs import (
     set_tree,
     size,
 )
+from kfuse.comm.group import CommError
+from kfuse.comm.plan import CommOptions
+from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer
+from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
+from kfuse.policies.signals import Bounds, Decision, Signals
+from kfuse.session import Session, init
+from kfuse.statistics.step_stats import StepStats
+from kfuse.train.dataloader import DataLoader
+from kfuse.train.fit import Hook, fit
 from kfuse.version import __version__
 
 __all__ = [

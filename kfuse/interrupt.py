@@ -12,7 +12,7 @@ import threading
 from types import FrameType
 
 STATUS = 130
-_MODULES = ("kfuse", "kfuse.script", "kfuse.worker")
+_MODULES = ("kfuse", "kfuse.cli.kfuse_run", "kfuse.cli.worker")
 _PROGRAMS = ("kfuse", "kfuse-run")
 
 

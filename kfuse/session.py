@@ -27,10 +27,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from kfuse.comm import transports
 from kfuse.comm.group import CommError, Group, drop_retired
-from kfuse.comm.step import CommOptions
+from kfuse.comm.plan import CommOptions
 from kfuse.comm.tail import Control
 from kfuse.elastic import protocol
-from kfuse.elastic.control import ControlClient, ControlError
+from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.rendezvous import Rendezvous, own_address
 

@@ -21,7 +21,7 @@ from typing import Any
 from kfuse import BasePolicy, session
 from kfuse.elastic import protocol
 from kfuse.policies import GNSPolicy, SchedulePolicy
-from kfuse.signals import Decision, Signals
+from kfuse.policies.signals import Decision, Signals
 
 MOMENTS = (
     "boot",  # of a new worker, whatever its rank will be
@@ -187,12 +187,13 @@ class Chaos(BasePolicy):
 
     def _patch(self) -> None:
         """Puts this policy's eyes where the moments are."""
-        from kfuse import checkpoint, coordinator, loop
-        from kfuse.comm.step import MicroBatch
+        from kfuse.checkpoint import format as checkpoint
+        from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
         from kfuse.elastic import state
         from kfuse.optim.base import DistributedOptimizer
+        from kfuse.train import coordinator, loop
 
         def before(owner: Any, name: str, look: Callable[..., None]) -> None:
             original = getattr(owner, name)

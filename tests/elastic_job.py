@@ -20,7 +20,8 @@ import hydra
 from omegaconf import OmegaConf
 from warm import WarmLauncher
 
-from kfuse.config import drop_replaced, validate
+from kfuse.config.check import validate
+from kfuse.config.settle import drop_replaced
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory

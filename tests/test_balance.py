@@ -10,8 +10,8 @@ from elastic_job import Job, assert_same_training, override, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfuse import balance
 from kfuse.data import worker_range
+from kfuse.train import load_balance as balance
 
 pytestmark = pytest.mark.full
 

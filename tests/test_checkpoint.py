@@ -31,10 +31,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfuse import checkpoint
-from kfuse.checkpoint import Checkpointer, CheckpointError, load, load_newest
-from kfuse.checkpoints import Checkpoints
-from kfuse.position import CheckpointSettings
+from kfuse.checkpoint import format as checkpoint
+from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
+from kfuse.checkpoint.manager import Checkpoints, CheckpointSettings
 
 PATIENCE_S = 60.0
 FILES = ("manifest.json", "model.pt", "optimizer.pt", "state.pt")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kfuse.__main__ import main
+from kfuse.cli.app import main
 
 USER_MODULE = """
 import torch

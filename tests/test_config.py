@@ -21,12 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-import kfuse.run
-from kfuse import script, targets
-from kfuse.__main__ import main
-from kfuse.config import ConfigError, drop_replaced, validate
-from kfuse.config.schema import SETTINGS, Setting
-from kfuse.trainer import _optimizer
+import kfuse.cli.run
+from kfuse.cli import kfuse_run as script
+from kfuse.cli.app import main
+from kfuse.config import instantiate as targets
+from kfuse.config.check import validate
+from kfuse.config.schema import SETTINGS, ConfigError, Setting
+from kfuse.config.settle import drop_replaced
+from kfuse.train.build import _optimizer
 
 USER_MODULE = """
 import torch
@@ -93,7 +95,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[DictConfig, Pat
         seen.append((cfg, run_dir))
         return 0
 
-    monkeypatch.setattr(kfuse.run, "run", run)
+    monkeypatch.setattr(kfuse.cli.run, "run", run)
     yield seen
 
 
@@ -337,7 +339,7 @@ def test_sweep_says_what_each_job_is_and_ends_with_a_table(
         (run_dir / "metrics.jsonl").write_text('{"noise_scale": null}\n{"noise_scale": 312.4}\n')
         return 1 if cfg.seed == 3 else 0
 
-    monkeypatch.setattr(kfuse.run, "run", run)
+    monkeypatch.setattr(kfuse.cli.run, "run", run)
     # Another run's directory, and its results: this sweep's job is refused, and they are not its own.
     (workplace / "sweep" / "3" / ".hydra").mkdir(parents=True)
     (workplace / "sweep" / "3" / ".hydra" / "config.yaml").touch()
@@ -390,7 +392,7 @@ def test_interrupt_ends_the_whole_sweep(
         seeds.append(cfg.seed)
         return status if cfg.seed == 2 else 0
 
-    monkeypatch.setattr(kfuse.run, "run", run)
+    monkeypatch.setattr(kfuse.cli.run, "run", run)
     assert command(monkeypatch, "-m", "seed=1,2,3,4", "hydra.sweep.dir=sweep") == status
     assert seeds == [1, 2]
     assert "not run: 2 of 4 jobs" in capsys.readouterr().out
@@ -414,7 +416,7 @@ def test_crash_keeps_its_traceback_and_the_sweep_goes_on(
             raise RuntimeError("a mistake of ours")
         return 0
 
-    monkeypatch.setattr(kfuse.run, "run", run)
+    monkeypatch.setattr(kfuse.cli.run, "run", run)
     assert command(monkeypatch, "-m", "seed=1,2") == 1
     assert seeds == [1, 2]
     err = capsys.readouterr().err
@@ -475,11 +477,11 @@ def test_every_example_of_the_help_runs(
     assert len(runs) == 11  # five, and a sweep of six
 
 
-@pytest.mark.parametrize("module", ["kfuse", "kfuse.script"])
+@pytest.mark.parametrize("module", ["kfuse", "kfuse.cli.kfuse_run"])
 @pytest.mark.full
 def test_version_is_ours(module: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=tmp_path, timeout=60, **PIPES)
-    program = {"kfuse": "kfuse", "kfuse.script": "kfuse-run"}[module]
+    program = {"kfuse": "kfuse", "kfuse.cli.kfuse_run": "kfuse-run"}[module]
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{program} {kfuse.__version__}\n", "")
 
 
@@ -489,11 +491,11 @@ def heed_interrupts() -> None:
 
 
 # A module that never ends to be imported, in the place of one that takes a while.
-@pytest.mark.parametrize("module", ["kfuse", "kfuse.script", "kfuse.worker"])
+@pytest.mark.parametrize("module", ["kfuse", "kfuse.cli.kfuse_run", "kfuse.cli.worker"])
 @pytest.mark.parametrize("slow", ["torch", "rich"])
 @pytest.mark.full
 def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Path) -> None:
-    if (module, slow) == ("kfuse.worker", "rich"):
+    if (module, slow) == ("kfuse.cli.worker", "rich"):
         slow = "numpy"  # which it imports too
     (tmp_path / f"{slow}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(kfuse.__file__).parents[1])])

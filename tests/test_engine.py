@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
-from kfuse.comm.step import StepPlan
+from kfuse.comm.plan import StepPlan
 from kfuse.session import reset
 
 TINY_BUCKETS = 64 * 4 / 2**20  # MB: every tensor travels alone

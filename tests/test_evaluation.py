@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.group import Group
 from kfuse.data import TensorData
-from kfuse.evaluation import evaluate
 from kfuse.session import reset
+from kfuse.train.evaluation import evaluate
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import kfuse as kf
-from kfuse.reports import Reporter
 from kfuse.session import reset
+from kfuse.train.reporter import Reporter
 
 
 @pytest.fixture(autouse=True)

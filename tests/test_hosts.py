@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from elastic_job import is_alive, read_lines, wait_until
 
-from kfuse import script
+from kfuse.cli import kfuse_run as script
 
 pytestmark = pytest.mark.full
 
@@ -51,7 +51,9 @@ for step in kf.DataLoader(digits.train, model, opt, batch_size=48, micro_batch=8
 @contextmanager
 def kfuse_run(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as stream:
-        process = subprocess.Popen([sys.executable, "-m", "kfuse.script", *arguments], stdout=stream, stderr=stream)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kfuse.cli.kfuse_run", *arguments], stdout=stream, stderr=stream
+        )
     try:
         yield process
     except BaseException:

@@ -69,7 +69,7 @@ opt.zero_grad()
 
 CHECK = """
 import hydra
-from kfuse.config import validate
+from kfuse.config.check import validate
 
 with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
     validate(hydra.compose("config", []))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse import session
 from kfuse.comm import tail
-from kfuse.comm.step import StepPlan
+from kfuse.comm.plan import StepPlan
 
 EVERY, STEPS, SIZES = 3, 7, (8, 8, 6)  # steps, and the samples of a step's micro-batches, shared out between workers
 SHARES = (range(2), range(2, 3))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfuse.lr import LRSchedule, Scaling, gain
+from kfuse.train.lr_schedule import LRSchedule, Scaling, gain
 
 batch = st.integers(1, 1 << 20)
 moment = st.one_of(st.none(), st.floats(-1e12, 1e12))

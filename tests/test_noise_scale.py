@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-from kfuse.noise_scale import Estimate, NoiseScale, moments, rounding_error
+from kfuse.statistics.noise_scale import Estimate, NoiseScale, moments, rounding_error
 
 Array = NDArray[np.float64]
 Pairs = list[tuple[float | None, float | None]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfuse.objective import default_loss, loss_and_correct
+from kfuse.train.loss import default_loss, loss_and_correct
 
 
 def test_cross_entropy_of_classes_and_of_sequences():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
 from kfuse.comm import transports
-from kfuse.comm.step import StepPlan
+from kfuse.comm.plan import StepPlan
 from kfuse.session import current, reset
 
 

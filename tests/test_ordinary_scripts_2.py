@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import kfuse as kf
 from kfuse.session import reset
-from kfuse.training_state import Trainable
+from kfuse.train.training_state import Trainable
 
 Step = list[tuple[Tensor, Tensor]]  # one worker's micro-batches of a step
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
-from kfuse.signals import Bounds, Decision, Signals
+from kfuse.policies.signals import Bounds, Decision, Signals
 
 BOUNDS = Bounds(batch_min=8, batch_max=1024, workers_min=1, workers_max=8)
 

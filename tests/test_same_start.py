@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.checkpoint.manager import CheckpointSettings
 from kfuse.comm.group import CommError
 from kfuse.comm.tail import digest, digest_from_slots, digest_slots
-from kfuse.coordinator import Coordinator
 from kfuse.data import as_dataset
-from kfuse.evaluation import params_sha256
-from kfuse.loop import Loop
-from kfuse.lr import LRSchedule
-from kfuse.position import CheckpointSettings, Settings
+from kfuse.policies.signals import Bounds
 from kfuse.session import current
-from kfuse.signals import Bounds
+from kfuse.train.coordinator import Coordinator
+from kfuse.train.evaluation import params_sha256
+from kfuse.train.loop import Loop
+from kfuse.train.lr_schedule import LRSchedule
+from kfuse.train.progress import Settings
 
 
 def problem(count: int = 64) -> tuple[Tensor, Tensor]:

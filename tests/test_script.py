@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from elastic_job import assert_none_left, wait_until
 
-from kfuse import script
+from kfuse.cli import kfuse_run as script
 
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -51,7 +51,7 @@ def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) 
     hashes = []
     for workers in (1, 2):
         run_dir = tmp_path / str(workers)
-        command = [sys.executable, "-m", "kfuse.script", "--workers", str(workers), "--no-replace", "--quiet"]
+        command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", str(workers), "--no-replace", "--quiet"]
         command += ["--run-dir", str(run_dir), str(path), str(tmp_path / "marker")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ})
         assert done.returncode == 0, done.stdout + done.stderr
@@ -113,7 +113,7 @@ class Ended:
 
 
 def run_script(
-    folder: Path, text: str, *arguments: str, workers: int = 2, starter: Sequence[str] = ("-m", "kfuse.script")
+    folder: Path, text: str, *arguments: str, workers: int = 2, starter: Sequence[str] = ("-m", "kfuse.cli.kfuse_run")
 ) -> Ended:
     """What a script does under kfuse-run; fails if it does not end."""
     path, run_dir = folder / "train.py", folder / "run"
@@ -273,7 +273,7 @@ def test_a_run_directory_that_is_used_is_refused(tmp_path: Path) -> None:
 def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tmp_path: Path) -> None:
     """Not even one that knows nothing of kfuse."""
     (tmp_path / "train.py").write_text("import os, time\nopen(f'{__file__}-{os.getpid()}', 'w')\ntime.sleep(1000)")
-    command = [sys.executable, "-m", "kfuse.script", "--workers", "2", "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", str(tmp_path / "run")]
     process = subprocess.Popen([*command, str(tmp_path / "train.py")])
     try:
         wait_until("both scripts", lambda: len(list(tmp_path.glob("train.py-*"))) == 2)
@@ -287,7 +287,7 @@ def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tm
 @pytest.mark.full
 def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))"
-    main = f"import resource, sys; {limit}; from kfuse.script import main; sys.exit(main(sys.argv[1:]))"
+    main = f"import resource, sys; {limit}; from kfuse.cli.kfuse_run import main; sys.exit(main(sys.argv[1:]))"
     ended = run_script(tmp_path, PRELUDE + "loop()", workers=1, starter=["-c", main])
     assert ended.status == 0, ended.said
     assert ended.summary["steps"] == 20 and ended.of_kind("failure") == []

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.step import StepPlan
+from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import RANK_SLOTS, TAIL_SLOTS, digest_slots
-from kfuse.optim import StepStats
-from kfuse.optim.statistics import Statistics
 from kfuse.session import reset
+from kfuse.statistics.step_stats import Statistics, StepStats
 
 Array = NDArray[np.float64]
 TINY_BUCKETS = 4 / 2**20  # MB: every tensor travels alone

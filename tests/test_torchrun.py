@@ -24,7 +24,7 @@ from elastic_job import (
     words,
 )
 
-from kfuse.__main__ import main
+from kfuse.cli.app import main
 from kfuse.elastic.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.full

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfuse.comm.tree import Node, plan_merges, plan_range
+from kfuse.comm.sum_tree import Node, plan_merges, plan_range
 
 
 def canonical_sum(leaves: np.ndarray) -> np.float32:

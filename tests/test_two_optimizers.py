@@ -191,7 +191,7 @@ def test_a_second_optimizer_is_refused_where_workers_may_join(tmp_path: Path) ->
     """Its state would not go along to a worker that joins."""
     script = tmp_path / "train.py"
     script.write_text(SECOND_OPTIMIZER)
-    command = [sys.executable, "-m", "kfuse.script", "--run-dir", str(tmp_path / "run"), str(script)]
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--run-dir", str(tmp_path / "run"), str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 1 and "only the model and optimizer given to kf.fit" in said, said

@@ -19,7 +19,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "__main__",
-        "kfuse.worker",
+        "kfuse.cli.worker",
         "kfuse.elastic.supervisor",
         "elastic_job",
         "chaos",
@@ -66,7 +66,7 @@ class WarmProcess:
 
 
 class WarmLauncher:
-    """Each worker runs what `python -m kfuse.worker` runs; what it prints is added to `log`, its pid to `pids`."""
+    """Each worker runs what `python -m kfuse.cli.worker` runs; what it prints is added to `log`, its pid to `pids`."""
 
     def __init__(self, log: Path, context: Context = CONTEXT) -> None:
         """context: "fork" for a process that is itself forked, and has no other threads as it starts workers."""
@@ -99,5 +99,5 @@ def work(env: Mapping[str, str], log: Path) -> None:
     for standard in (1, 2):
         os.dup2(stream, standard)
     os.close(stream)
-    sys.modules.pop("kfuse.worker", None)
-    runpy.run_module("kfuse.worker", run_name="__main__")
+    sys.modules.pop("kfuse.cli.worker", None)
+    runpy.run_module("kfuse.cli.worker", run_name="__main__")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
-from kfuse.comm.tree import Merge
+from kfuse.comm.sum_tree import Merge
 from kfuse.kernels import reduce
 
 

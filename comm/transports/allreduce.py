@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kfuse.comm.group import Group, Pending
-from kfuse.comm.tree import Merge
+from kfuse.comm.sum_tree import Merge
 
 
 class AllReduce:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kfuse.comm.tree import Merge
+from kfuse.comm.sum_tree import Merge
 
 
 class Transport(Protocol):

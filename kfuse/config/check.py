@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kfuse import targets
+from kfuse.config import instantiate
 from kfuse.config.messages import explain
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
 from kfuse.undecorated import undecorated
@@ -41,7 +41,7 @@ def validate(cfg: DictConfig) -> None:
     for setting in SETTINGS.values():
         value = _get(values, setting.key)
         if not setting.allows(value):
-            raise ConfigError(f"{setting.key}={targets.show(value)}: allowed is {setting.allowed}")
+            raise ConfigError(f"{setting.key}={instantiate.show(value)}: allowed is {setting.allowed}")
     _check_together(values)
     resume = values["checkpoint"]["resume"]
     if resume not in ("never", "auto"):
@@ -77,7 +77,7 @@ def _check_keys(values: Mapping[str, Any]) -> None:
         found |= {f"{section}.{name}" for name in values[section]}
     known = {*SETTINGS, *CLASS_GROUPS}
     for key in sorted(found - known):
-        raise ConfigError(f"{key}: no such key{targets.did_you_mean(key, known)}")
+        raise ConfigError(f"{key}: no such key{instantiate.did_you_mean(key, known)}")
     for key in sorted(known - found):
         raise ConfigError(f"{key}: missing, and needed")
 
@@ -113,7 +113,7 @@ def _check_class(
     if not isinstance(node, Mapping) or node.get("_target_") is None:
         raise ConfigError(f"{group}._target_: missing; allowed is the dotted path of a class or function")
     try:
-        return targets.check_arguments(node, supplied, first, always)
+        return instantiate.check_arguments(node, supplied, first, always)
     except ValueError as error:
         # Messages that start with an argument's name become the key.
         dot = str(error).split("=", 1)[0] in node
@@ -124,7 +124,7 @@ def _check_transport(path: str | None) -> None:
     if path is None:
         return
     try:
-        factory = targets.locate(path)
+        factory = instantiate.locate(path)
     except ValueError as error:
         raise ConfigError(f"comm.{error}") from error
     missing = [name for name in ("plan", "launch", "poll", "wait") if not hasattr(factory, name)]
@@ -134,8 +134,8 @@ def _check_transport(path: str | None) -> None:
 
 def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
     """The error of a call, put down to the argument that it speaks of."""
-    message = " ".join(str(error).split()) if isinstance(error, ValueError) else targets.one_line(error)
-    given = targets.arguments(node)
+    message = " ".join(str(error).split()) if isinstance(error, ValueError) else instantiate.one_line(error)
+    given = instantiate.arguments(node)
     if message.startswith((f"{group}.", f"{group}=")):
         return ConfigError(message)
     if message.split("=", 1)[0] in given:
@@ -143,15 +143,15 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     for name, value in given.items():
         says_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
         if says_value or re.search(rf"\b{re.escape(name)}\b", message):
-            return ConfigError(f"{group}.{name}={targets.show(value)}: {message}")
-    call = ", ".join(f"{name}={targets.show(value)}" for name, value in given.items())
+            return ConfigError(f"{group}.{name}={instantiate.show(value)}: {message}")
+    call = ", ".join(f"{name}={instantiate.show(value)}" for name, value in given.items())
     return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
 
 
 def _check_launcher(node: Any, count: int) -> None:
     _check_class("launcher", node)
     try:
-        launcher = targets.build(node)
+        launcher = instantiate.build(node)
     except Exception as error:  # a user's constructor may raise anything
         raise _failed("launcher", node, error) from error
     fixed = getattr(launcher, "workers", None)
@@ -163,14 +163,14 @@ def _check_data(node: Any) -> tuple[Any, int]:
     """Loads the data; returns the split, and how many samples there are to train on."""
     _check_class("data", node)
     try:
-        split = targets.build(node)
+        split = instantiate.build(node)
     except Exception as error:  # a user's loader may raise anything
         raise _failed("data", node, error) from error
     if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
         raise ConfigError(
             f"data._target_={node['_target_']}: returns a {type(split).__name__}, not a kfuse.data.DataSplit"
         )
-    as_dataset = targets.locate("kfuse.data.as_dataset")  # by its path: configuration and data stand apart
+    as_dataset = instantiate.locate("kfuse.data.as_dataset")  # by its path: configuration and data stand apart
     lengths = {}
     for part in ("train", "heldout"):
         try:
@@ -188,16 +188,16 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     try:
         _check_class("model", node, spec)
     except ConfigError as error:
-        missing = error.__cause__.names if isinstance(error.__cause__, targets.MissingArguments) else ()
+        missing = error.__cause__.names if isinstance(error.__cause__, instantiate.MissingArguments) else ()
         if options := dict.fromkeys(_DATA_OPTIONS[name] for name in missing if name in _DATA_OPTIONS):
             raise ConfigError(f"{error}; it fits {', '.join(options)}") from error
         raise
     try:
         try:
             with torch.device("meta"):  # no memory, no initialisation; but not every model can
-                model = targets.build(node, **spec)
+                model = instantiate.build(node, **spec)
         except Exception:
-            model = targets.build(node, **spec)
+            model = instantiate.build(node, **spec)
     except Exception as error:  # a user's constructor may raise anything
         raise _failed("model", node, error) from error
     if not isinstance(model, torch.nn.Module):
@@ -209,7 +209,7 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
 def _check_policy(node: Any) -> None:
     _check_class("policy", node)
     try:
-        policy = targets.build(node)
+        policy = instantiate.build(node)
     except Exception as error:  # a user's constructor may raise anything
         raise _failed("policy", node, error) from error
     if not hasattr(policy, "decide"):
@@ -224,7 +224,7 @@ def _check_optimizer(node: Any, lr: float) -> None:
 
     for name, where in _SET_ELSEWHERE.items():
         if isinstance(node, Mapping) and name in node:
-            raise ConfigError(f"optimizer.{name}={targets.show(node[name])}: not set here but by {where}")
+            raise ConfigError(f"optimizer.{name}={instantiate.show(node[name])}: not set here but by {where}")
     factory = _check_class("optimizer", node, first=("params",), always=("lr",))
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer._target_={node['_target_']}: allowed is a torch.optim.Optimizer's class")
@@ -237,7 +237,7 @@ def _check_optimizer(node: Any, lr: float) -> None:
     for base in factory.__mro__:
         if base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer:
             known = inspect.signature(base).parameters
-            given = {name: value for name, value in targets.arguments(node).items() if name in known}
+            given = {name: value for name, value in instantiate.arguments(node).items() if name in known}
             try:
                 type(base.__name__, (base,), quick)(params=[weight], lr=lr, **given)
             except Exception as error:
@@ -246,13 +246,13 @@ def _check_optimizer(node: Any, lr: float) -> None:
     if check := getattr(factory, "check_arguments", None):
         known = inspect.signature(check).parameters
         try:
-            check(lr=lr, **{name: value for name, value in targets.arguments(node).items() if name in known})
+            check(lr=lr, **{name: value for name, value in instantiate.arguments(node).items() if name in known})
         except Exception as error:
             raise _failed("optimizer", node, error) from error
     # A class of the user's own may hand on **kwargs that its base refuses. Ours are not built in this process.
     if not any(base.__module__.startswith("kfuse.") for base in factory.__mro__):
         try:
-            targets.build(node, [weight], always={"lr": lr})
+            instantiate.build(node, [weight], always={"lr": lr})
         except TypeError as error:
             raise _failed("optimizer", node, error) from error
         except Exception:

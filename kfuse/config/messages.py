@@ -20,8 +20,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from kfuse.config.instantiate import did_you_mean, one_line
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS
-from kfuse.targets import did_you_mean, one_line
 
 
 def explain(error: BaseException) -> str:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kfuse.elastic import protocol
 from kfuse.elastic.gate import Gate
 from kfuse.elastic.launchers import Launcher
+from kfuse.elastic.processes import State, Worker, how_it_ended
 from kfuse.elastic.protocol import Member, View
-from kfuse.elastic.workers import State, Worker, how_it_ended
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kfuse.kernels.norm import norm_backward, norm_forward
-from kfuse.noise_scale import moments
+from kfuse.statistics.noise_scale import moments
 
 
 class _Measured:
@@ -118,8 +118,8 @@ def norm_layers_noise(model: nn.Module, *, loss_scale: float = 1.0) -> NormLayer
 
     A step's statistics with every sample a micro-batch of its own (McCandlish et al. 2018, appendix A, with b_j = 1),
     for a loss that is the MEAN over the micro-batch's samples. To have a noise scale, average S and G2 over steps apart
-    (`kfuse.noise_scale.NoiseScale`) and divide. It is the noise scale of these layers, not the model's. Waits for the
-    device.
+    (`kfuse.statistics.noise_scale.NoiseScale`) and divide. It is the noise scale of these layers, not the model's.
+    Waits for the device.
 
     loss_scale: what the loss was multiplied with before backward (AMP).
     Raises ValueError when there is no such layer, or one has had no backward or several since the last call: the norms

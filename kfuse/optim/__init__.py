@@ -6,7 +6,6 @@ from kfuse.optim.consistency import ConsistencyError
 from kfuse.optim.lamb import FusedLAMB
 from kfuse.optim.refuse import refuse_wrapped
 from kfuse.optim.sgd import FusedSGD
-from kfuse.optim.statistics import StepStats
 from kfuse.optim.wrap import Optimizer
 
 __all__ = [
@@ -16,6 +15,5 @@ __all__ = [
     "FusedLAMB",
     "FusedSGD",
     "Optimizer",
-    "StepStats",
     "refuse_wrapped",
 ]

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine, owner
 from kfuse.comm.group import CommError
-from kfuse.comm.step import MicroBatch, Reduced, StepPlan
+from kfuse.comm.plan import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
     ConsistencyError,
     averaged_buffers,
@@ -27,8 +27,8 @@ from kfuse.optim.consistency import (
     share_from_first,
 )
 from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
-from kfuse.optim.statistics import Statistics, StepStats
 from kfuse.session import Session, current
+from kfuse.statistics.step_stats import Statistics, StepStats
 from kfuse.undecorated import undecorated
 
 _LOG = logging.getLogger("kfuse")

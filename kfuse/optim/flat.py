@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 from kfuse.comm.buckets import Bucket
-from kfuse.comm.step import Reduced
+from kfuse.comm.plan import Reduced
 from kfuse.kernels import PackTable
 from kfuse.optim.base import DistributedOptimizer
 

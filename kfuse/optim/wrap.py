@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfuse.comm.step import Reduced
+from kfuse.comm.plan import Reduced
 from kfuse.optim.base import DistributedOptimizer
 
 

@@ -1,8 +1,7 @@
 """Rules that adapt training while it runs. They import signals only: no communication, no I/O."""
 
-from kfuse.policies.base import BasePolicy
+from kfuse.policies.base import BasePolicy, NoPolicy
 from kfuse.policies.gns import GNSPolicy
-from kfuse.policies.none import NoPolicy
 from kfuse.policies.schedule import SchedulePolicy
 
 __all__ = ["BasePolicy", "GNSPolicy", "NoPolicy", "SchedulePolicy"]

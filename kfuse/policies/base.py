@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kfuse.signals import Decision, Signals
+from kfuse.policies.signals import Decision, Signals
 
 
 class BasePolicy:
@@ -83,3 +83,7 @@ def _plain(value: Any) -> Any:
     if type(value) is dict:
         return {_plain(key): _plain(item) for key, item in value.items()}
     raise TypeError(f"{type(value).__name__} is not a plain value")
+
+
+class NoPolicy(BasePolicy):
+    """Leaves batch size, learning rate and worker count as configured."""

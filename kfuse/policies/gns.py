@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from kfuse.policies.base import BasePolicy
-from kfuse.signals import Decision, Signals
+from kfuse.policies.signals import Decision, Signals
 
 
 class GNSPolicy(BasePolicy):

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from kfuse.policies.base import BasePolicy
-from kfuse.signals import Decision, Signals
+from kfuse.policies.signals import Decision, Signals
 
 _UNITS = {"step", "epoch"}
 _SETTINGS = {"batch_size", "lr_scale", "workers"}

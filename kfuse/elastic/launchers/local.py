@@ -103,7 +103,7 @@ class LocalLauncher:
         share: how many workers share this machine's cores: each gets its part as OMP_NUM_THREADS, unless that is set.
         None: workers set their number of threads themselves.
         """
-        self._command = command or [sys.executable, "-m", "kfuse.worker"]
+        self._command = command or [sys.executable, "-m", "kfuse.cli.worker"]
         self._folder, self._at_our_end, self._share = folder, at_our_end, share
         self._processes: list[LocalProcess] = []
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kfuse.comm.sum_tree import LeafStep
 from kfuse.comm.tail import Control
-from kfuse.comm.tree import LeafStep
 
 if TYPE_CHECKING:
     from kfuse.comm.engine import Engine

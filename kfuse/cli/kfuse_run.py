@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from kfuse import interrupt
+from kfuse.cli.run import Reports, supervise
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
 from kfuse.elastic.supervisor import Elasticity
 from kfuse.observe import Display, RunDirectory
-from kfuse.run import Reports, supervise
 from kfuse.version import __version__
 
 _EXAMPLES = """\

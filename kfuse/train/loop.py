@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfuse.coordinator import Coordinator
 from kfuse.data import Dataset
-from kfuse.evaluation import evaluate
-from kfuse.position import Phase, StepSamples
+from kfuse.train.coordinator import Coordinator
+from kfuse.train.evaluation import evaluate
+from kfuse.train.progress import Phase, StepSamples
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 

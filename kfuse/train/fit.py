@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from kfuse.coordinator import Coordinator
 from kfuse.data import Dataset, as_dataset
-from kfuse.loop import Loop, LossFunction
-from kfuse.lr import Decay, LRSchedule, Scaling
-from kfuse.objective import default_loss
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.optim.base import check_clip_norm
 from kfuse.policies import BasePolicy
-from kfuse.position import Settings
+from kfuse.policies.signals import BATCH_MAX, Bounds
 from kfuse.session import current
-from kfuse.signals import BATCH_MAX, Bounds
-from kfuse.user_schedule import Interval, UserSchedule, has_scheduler
+from kfuse.train.coordinator import Coordinator
+from kfuse.train.loop import Loop, LossFunction
+from kfuse.train.loss import default_loss
+from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
+from kfuse.train.progress import Settings
+from kfuse.train.user_schedule import Interval, UserSchedule, has_scheduler
 
 
 class Hook:

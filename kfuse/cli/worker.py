@@ -7,9 +7,9 @@ import sys
 import traceback
 
 from kfuse import session
-from kfuse.elastic.control import ControlClient, ControlError
+from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
-from kfuse.trainer import build_loop, comm_options, set_threads
+from kfuse.train.build import build_loop, comm_options, set_threads
 
 
 def main() -> int:

@@ -13,8 +13,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from kfuse.policies.signals import SYNC_MAX
 from kfuse.session import Session, current
-from kfuse.signals import SYNC_MAX
 
 Number = int | float
 

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-from kfuse import targets
-from kfuse.comm.step import CommOptions
-from kfuse.coordinator import Coordinator
+from kfuse.checkpoint.manager import CheckpointSettings
+from kfuse.comm.plan import CommOptions
+from kfuse.config import instantiate
 from kfuse.data import DataSplit, as_dataset
 from kfuse.elastic import protocol
-from kfuse.loop import Loop
-from kfuse.lr import LRSchedule
-from kfuse.objective import default_loss
 from kfuse.optim import DistributedOptimizer, Optimizer
-from kfuse.position import CheckpointSettings, Settings
+from kfuse.policies.signals import Bounds
 from kfuse.session import Session
-from kfuse.signals import Bounds
+from kfuse.train.coordinator import Coordinator
+from kfuse.train.loop import Loop
+from kfuse.train.loss import default_loss
+from kfuse.train.lr_schedule import LRSchedule
+from kfuse.train.progress import Settings
 
 
 def comm_options(config: dict[str, Any]) -> CommOptions:
@@ -44,9 +45,9 @@ def set_threads(config: dict[str, Any]) -> None:
 def build_loop(config: dict[str, Any], session: Session) -> Loop:
     """Data, model, policy and optimizer as configured, in a loop ready to run. Needs no other worker."""
     torch.manual_seed(config["seed"])
-    split: DataSplit = targets.build(config["data"])
+    split: DataSplit = instantiate.build(config["data"])
     train_set = as_dataset(split.train)
-    model: torch.nn.Module = targets.build(config["model"], **split.spec)
+    model: torch.nn.Module = instantiate.build(config["model"], **split.spec)
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
     # Where the number is fixed a policy may still ask for another, and is told so: within bounds it would not ask.
@@ -56,7 +57,7 @@ def build_loop(config: dict[str, Any], session: Session) -> Loop:
         train_set,
         _optimizer(config, model),
         session=session,
-        policy=targets.build(config["policy"]),
+        policy=instantiate.build(config["policy"]),
         schedule=LRSchedule(
             scaling=lr["scaling"],
             warmup_steps=lr["warmup_steps"],
@@ -93,7 +94,7 @@ def total_steps(config: dict[str, Any], samples: int) -> float:
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:
-    made = targets.build(config["optimizer"], model.parameters(), always={"lr": config["lr"]["base"]})
+    made = instantiate.build(config["optimizer"], model.parameters(), always={"lr": config["lr"]["base"]})
     opt = made if isinstance(made, DistributedOptimizer) else Optimizer(made)
     # Not by the constructor: a class of the user's own, derived from one of ours, need not pass them on.
     opt.clip_norm = config["train"]["clip_norm"]

@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfuse import balance
-from kfuse.checkpoints import Checkpoints
+from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.data import Dataset, EpochSampler
-from kfuse.decisions import Decisions
-from kfuse.elastic import state as transfer
-from kfuse.elastic.control import ControlError
-from kfuse.evaluation import params_sha256
-from kfuse.lr import LRSchedule
-from kfuse.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
+from kfuse.elastic import state_transfer as transfer
+from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.policies import BasePolicy
-from kfuse.position import Phase, Position, Settings, StepSamples
-from kfuse.reports import Reporter
-from kfuse.rng import generators_restored, micro_batch_key, seed_device, seed_host
 from kfuse.session import STOP_REASONS, Session
-from kfuse.training_state import Stateful, Trainable, TrainingState
-from kfuse.user_schedule import UserSchedule
+from kfuse.train import load_balance
+from kfuse.train.decisions import Decisions
+from kfuse.train.evaluation import params_sha256
+from kfuse.train.lr_schedule import LRSchedule
+from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
+from kfuse.train.progress import Phase, Position, Settings, StepSamples
+from kfuse.train.reporter import Reporter
+from kfuse.train.rng import generators_restored, micro_batch_key, seed_device, seed_host
+from kfuse.train.training_state import Stateful, Trainable, TrainingState
+from kfuse.train.user_schedule import UserSchedule
 
 
 class Left(Exception):
@@ -323,8 +323,8 @@ class Coordinator:
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
         workers = self.session.workers
-        relative = balance.relative_throughput(self.position.throughput, workers)
-        shares = balance.shares(relative) if self.settings.balance else None
+        relative = load_balance.relative_throughput(self.position.throughput, workers)
+        shares = load_balance.shares(relative) if self.settings.balance else None
         return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
 
     def fetch(self, samples: StepSamples, j: int) -> tuple[Tensor, Tensor, float]:

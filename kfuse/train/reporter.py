@@ -6,9 +6,9 @@ from collections import deque
 from typing import Any
 
 from kfuse.elastic.protocol import View
-from kfuse.optim import StepStats
-from kfuse.position import Settings, StepSamples
 from kfuse.session import Session
+from kfuse.statistics.step_stats import StepStats
+from kfuse.train.progress import Settings, StepSamples
 
 _MEASURED = (
     "loss",

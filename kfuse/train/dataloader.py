@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from kfuse.comm.group import CommError
-from kfuse.coordinator import Coordinator
 from kfuse.data.adapters import as_dataset
-from kfuse.fit import plan_run
-from kfuse.lr import Decay, Scaling
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
-from kfuse.position import Phase, StepSamples
-from kfuse.user_schedule import Interval
+from kfuse.train.coordinator import Coordinator
+from kfuse.train.fit import plan_run
+from kfuse.train.lr_schedule import Decay, Scaling
+from kfuse.train.progress import Phase, StepSamples
+from kfuse.train.user_schedule import Interval
 
 
 class DataLoader:

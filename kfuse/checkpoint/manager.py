@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kfuse.checkpoint import Checkpointer, CheckpointError, load, load_newest
-from kfuse.position import CheckpointSettings
+from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
 from kfuse.session import Session
 
 _LAST_TIMEOUT_S = 15.0  # of the grace period that a preempted job has
@@ -16,6 +16,18 @@ _NOTHING_TO_RESUME = (
 )
 
 State = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Where checkpoints go, and where the first state comes from."""
+
+    directory: Path
+    every_steps: int | None = None
+    """None: none are written."""
+    keep: int = 3
+    resume: str = "never"
+    """never, auto (the newest good one in `directory`, if there is one), or the path of one."""
 
 
 class Checkpoints:

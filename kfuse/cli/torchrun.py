@@ -16,10 +16,10 @@ from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.optim import ConsistencyError
 from kfuse.session import Record, Session
-from kfuse.trainer import build_loop, comm_options, set_threads
+from kfuse.train.build import build_loop, comm_options, set_threads
 
 if TYPE_CHECKING:
-    from kfuse.run import Reports
+    from kfuse.cli.run import Reports
 
 
 def lead(meeting: Rendezvous, job: dict[str, Any], reports: Reports) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from kfuse import targets, torchrun
+from kfuse.cli import torchrun
+from kfuse.config import instantiate
 from kfuse.elastic.launchers import Launcher, TorchrunLauncher
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.supervisor import LOOP_LEFT, NOT_TRAINED, Elasticity, JobFailed, Supervisor
@@ -103,7 +104,7 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     """Trains as `cfg` says and returns the exit status: 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     observe = config["observe"]
-    launcher = targets.build(config["launcher"])
+    launcher = instantiate.build(config["launcher"])
     job = {**config, "run_dir": str(run_dir.absolute())}
     reports = Reports(
         RunDirectory(run_dir, tensorboard=observe["tensorboard"], ledger=observe["ledger"]),

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kfuse import balance
 from kfuse.comm import transports
 from kfuse.comm.tail import Control
-from kfuse.lr import LRSchedule
-from kfuse.optim import DistributedOptimizer, StepStats
+from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
-from kfuse.position import Position, Settings
-from kfuse.reports import Reporter
+from kfuse.policies.signals import Decision, Signals
 from kfuse.session import Session
-from kfuse.signals import Decision, Signals
+from kfuse.statistics.step_stats import StepStats
+from kfuse.train import load_balance
+from kfuse.train.lr_schedule import LRSchedule
+from kfuse.train.progress import Position, Settings
+from kfuse.train.reporter import Reporter
 
 
 class Decisions:
@@ -47,7 +48,7 @@ class Decisions:
 
     def take_in(self, at: Position, stats: StepStats, workers: Sequence[int]) -> None:
         """The position learns what a step measured; `workers` are the numbers of those who made it, in rank order."""
-        at.throughput = balance.measured(at.throughput, workers, stats.seconds)
+        at.throughput = load_balance.measured(at.throughput, workers, stats.seconds)
         self._report_stragglers(at)
         at.mean_grad_sq, at.mean_grad_variance = stats.mean_grad_sq, stats.mean_grad_variance
         at.loss = stats.loss
@@ -69,11 +70,11 @@ class Decisions:
     def _report_stragglers(self, at: Position) -> None:
         """An event for each worker that has become one; it is no news again until it has been well for once."""
         workers = self._session.workers
-        relative = balance.relative_throughput(at.throughput, workers)
+        relative = load_balance.relative_throughput(at.throughput, workers)
         for rank, (worker, ratio) in enumerate(zip(workers, relative, strict=True)):
-            if ratio is not None and ratio < balance.SLOW and worker not in at.stragglers:
+            if ratio is not None and ratio < load_balance.SLOW and worker not in at.stragglers:
                 self._reports.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
-        at.stragglers = balance.stragglers(workers, relative, at.stragglers)
+        at.stragglers = load_balance.stragglers(workers, relative, at.stragglers)
 
     def _signals(self, at: Position, stats: StepStats, context: dict[str, Any]) -> Signals:
         shared = ("loss", "grad_norm", "grad_sq", "grad_variance", "mean_grad_sq", "mean_grad_variance")
@@ -81,7 +82,7 @@ class Decisions:
         return Signals(
             step=stats.step,
             micro_batch=self._settings.micro_batch,
-            throughput=tuple(balance.relative_throughput(at.throughput, self._session.workers)),
+            throughput=tuple(load_balance.relative_throughput(at.throughput, self._session.workers)),
             eval_accuracy=at.accuracy,
             bounds=self._settings.bounds,
             **{name: context[name] for name in ("epoch", "samples", "lr", "lr_scale", "batch_size", "workers")},

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfuse.comm import tail as t
 from kfuse.comm.tail import Control
-from kfuse.noise_scale import NoiseScale, moments, rounding_error
+from kfuse.statistics.noise_scale import NoiseScale, moments, rounding_error
 
 
 @dataclass(frozen=True)

@@ -6,27 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kfuse.balance import Throughput
-from kfuse.comm.step import StepPlan
+from kfuse.checkpoint.manager import CheckpointSettings
+from kfuse.comm.plan import StepPlan
 from kfuse.data.sampler import micro_batch_sizes, worker_range
-from kfuse.signals import Bounds
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """Where checkpoints go, and where the first state comes from."""
-
-    directory: Path
-    every_steps: int | None = None
-    """None: none are written."""
-    keep: int = 3
-    resume: str = "never"
-    """never, auto (the newest good one in `directory`, if there is one), or the path of one."""
+from kfuse.policies.signals import Bounds
+from kfuse.train.load_balance import Throughput
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The commands: `kfuse`, `kfuse-run`, and the worker processes that they start."""

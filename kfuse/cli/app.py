@@ -1,0 +1,211 @@
+"""The command line: `kfuse key=value ...`, a Hydra app. `kfuse --help` lists the keys."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from kfuse import interrupt
+from kfuse.cli import torchrun
+from kfuse.config import instantiate
+from kfuse.config.check import validate
+from kfuse.config.messages import explain, explain_flag
+from kfuse.config.schema import ConfigError
+from kfuse.config.settle import drop_replaced
+from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.elastic.protocol import STOP_STATUS
+from kfuse.elastic.rendezvous import Rendezvous
+from kfuse.observe.sweep import Sweep
+from kfuse.version import __version__
+
+USAGE_ERROR = 2
+# A home directory at the start of a value, which not every shell expands and Hydra does not read.
+_HOME = re.compile(r"(?:^|(?<=[=,\[]))~(?=/)")
+
+
+def main() -> int:
+    """Runs the command line in `sys.argv`; returns the exit status.
+
+    0: trained. 2: the command line or configuration is wrong, said in one line, with nothing written. Any
+    other: what the run ended with, the largest of a sweep's. Under torchrun, rank 0 does this and the others follow.
+    """
+    # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        meeting = Rendezvous.of_environment()
+    except RuntimeError as error:
+        return _refuse(str(error))
+    if meeting is None or meeting.size == 1:
+        return _main()
+    if meeting.rank > 0:
+        return torchrun.follow(meeting)
+    status = USAGE_ERROR
+    try:
+        status = _main(fixed=True)
+    finally:
+        meeting.dismiss(status)
+    return status
+
+
+def _main(fixed: bool = False) -> int:
+    """`fixed`: torchrun has started the workers, so that there is one run, and no other launcher."""
+    interrupt.raise_again()
+    try:
+        if "--version" in sys.argv[1:]:  # Hydra's own prints Hydra's
+            print(f"kfuse {__version__}")
+            return 0
+        argv = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
+        args, sweep = _parse(argv), None
+        if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
+            if args.experimental_rerun is not None:
+                raise ConfigError("--experimental-rerun: not supported; allowed is to give the overrides again")
+            _check_directories(args.overrides)
+            jobs = _jobs(args)
+            if not jobs:
+                raise ConfigError(f"{' '.join(args.overrides)}: a sweep over nothing; allowed is one value or more")
+            if _is_sweep(args):
+                sweep = Sweep(jobs)
+            if fixed and len(jobs) > 1:
+                raise ConfigError("-m: torchrun's workers are there for one run; allowed is no sweep")
+            for overrides in jobs:
+                _check(args, overrides, fixed)
+        # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
+        flags = [word for word in argv if word not in args.overrides]
+        sys.argv[1:] = [*flags, *args.overrides]
+        return _run_hydra(sweep)
+    except KeyboardInterrupt:
+        return interrupt.STATUS
+    except Exception as error:  # Hydra's own: a job keeps its errors to itself
+        return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
+
+
+def _refuse(message: str) -> int:
+    print(f"kfuse: error: {message}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = get_args_parser()
+    parser.allow_abbrev = False
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args, unknown = parser.parse_known_intermixed_args(argv)
+    except SystemExit:
+        raise ConfigError(said.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
+    if unknown:
+        after = argv[argv.index(unknown[0]) + 1 :]
+        raise ConfigError(explain_flag(unknown[0], after[0] if after else None))
+    return args
+
+
+def _is_sweep(args: argparse.Namespace) -> bool:
+    return args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+
+
+def _jobs(args: argparse.Namespace) -> list[list[str]]:
+    """The overrides of each run: one list, or a sweep's many."""
+    if not _is_sweep(args):
+        return [args.overrides]
+    parsed = OverridesParser.create().parse_overrides(args.overrides)
+    return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]
+
+
+def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
+    """Composes and validates one run's configuration, as Hydra will, before it creates anything."""
+    if args.config_dir is not None:
+        if not os.path.isdir(args.config_dir):
+            raise ConfigError(f"--config-dir={args.config_dir}: allowed is a directory")
+        overrides = [*overrides, f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"]
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"), warnings.catch_warnings():
+        warnings.filterwarnings("error", "provider=hydra.searchpath")  # a path that is not there
+        try:
+            cfg = hydra.compose(args.config_name or "config", overrides)
+        except (ValueError, UserWarning) as error:  # Hydra's, without the key
+            raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+    drop_replaced(cfg, overrides)
+    validate(cfg)
+    if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
+        raise ConfigError("launcher: torchrun started this process; allowed is launcher=torchrun")
+
+
+def _check_directories(overrides: list[str]) -> None:
+    """Raises ConfigError for a run's or a sweep's directory without a name."""
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.get_key_element()
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and not override.is_delete() and override.value() in ("", None):
+            raise ConfigError(f"{override.input_line}: allowed is a directory")
+
+
+def _run_hydra(sweep: Sweep | None) -> int:
+    """Runs what `sys.argv` says, as Hydra reads it. Returns the exit status, the largest of a sweep's."""
+    statuses = [0]
+
+    @hydra.main(config_path="pkg://kfuse.configs", config_name="config", version_base="1.3")
+    def job(cfg: DictConfig) -> None:
+        context = HydraConfig.get()
+        run_dir = Path(context.runtime.output_dir)
+        if sweep is not None:
+            sweep.begin(context.job.num, Path(context.sweep.dir).absolute(), run_dir)
+        statuses.append(_job(cfg, run_dir))
+        if sweep is not None:
+            sweep.end(context.job.num, run_dir, statuses[-1])
+        if statuses[-1] in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
+            raise KeyboardInterrupt
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
+    try:
+        job()
+    except KeyboardInterrupt:
+        statuses.append(interrupt.STATUS)
+    finally:
+        if sweep is not None:
+            sweep.finish()
+    return max(statuses)
+
+
+def _job(cfg: DictConfig, run_dir: Path) -> int:
+    """One run, in the directory that Hydra made for it; returns its exit status."""
+    drop_replaced(cfg, list(HydraConfig.get().overrides.task))
+    OmegaConf.resolve(cfg)
+    try:
+        _claim(run_dir, cfg)
+        from kfuse.cli.run import run  # not before it is needed: `--help` is quick
+
+        return run(cfg, run_dir)
+    except ConfigError as error:
+        return _refuse(str(error))
+    except Exception as error:
+        if isinstance(error, OSError) and Path(error.filename or "").is_relative_to(run_dir):
+            return _refuse(explain(error))
+        # Hydra would add its own words, and the rest of a sweep would not run.
+        traceback.print_exc()
+        return 1
+
+
+def _claim(run_dir: Path, cfg: DictConfig) -> None:
+    """Writes .hydra/config.yaml; a run's directory is refused to a second one that does not resume it."""
+    path = run_dir / ".hydra" / "config.yaml"
+    path.parent.mkdir(exist_ok=True)
+    try:
+        with path.open("x" if cfg.checkpoint.resume == "never" else "w") as file:
+            OmegaConf.save(cfg, file)
+    except FileExistsError:
+        raise ConfigError(
+            f"hydra.run.dir={run_dir}: holds a run already; allowed is a new directory, or checkpoint.resume=auto"
+        ) from None
