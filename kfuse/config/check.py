@@ -41,13 +41,13 @@ def validate(cfg: DictConfig) -> None:
     for setting in SETTINGS.values():
         value = _get(values, setting.key)
         if not setting.allows(value):
-            raise ConfigError(f"{setting.key}={instantiate.show(value)}: allowed is {setting.allowed}")
+            raise ConfigError(f"{setting.key}={instantiate.show(value)}: must be {setting.allowed}")
     _check_together(values)
     resume = values["checkpoint"]["resume"]
     if resume not in ("never", "auto"):
         path = Path(resume).expanduser()
         if not resume or not path.exists():
-            raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
+            raise ConfigError(f"checkpoint.resume={resume}: must be never, auto, or a path; there is no such path")
         if not any(
             next(path.glob(f"{where}manifest.json"), None) for where in ("", "*/", "checkpoints/", "checkpoints/*/")
         ):
@@ -88,22 +88,21 @@ def _check_together(values: Mapping[str, Any]) -> None:
     for section, name, at_first in (("batch", "size", batch), ("workers", "count", workers)):
         low, value, high = at_first["min"], at_first[name], at_first["max"]
         if low > high:
-            raise ConfigError(f"{section}.min={low}: allowed is at most {section}.max={high}")
+            raise ConfigError(f"{section}.min={low}: must be at most {section}.max={high}")
         if not low <= value <= high:
-            raise ConfigError(f"{section}.{name}={value}: allowed is {section}.min={low} to {section}.max={high}")
+            raise ConfigError(f"{section}.{name}={value}: must be {section}.min={low} to {section}.max={high}")
     if batch["micro"] > batch["size"]:
-        raise ConfigError(f"batch.micro={batch['micro']}: allowed is at most batch.size={batch['size']}")
+        raise ConfigError(f"batch.micro={batch['micro']}: must be at most batch.size={batch['size']}")
     if train["epochs"] is None and train["steps"] is None:
         raise ConfigError("train.epochs=null, train.steps=null: at least one of them must be a number")
     if comm["reproducible"] and comm["schedule"] not in ("auto", "all_to_all"):
         raise ConfigError(
-            f"comm.schedule={comm['schedule']}: its order of summation is its own; "
-            "comm.reproducible=true allows auto, all_to_all"
+            f"comm.schedule={comm['schedule']}: must be one of auto, all_to_all with comm.reproducible=true"
         )
     if comm["reproducible"] and comm["sync_every"] > 1:
-        raise ConfigError(f"comm.sync_every={comm['sync_every']}: comm.reproducible=true allows 1")
+        raise ConfigError(f"comm.sync_every={comm['sync_every']}: must be 1 with comm.reproducible=true")
     if comm["reproducible"] and comm["dtype"] != "fp32":
-        raise ConfigError(f"comm.dtype={comm['dtype']}: comm.reproducible=true allows fp32")
+        raise ConfigError(f"comm.dtype={comm['dtype']}: must be fp32 with comm.reproducible=true")
 
 
 def _check_class(
@@ -111,7 +110,7 @@ def _check_class(
 ) -> Any:
     """Returns what the group's `_target_` names, its arguments being right."""
     if not isinstance(node, Mapping) or node.get("_target_") is None:
-        raise ConfigError(f"{group}._target_: missing; allowed is the dotted path of a class or function")
+        raise ConfigError(f"{group}._target_: must be the dotted path of a class or function")
     try:
         return instantiate.check_arguments(node, supplied, first, always)
     except ValueError as error:
@@ -129,7 +128,8 @@ def _check_transport(path: str | None) -> None:
         raise ConfigError(f"comm.{error}") from error
     missing = [name for name in ("plan", "launch", "poll", "wait") if not hasattr(factory, name)]
     if missing:
-        raise ConfigError(f"comm._target_={path}: a kfuse.comm.transports.Transport has {', '.join(missing)}, too")
+        has = ", ".join(missing)
+        raise ConfigError(f"comm._target_={path}: must be a kfuse.comm.transports.Transport, which also has {has}")
 
 
 def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
@@ -156,7 +156,7 @@ def _check_launcher(node: Any, count: int) -> None:
         raise _failed("launcher", node, error) from error
     fixed = getattr(launcher, "workers", None)
     if fixed not in (None, count):
-        raise ConfigError(f"workers.count={count}: allowed is {fixed}, as many as torchrun started")
+        raise ConfigError(f"workers.count={count}: must be {fixed}, as many as torchrun started")
 
 
 def _check_data(node: Any) -> tuple[Any, int]:
@@ -168,7 +168,7 @@ def _check_data(node: Any) -> tuple[Any, int]:
         raise _failed("data", node, error) from error
     if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
         raise ConfigError(
-            f"data._target_={node['_target_']}: returns a {type(split).__name__}, not a kfuse.data.DataSplit"
+            f"data._target_={node['_target_']}: must return a kfuse.data.DataSplit, not a {type(split).__name__}"
         )
     as_dataset = instantiate.locate("kfuse.data.as_dataset")  # by its path: configuration and data stand apart
     lengths = {}
@@ -201,7 +201,8 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     except Exception as error:  # a user's constructor may raise anything
         raise _failed("model", node, error) from error
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model._target_={node['_target_']}: makes a {type(model).__name__}, not a torch.nn.Module")
+        kind = type(model).__name__
+        raise ConfigError(f"model._target_={node['_target_']}: must make a torch.nn.Module, not a {kind}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
 
@@ -214,7 +215,7 @@ def _check_policy(node: Any) -> None:
         raise _failed("policy", node, error) from error
     if not hasattr(policy, "decide"):
         raise ConfigError(
-            f"policy._target_={node['_target_']}: makes a {type(policy).__name__}, not a kfuse.BasePolicy"
+            f"policy._target_={node['_target_']}: must make a kfuse.BasePolicy, not a {type(policy).__name__}"
         )
 
 
@@ -227,11 +228,11 @@ def _check_optimizer(node: Any, lr: float) -> None:
             raise ConfigError(f"optimizer.{name}={instantiate.show(node[name])}: not set here but by {where}")
     factory = _check_class("optimizer", node, first=("params",), always=("lr",))
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
-        raise ConfigError(f"optimizer._target_={node['_target_']}: allowed is a torch.optim.Optimizer's class")
+        raise ConfigError(f"optimizer._target_={node['_target_']}: must be the class of a torch.optim.Optimizer")
     if issubclass(factory, torch.optim.LBFGS | torch.optim.SparseAdam):
         lbfgs = issubclass(factory, torch.optim.LBFGS)
         why = "evaluates the loss several times a step" if lbfgs else "takes sparse gradients only"
-        raise ConfigError(f"optimizer._target_={node['_target_']}: {why}; allowed is one that steps on dense gradients")
+        raise ConfigError(f"optimizer._target_={node['_target_']}: must step once on dense gradients; this one {why}")
     quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     for base in factory.__mro__:
@@ -266,5 +267,5 @@ def _check_decay(values: Mapping[str, Any], samples: int) -> None:
     total = min(length for length in lengths if length is not None)
     if lr["decay"] == "cosine" and lr["warmup_steps"] >= total:
         raise ConfigError(
-            f"lr.warmup_steps={lr['warmup_steps']}: lr.decay=cosine allows less than all {total:.0f} steps"
+            f"lr.warmup_steps={lr['warmup_steps']}: must be below the run's {total:.0f} steps with lr.decay=cosine"
         )

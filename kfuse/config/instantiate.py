@@ -20,7 +20,7 @@ _SEQUENCES = (list, tuple, Sequence, Collection, Iterable)
 def locate(path: object) -> Callable[..., Any]:
     """The class or function at a dotted path. Raises ValueError, in one line, where there is none."""
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")) or "." not in path:
-        raise ValueError(f"_target_={path}: allowed is a dotted path, package.module.Class")
+        raise ValueError(f"_target_={path}: must be a dotted path, package.module.Class")
     module, names = _import_longest(path)
     found: Any = module
     for name in names:
@@ -30,7 +30,7 @@ def locate(path: object) -> Callable[..., Any]:
         found = getattr(found, name)
     if not callable(found):
         kind = type(found).__name__
-        raise ValueError(f"_target_={path}: allowed is a class or function, not something of type {kind}")
+        raise ValueError(f"_target_={path}: must be a class or function, not something of type {kind}")
     return typing.cast(Callable[..., Any], found)
 
 
@@ -95,9 +95,9 @@ def check_arguments(
         if key not in by_name and not takes_any:
             raise ValueError(f"{key}={show(value)}: {name} has no argument {key}; it has {', '.join(by_name)}")
         if not all(map(math.isfinite, _numbers(value))):
-            raise ValueError(f"{key}={show(value)}: allowed are finite numbers")
+            raise ValueError(f"{key}={show(value)}: must be finite")
         if key in hints and not fits(value, hints[key]):
-            raise ValueError(f"{key}={show(value)}: {name} allows {describe(hints[key])}")
+            raise ValueError(f"{key}={show(value)}: must be {describe(hints[key])}")
     all_given = [*first, *given, *always, *supplied]
     missing = [n for n in by_name if known[n].default is inspect.Parameter.empty and n not in all_given]
     if missing:

@@ -27,7 +27,7 @@ from kfuse.config.schema import CLASS_GROUPS, SETTINGS
 def explain(error: BaseException) -> str:
     """One line for an error raised while a configuration is composed or read."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read; allowed is key=value, quoted where it holds spaces or ,[]{{}}"
+        return f"{error.override}: must be key=value, quoted where it holds spaces or ,[]{{}}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         return _missing_option(error)
     if isinstance(error, OmegaConfBaseException):
@@ -38,14 +38,14 @@ def explain(error: BaseException) -> str:
             override = re.match(r"Error merging override (.*)", first)
             return _omegaconf(error.__cause__, override.group(1) if override else "")
         if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", first):
-            return f"{ambiguous.group(1)}: allowed is one value; a list needs [brackets], a sweep -m"
+            return f"{ambiguous.group(1)}: must be one value; a list needs [brackets], a sweep -m"
         if twice := re.match(r"Multiple values for ([^. ]+)", first):
             group = twice.group(1)
-            return f"{group}: has a value already; allowed is {group}=OPTION, without a plus"
+            return f"{group}: has a value already; must be {group}=OPTION, without a plus"
         return " ".join(_lines(error))
     if isinstance(error, OSError):
-        where = "hydra.run.dir=DIR, of a sweep hydra.sweep.dir=DIR"
-        return f"{error.filename}: cannot be written: {error.strerror}; allowed is a run directory elsewhere, {where}"
+        where = "another run directory: hydra.run.dir=DIR, for a sweep hydra.sweep.dir=DIR"
+        return f"{error.filename}: cannot be written: {error.strerror}; choose {where}"
     if isinstance(error, HydraException | ValueError):
         return " ".join(_lines(error))
     return one_line(error)
@@ -83,7 +83,7 @@ def explain_flag(flag: str, after: str | None) -> str:
     else:
         key = name
     meant = f" (did you mean {key}={value or '...'}?)" if key else ""
-    return f"{flag}: no such flag; allowed is key=value, without dashes{meant}"
+    return f"{flag}: no such flag; must be key=value, without dashes{meant}"
 
 
 def _missing_option(error: MissingConfigException) -> str:
@@ -91,7 +91,7 @@ def _missing_option(error: MissingConfigException) -> str:
     options = [str(name) for name in error.options or ()]
     if not options:
         return " ".join(_lines(error)[:1])
-    return f"{group}={option}: allowed is {', '.join(options)}{did_you_mean(option, options)}"
+    return f"{group}={option}: must be one of {', '.join(options)}{did_you_mean(option, options)}"
 
 
 def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
@@ -102,10 +102,10 @@ def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return _unknown_key(error, key)
     if key in SETTINGS and override:
-        return f"{override}: allowed is {SETTINGS[key].allowed}"
+        return f"{override}: must be {SETTINGS[key].allowed}"
     below = [name for name in SETTINGS if name.startswith(f"{key}.")]
     if below and override:
-        return f"{override}: {key} is a section; allowed is to set its keys, {', '.join(below)}"
+        return f"{override}: {key} is a section; set its keys: {', '.join(below)}"
     return f"{override or key}: {reason}"
 
 
@@ -118,8 +118,8 @@ def _unknown_key(error: OmegaConfBaseException, key: str) -> str:
     at_home = [k for k in SETTINGS if k.rpartition(".")[2] == name]
     if not suggestion and at_home:
         suggestion = f" (did you mean {at_home[0]}?)"
-    allowed = f"; allowed under {parent}: {', '.join(siblings)}" if parent else ""
-    return f"{key}: no such key{suggestion or did_you_mean(key, everywhere)}{allowed}"
+    there = f"; keys of {parent}: {', '.join(siblings)}" if parent else ""
+    return f"{key}: no such key{suggestion or did_you_mean(key, everywhere)}{there}"
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -154,8 +155,8 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """What is allowed, in words."""
-        kind = {int: "a whole number ", float: "a number "}.get(self.kind, "")
+        """What a value must be, in words: "a whole number, at least 1"."""
+        kind = {int: "a whole number, ", float: "a number, "}.get(self.kind, "one of " if self.choices else "")
         return kind + self.range
 
     @property
@@ -164,12 +165,13 @@ class Setting:
         if self.choices:
             words = ", ".join(self.choices)
         elif self.kind is bool:
-            words = "true, false"
+            words = "true or false"
         elif self.kind is str:
             words = "text"
         else:
-            words = f"above {self.above}" if self.above is not None else f"from {self.least}"
-            words += f" to {self.most}" if self.most is not None else ""
+            words = f"above {self.above}" if self.above is not None else f"at least {self.least}"
+            if self.most is not None:
+                words = f"{words}, at most {self.most}" if self.above is not None else f"{self.least} to {self.most}"
         return words + (", or null" if self.optional else "")
 
 
@@ -192,12 +194,15 @@ SETTINGS = {leaf.key: leaf for leaf in _leaves(Config)}
 
 
 def settings_help() -> str:
-    """A line for each setting: `key=default`, what it is, what is allowed."""
+    """Each setting's `key=default`, what it is, and what is allowed, in lines of at most 120 characters."""
     defaults = [OmegaConf.to_yaml({"x": leaf.default}).removeprefix("x: ").strip() for leaf in SETTINGS.values()]
     keys = [f"{leaf.key}={default}" for leaf, default in zip(SETTINGS.values(), defaults, strict=True)]
     width = max(map(len, keys))
-    texts = [f"{leaf.text} ({leaf.range})" for leaf in SETTINGS.values()]
-    return "\n".join(f"  {key:<{width}}  {text}" for key, text in zip(keys, texts, strict=True))
+    lines: list[str] = []
+    for key, leaf in zip(keys, SETTINGS.values(), strict=True):
+        first, *rest = textwrap.wrap(f"{leaf.text} ({leaf.range})", 120 - width - 4, break_on_hyphens=False)
+        lines += [f"  {key:<{width}}  {first}", *(" " * (width + 4) + line for line in rest)]
+    return "\n".join(lines)
 
 
 ConfigStore.instance().store("schema", Config)

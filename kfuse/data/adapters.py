@@ -98,4 +98,4 @@ def _as_tensor(part: Tensor | np.ndarray, target: bool = False) -> Tensor:
     try:
         return torch.tensor(part)
     except TypeError:
-        raise TypeError(f"an array of dtype {part.dtype} is no tensor: allowed are numbers and bool") from None
+        raise TypeError(f"an array of dtype {part.dtype}: must be of numbers or bool") from None

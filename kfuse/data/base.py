@@ -53,11 +53,11 @@ def split_indices(length: int, heldout: float, seed: int) -> tuple[np.ndarray, n
     Returns (train, heldout) indices, int64. Raises DataError when either would be empty.
     """
     if not 0.0 < heldout < 1.0:
-        raise DataError(f"heldout={heldout} is not a fraction of the data: it must lie between 0 and 1")
+        raise DataError(f"heldout={heldout}: must be above 0 and below 1")
     # The subtraction keeps a product such as 0.1 * 30 = 3.0000000000000004 from rounding up to 4.
     held = int(np.ceil(length * heldout - 1e-9))
     if held < 1 or held >= length:
-        raise DataError(f"heldout={heldout} of {length} samples leaves a part empty: both need at least one")
+        raise DataError(f"heldout={heldout}: must leave both parts at least one of {length} samples")
     order = permutation(length, seed)
     return order[held:], order[:held]
 

@@ -111,7 +111,7 @@ def load_image_folder(
     if path is None:
         raise DataError("data=image_folder needs data.path=FOLDER, with a folder of images for each class")
     if size < 1:
-        raise DataError(f"size={size}: images need at least one pixel a side")
+        raise DataError(f"size={size}: must be at least 1")
     root = Path(path).expanduser()
     if os.path.isdir(root / "train") and os.path.isdir(root / "val"):
         classes = class_names(root / "train")

@@ -36,9 +36,9 @@ class EpochSampler:
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
-            raise ValueError(f"length={length}: a data set must have at least one sample")
+            raise ValueError(f"length={length}: must be at least 1")
         if seed < 0:
-            raise ValueError(f"seed={seed}: a seed must be a non-negative integer")
+            raise ValueError(f"seed={seed}: must be at least 0")
         self.length = length
         self.seed = seed
         self._cached = (-1, np.empty(0, dtype=np.int64))
@@ -49,9 +49,9 @@ class EpochSampler:
         Raises ValueError for a negative epoch or count, or a cursor outside 0..length.
         """
         if epoch < 0 or count < 0:
-            raise ValueError(f"epoch={epoch}, count={count}: neither may be negative")
+            raise ValueError(f"epoch={epoch}, count={count}: must be at least 0")
         if not 0 <= cursor <= self.length:
-            raise ValueError(f"cursor={cursor} is outside the epoch: it must lie in 0..{self.length}")
+            raise ValueError(f"cursor={cursor}: must be 0 to {self.length}")
         # Epoch and order in one object, so that a thread that reads ahead never sees one without the other.
         cached_epoch, order = self._cached
         if epoch != cached_epoch:
@@ -79,14 +79,14 @@ def worker_range(micro_batches: int, workers: int, rank: int, weights: Sequence[
     if micro_batches < 0 or not 0 <= rank < workers:
         raise ValueError(
             f"micro_batches={micro_batches}, workers={workers}, rank={rank}: "
-            "micro_batches must be at least 0 and rank in 0..workers-1"
+            "micro_batches must be at least 0, and rank 0 to workers - 1"
         )
     if weights is None:
         return range(-(-micro_batches * rank // workers), -(-micro_batches * (rank + 1) // workers))
     if len(weights) != workers:
         raise ValueError(f"{len(weights)} weights for {workers} workers: one each is needed")
     if not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ValueError(f"weights={list(weights)}: each must be finite and above 0")
+        raise ValueError(f"weights={list(weights)}: must be finite and above 0")
     bounds = list(accumulate((Fraction(w) for w in weights), initial=Fraction(0)))
     start, stop = (math.ceil(micro_batches * b / bounds[-1]) for b in bounds[rank : rank + 2])
     return range(start, stop)

@@ -47,9 +47,9 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
     short for a block in each part.
     """
     if block_size < 1:
-        raise DataError(f"block_size={block_size}: a block needs at least one byte")
+        raise DataError(f"block_size={block_size}: must be at least 1")
     if not 0.0 < heldout < 1.0:
-        raise DataError(f"heldout={heldout} is not a fraction of the text: it must lie between 0 and 1")
+        raise DataError(f"heldout={heldout}: must be above 0 and below 1")
     data = stdlib_source() if path is None else read_utf8(Path(path).expanduser())
     name = "the standard library" if path is None else str(path)
     tokens = np.frombuffer(data, dtype=np.uint8)

@@ -35,12 +35,12 @@ class GNSPolicy(BasePolicy):
         allow_shrink: bool = False,
     ) -> None:
         if not _is_number(factor, float) or not (math.isfinite(factor) and factor > 0):
-            raise ValueError(f"policy.factor={factor!r}: allowed is a finite number above 0")
+            raise ValueError(f"policy.factor={factor!r}: must be a finite number above 0")
         for name, value in (("every", every), ("micro_batches_per_worker", micro_batches_per_worker)):
             if not _is_number(value, int) or value < 1:
-                raise ValueError(f"policy.{name}={value!r}: allowed is a whole number from 1")
+                raise ValueError(f"policy.{name}={value!r}: must be a whole number, at least 1")
         if not isinstance(allow_shrink, bool):
-            raise ValueError(f"policy.allow_shrink={allow_shrink!r}: allowed are true and false")
+            raise ValueError(f"policy.allow_shrink={allow_shrink!r}: must be true or false")
         self.factor = factor
         self.every = every
         self.micro_batches_per_worker = micro_batches_per_worker

@@ -13,6 +13,7 @@ from kfuse.policies.signals import Decision, Signals
 
 _UNITS = {"step", "epoch"}
 _SETTINGS = {"batch_size", "lr_scale", "workers"}
+_NAMES = ", ".join(sorted(_SETTINGS))
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,15 @@ class SchedulePolicy(BasePolicy):
 
     def __init__(self, phases: Sequence[Mapping[str, Any]]) -> None:
         if isinstance(phases, str) or not isinstance(phases, Sequence):
-            raise ValueError(f"policy.phases={phases!r}: allowed is a list of mappings")
+            raise ValueError(f"policy.phases={phases!r}: must be a list of mappings")
         units = {unit for phase in phases if isinstance(phase, Mapping) for unit in phase.keys() & _UNITS}
         if len(units) > 1:
-            raise ValueError("policy.phases: allowed is either step or epoch for all phases, not both")
+            raise ValueError("policy.phases: must have step or epoch in all phases, not both")
         self._unit = units.pop() if units else "step"
         self._phases = [_parse(index, phase, self._unit) for index, phase in enumerate(phases)]
         starts = [phase.start for phase in self._phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
-            raise ValueError(f"policy.phases: {self._unit}={starts}: allowed is increasing order")
+            raise ValueError(f"policy.phases: {self._unit}={starts}: must increase")
 
     def initial(self) -> Decision | None:
         asked = self._asked(0)
@@ -80,16 +81,16 @@ def _parse(index: int, phase: Mapping[str, Any], unit: str) -> _Phase:
     """One phase of the configuration. Raises ValueError that names the key, the value and what is allowed."""
     key = f"policy.phases[{index}]"
     if not isinstance(phase, Mapping) or unit not in phase or not phase.keys() & _SETTINGS:
-        raise ValueError(f"{key}={phase!r}: allowed is step or epoch with one of {sorted(_SETTINGS)}")
+        raise ValueError(f"{key}={phase!r}: must have step or epoch, and one of {_NAMES}")
     if unknown := sorted(set(phase) - _UNITS - _SETTINGS):
-        raise ValueError(f"{key}: unknown {unknown}; allowed are step or epoch, and {sorted(_SETTINGS)}")
+        raise ValueError(f"{key}: unknown {', '.join(unknown)}; must have step or epoch, and some of {_NAMES}")
     for name, least in ((unit, 0), ("batch_size", 1), ("workers", 1)):
         value = phase.get(name, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{key}.{name}={value!r}: allowed is a whole number from {least}")
+            raise ValueError(f"{key}.{name}={value!r}: must be a whole number, at least {least}")
     scale = phase.get("lr_scale", 1.0)
     if not isinstance(scale, int | float) or isinstance(scale, bool) or not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{key}.lr_scale={scale!r}: allowed is a finite number above 0")
+        raise ValueError(f"{key}.lr_scale={scale!r}: must be a finite number above 0")
     settings = Decision(phase.get("batch_size"), phase.get("lr_scale"), phase.get("workers"))
     return _Phase(phase[unit], settings)
 

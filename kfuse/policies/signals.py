@@ -27,9 +27,9 @@ class Bounds:
         for name in ("batch", "workers"):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not 1 <= low <= high:
-                raise ValueError(f"{name}.min={low}, {name}.max={high}: allowed is 1 <= min <= max")
+                raise ValueError(f"{name}.min={low}, {name}.max={high}: must be 1 <= min <= max")
         if self.batch_max > BATCH_MAX:
-            raise ValueError(f"batch.max={self.batch_max}: allowed is at most {BATCH_MAX}")
+            raise ValueError(f"batch.max={self.batch_max}: must be at most {BATCH_MAX}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Decision:
             try:
                 object.__setattr__(self, name, operator.index(value))
             except TypeError:
-                raise TypeError(f"Decision {name}={value!r}: allowed is a whole number or None") from None
+                raise TypeError(f"Decision {name}={value!r}: must be a whole number or None") from None
         if self.lr_scale is not None:
             object.__setattr__(self, "lr_scale", float(self.lr_scale))
 
@@ -148,6 +148,6 @@ class Decision:
 def _clip(name: str, value: int | None, low: int, high: int, notes: list[str]) -> int | None:
     if value is None or low <= value <= high:
         return value
-    allowed = min(max(value, low), high)
-    notes.append(f"{name} {value} clipped to {allowed}: allowed is {low} to {high}")
-    return allowed
+    nearest = min(max(value, low), high)
+    notes.append(f"{name} {value} clipped to {nearest}: must be {low} to {high}")
+    return nearest
