@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import logging
 import operator
 import os
 import signal
@@ -33,11 +34,14 @@ from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.rendezvous import Rendezvous, own_address
+from kfuse.observe.logs import set_up_logging
 
 if TYPE_CHECKING:
     from kfuse.optim.base import DistributedOptimizer
 
 Record = Callable[[str, dict[str, Any]], None]
+
+_LOG = logging.getLogger("kfuse")
 
 _ARRIVED = "arrived"  # in a view's store, once somebody comes from the view before
 _POLL_S = 0.01
@@ -291,6 +295,9 @@ class Session:
             self.use_transport(name, tree)
 
     def _regroup(self) -> None:
+        if self.group.rank == 0:
+            name = self.topology or transports.choose(self.comm.schedule, self.comm.reproducible)
+            _LOG.info("view %d: workers %d, transport %s", self._generation, self.group.size, name)
         for known in self._optimizers:
             if (optimizer := known()) is not None:
                 optimizer.engine.set_group(self.group, self.topology, self.tree)
@@ -373,6 +380,8 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
 def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
     """The session of a worker that a supervisor started; it is alone until `join`."""
     global _current
+    if "observe" in client.job:
+        set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     _leave_sigterm_to_the_supervisor()
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
     _close_at_exit(_current)
@@ -400,6 +409,7 @@ def meet(meeting: Rendezvous, comm: CommOptions, timeout_s: float, record: Recor
     group = Group(meeting.rank, meeting.size, PrefixStore("view", store), _device(), timeout_s, address, hosts=hosts)
     _current = Session(group, comm, record=record)
     _current.view = View(1, members, (meeting.host, meeting.port), "start")
+    _current._regroup()
     _close_at_exit(_current, meeting)
     return _current
 

@@ -101,6 +101,11 @@ class Observe:
     progress: bool = setting(True, "show progress while training")
     tensorboard: bool = setting(True, "write tb/ in the run directory")
     ledger: bool = setting(False, "write which samples each micro-batch used")
+    log_level: str = setting(
+        "warning",
+        "the lowest level of the log lines that workers and the supervisor write",
+        choices=("debug", "info", "warning", "error", "off"),
+    )
 
 
 @dataclass
