@@ -25,9 +25,8 @@ import kfuse.cli.run
 from kfuse.cli import kfuse_run as script
 from kfuse.cli.app import main
 from kfuse.config import instantiate as targets
-from kfuse.config.check import validate
+from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.config.schema import SETTINGS, ConfigError, Setting
-from kfuse.config.settle import drop_replaced
 from kfuse.train.build import _optimizer
 
 USER_MODULE = """
@@ -73,7 +72,7 @@ PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True
 def compose(*overrides: str) -> DictConfig:
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", list(overrides))
-    drop_replaced(cfg, overrides)
+    drop_replaced_arguments(cfg, overrides)
     return cfg
 
 
