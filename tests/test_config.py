@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 import kfuse.cli.run
 from kfuse.cli import kfuse_run as script
 from kfuse.cli.app import main
-from kfuse.config import instantiate as targets
+from kfuse.config import instantiate
 from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.config.schema import SETTINGS, ConfigError, Setting
 from kfuse.train.build import _optimizer
@@ -198,16 +198,16 @@ def test_above_is_strict_and_numbers_are_finite(value: float) -> None:
     ],
 )
 def test_plain_values_against_annotations(value: Any, hint: Any, fitting: bool) -> None:
-    assert targets.fits(value, hint) is fitting
+    assert instantiate.fits(value, hint) is fitting
 
 
 def test_locate_finds_what_is_inside_a_class() -> None:
-    assert targets.locate("collections.OrderedDict.fromkeys") == __import__("collections").OrderedDict.fromkeys
+    assert instantiate.locate("collections.OrderedDict.fromkeys") == __import__("collections").OrderedDict.fromkeys
 
 
 def test_build_supplies_what_the_signature_has_and_the_node_wins() -> None:
     node = {"_target_": "fractions.Fraction", "denominator": 4}
-    assert targets.build(node, numerator=3, denominator=5, unheard_of=7) == __import__("fractions").Fraction(3, 4)
+    assert instantiate.build(node, numerator=3, denominator=5, unheard_of=7) == __import__("fractions").Fraction(3, 4)
 
 
 def test_class_of_ones_own_drops_the_arguments_of_the_one_it_replaces(workplace: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors in one line: the key, its value, and what is allowed."""
+"""Hydra's and OmegaConf's errors in one line: the key, its value, and what it must be."""
 
 from __future__ import annotations
 
@@ -6,30 +6,38 @@ import difflib
 import re
 from collections.abc import Mapping
 
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from kfuse.config.instantiate import did_you_mean, one_line
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS
 
+# What other tools call a setting.
+_ALIASES = {
+    "learning_rate": "lr.base",
+    "lr": "lr.base",
+    "batch": "batch.size",
+    "bs": "batch.size",
+    "workers": "workers.count",
+    "num_workers": "workers.count",
+    "nproc_per_node": "workers.count",
+    "max_steps": "train.steps",
+    "resume": "checkpoint.resume",
+    "output_dir": "hydra.run.dir",
+    "run_dir": "hydra.run.dir",
+}
+
 
 def explain(error: BaseException) -> str:
-    """One line for an error raised while a configuration is composed or read."""
+    """Returns one line for an error raised while a configuration is composed or read."""
     if isinstance(error, OverrideParseException):
         return f"{error.override}: must be key=value, quoted where it holds spaces or ,[]{{}}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
-        return _missing_option(error)
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if not error.options:
+            return _lines(error)[0]
+        return f"{group}={option}: must be one of {', '.join(error.options)}{did_you_mean(option, error.options)}"
     if isinstance(error, OmegaConfBaseException):
         return _omegaconf(error, "")
     if isinstance(error, ConfigCompositionException):
@@ -51,23 +59,11 @@ def explain(error: BaseException) -> str:
     return one_line(error)
 
 
-_ALIASES = {
-    "learning_rate": "lr.base",
-    "lr": "lr.base",
-    "batch": "batch.size",
-    "bs": "batch.size",
-    "workers": "workers.count",
-    "num_workers": "workers.count",
-    "nproc_per_node": "workers.count",
-    "max_steps": "train.steps",
-    "resume": "checkpoint.resume",
-    "output_dir": "hydra.run.dir",
-    "run_dir": "hydra.run.dir",
-}
-
-
 def explain_flag(flag: str, after: str | None) -> str:
-    """One line for `--epochs 5` or `--epochs=5`: the setting that may be meant. after: the next argument, if any."""
+    """Returns one line for `--epochs 5` or `--epochs=5`, with the setting that may be meant.
+
+    after: the next argument of the command line, if there is one.
+    """
     name, equals, value = flag.lstrip("-").partition("=")
     if not equals and after is not None and not after.startswith("-") and "=" not in after:
         value = after
@@ -77,21 +73,10 @@ def explain_flag(flag: str, after: str | None) -> str:
     last = [key.rpartition(".")[2] for key in SETTINGS]
     known |= {name: key for name, key in zip(last, SETTINGS, strict=True) if last.count(name) == 1}
     known |= _ALIASES
-    if name not in SETTINGS:
-        close = word if word in known else next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.75)), None)
-        key = known[close] if close else None
-    else:
-        key = name
+    close = [word] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    key = name if name in SETTINGS else known[close[0]] if close else None
     meant = f" (did you mean {key}={value or '...'}?)" if key else ""
     return f"{flag}: no such flag; must be key=value, without dashes{meant}"
-
-
-def _missing_option(error: MissingConfigException) -> str:
-    group, _, option = str(error.missing_cfg_file).rpartition("/")
-    options = [str(name) for name in error.options or ()]
-    if not options:
-        return " ".join(_lines(error)[:1])
-    return f"{group}={option}: must be one of {', '.join(options)}{did_you_mean(option, options)}"
 
 
 def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
