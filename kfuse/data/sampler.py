@@ -17,7 +17,7 @@ import numpy as np
 
 
 def permutation(length: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Return the order of `length` samples in `epoch`, int64 `[length]`, the same on every machine.
+    """Returns the order of `length` samples in `epoch`, int64 `[length]`, the same on every machine.
 
     Sorts raw 64-bit outputs of PCG64: NumPy keeps a bit generator's stream stable between versions, which it
     does not promise for `Generator.permutation` (NEP 19). Workers may then run different versions of NumPy.
@@ -44,7 +44,7 @@ class EpochSampler:
         self._cached = (-1, np.empty(0, dtype=np.int64))
 
     def indices(self, epoch: int, cursor: int, count: int) -> np.ndarray:
-        """Return the samples at positions `cursor..cursor+count-1` of `epoch`, int64; fewer at its end.
+        """Returns the samples at positions `cursor..cursor+count-1` of `epoch`, int64; fewer at its end.
 
         Raises ValueError for a negative epoch or count, or a cursor outside 0..length.
         """
@@ -61,7 +61,7 @@ class EpochSampler:
 
 
 def micro_batch_sizes(count: int, micro: int) -> list[int]:
-    """Cut `count` samples into micro-batches of `micro` samples, the last one smaller where it must be."""
+    """Cuts `count` samples into micro-batches of `micro` samples, the last one smaller where it must be."""
     if count < 0 or micro < 1:
         raise ValueError(f"count={count}, micro={micro}: count must be at least 0 and micro at least 1")
     full, rest = divmod(count, micro)
@@ -69,7 +69,7 @@ def micro_batch_sizes(count: int, micro: int) -> list[int]:
 
 
 def worker_range(micro_batches: int, workers: int, rank: int, weights: Sequence[float] | None = None) -> range:
-    """Return the contiguous range of micro-batches of worker `rank`; together they cover each exactly once.
+    """Returns the contiguous range of micro-batches of worker `rank`; together they cover each exactly once.
 
     Without `weights` (or with equal ones) the shares differ by at most one. With them, shares are in
     proportion and less than one micro-batch off. Rank 0, the leader, always has one; other shares may be empty.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kfuse.comm.group import CommError
-from kfuse.data.adapters import as_dataset
+from kfuse.data import as_dataset
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.train.coordinator import Coordinator
