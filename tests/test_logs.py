@@ -41,15 +41,16 @@ def records(module: str, *arguments: str, folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def root_without_handlers() -> Iterator[None]:
-    """pytest has handlers of its own at the root; they and the logger's level are put back at the end."""
-    root, level = logging.getLogger(), LOG.level
-    kept, root.handlers = root.handlers, []
+    """pytest has handlers of its own at the root; they and the logger's own state are put back at the end."""
+    root = logging.getLogger()
+    kept = root.handlers, LOG.handlers, LOG.level
+    root.handlers, LOG.handlers = [], []
+    LOG.setLevel(logging.NOTSET)
     try:
         yield
     finally:
-        root.handlers = kept
+        root.handlers, LOG.handlers, level = kept
         LOG.setLevel(level)
-        LOG.handlers = []
 
 
 def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path: Path) -> None:
@@ -101,6 +102,15 @@ def test_a_level_shows_its_records_and_graver_ones_in_one_line_each(level: str, 
             each("first\nsecond %d", 3)
     assert "".join(line.split()[1][0] for line in lines) == shown
     assert all(RECORD.match(line) and line.endswith(" worker 7: first second 3") for line in lines)
+
+
+def test_a_level_that_the_script_has_set_is_kept() -> None:
+    lines: list[str] = []
+    with root_without_handlers():
+        LOG.setLevel(logging.INFO)
+        set_up_logging("error", "worker 0", lines.append)
+        LOG.info("shown")
+    assert len(lines) == 1
 
 
 def test_lines_go_to_standard_error_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
