@@ -14,7 +14,7 @@ from elastic_job import read_lines, run_job, words
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.session import current, reset
+from kfuse.session import reset
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def ask_at(moment: str) -> list[tuple[int, float, int | None]]:
         ask("after_backward")
         opt.step()
         opt.zero_grad()
-        topologies.append((current().topology, current().tree))
+        topologies.append((opt.engine.topology, opt.engine.tree))
         ask("after_step")
         number += 1
     assert topologies[-1] == ("tree", "star")

@@ -15,8 +15,8 @@ from kfuse.comm.group import CommError
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.optim import ConsistencyError
-from kfuse.session import Record, Session
-from kfuse.train.build import build_loop, comm_options, set_threads
+from kfuse.session import Record
+from kfuse.train.build import build_trainer, comm_options, set_threads
 
 if TYPE_CHECKING:
     from kfuse.cli.run import Reports
@@ -58,22 +58,25 @@ def follow(meeting: Rendezvous) -> int:
 def _train(meeting: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
     """Returns why training ended. Raises CommError if a worker is lost."""
     set_threads(job)
-    own = session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
-    with _stopping(own):
-        summary = build_loop(job, own).run()
+    session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
+    with _signals_noted() as noted:
+        trainer = build_trainer(job)
+        trainer.decisions.stop_requests = noted
+        summary = trainer.run()
     return None if summary is None else summary["exit_reason"]
 
 
 @contextlib.contextmanager
-def _stopping(own: Session) -> Iterator[None]:
-    """Meanwhile Ctrl-C and SIGTERM end training at a step boundary, which the leader announces to all."""
+def _signals_noted() -> Iterator[list[str]]:
+    """Ctrl-C and SIGTERM as reasons to stop: training then ends at a step boundary, which the leader announces."""
+    noted: list[str] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        own.stop_asked = "interrupted" if number == signal.SIGINT else "terminated"
+        noted.append("interrupted" if number == signal.SIGINT else "terminated")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield noted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
