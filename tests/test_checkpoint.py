@@ -61,7 +61,7 @@ def state_of(step: int) -> dict[str, Any]:
     return {
         "model": {"weight": weights[0], "bias": weights[1, 0].bfloat16(), "count": torch.tensor(step)},
         "optimizer": {"state": {0: {"exp_avg": weights[2], "step": torch.tensor(float(step))}}, "param_groups": []},
-        "position": {"step": step, "loss": ODD_FLOATS[step % len(ODD_FLOATS)], "accuracy": None},
+        "progress": {"step": step, "loss": ODD_FLOATS[step % len(ODD_FLOATS)], "accuracy": None},
         "contexts": {step: {"samples": 1 << 40, "sizes": (1, [2.5, True])}},
     }
 
@@ -649,7 +649,7 @@ def check_after_death(directory: Path, newest: int) -> int:
     found = load_newest(directory, events := Events())
     assert found is not None and events == []
     state, path = found
-    step: int = state["position"]["step"]
+    step: int = state["progress"]["step"]
     assert step >= newest and path.name.startswith(f"step-{step:08d}")
     assert exact(state) == exact(state_of(step))
     hidden = [name for name in names(directory) if name.startswith(".")]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kfuse.version import __version__
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout above."""
 
 _MODEL, _OPTIMIZER, _REST, _MANIFEST = "model.pt", "optimizer.pt", "state.pt", "manifest.json"

@@ -55,7 +55,7 @@ class Checkpoints:
                 self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._settings.directory)})
             return None
         state, path = found
-        self._written = state["position"]["step"]
+        self._written = state["progress"]["step"]
         self._report({"kind": "resumed", "step": self._written, "path": str(path)})
         return state
 

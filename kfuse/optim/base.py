@@ -474,8 +474,9 @@ _latest: weakref.ref[DistributedOptimizer] | None = None
 
 
 def latest_optimizer() -> DistributedOptimizer | None:
-    """The one that was made last, while it lives."""
-    return None if _latest is None else _latest()
+    """The one that was made last in this session, while it lives."""
+    found = None if _latest is None else _latest()
+    return found if found is not None and found._session is current() else None
 
 
 def check_clip_norm(clip_norm: float | None) -> None:
