@@ -15,7 +15,7 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.elastic import state
+from kfuse.elastic import state_transfer
 from kfuse.session import reset
 
 
@@ -246,5 +246,5 @@ def test_a_loop_that_plans_nothing_is_warned_of(caplog: Any) -> None:
 
 def test_a_state_is_loaded_onto_the_receivers_device() -> None:
     with patch.object(torch, "load", return_value={}) as load:
-        state.decode(b"", torch.device("cuda", 3))
+        state_transfer.decode(b"", torch.device("cuda", 3))
     assert load.call_args.kwargs["map_location"] == torch.device("cuda", 3)
