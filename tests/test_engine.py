@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse.comm.plan import StepPlan
-from kfuse.session import reset
 
 TINY_BUCKETS = 64 * 4 / 2**20  # MB: every tensor travels alone
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 class Net(nn.Module):

@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
+from devices import DEVICES, INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import BLOCK, Measures, block_sumsq, num_blocks, reduce, sum_partials
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 6 if INTERPRETED else 40
 # A few hundred additions in a row, each rounded to fp32.
@@ -199,18 +197,14 @@ def test_bits_do_not_depend_on_threads_repetition_or_place(device: str) -> None:
     numel = (33 if not INTERPRETED else 1) * BLOCK + 21
     rows, shares = contributions(3, numel, device)
     results = []
-    threads = torch.get_num_threads()
-    try:
-        for count, offset in ((1, 0), (2, 1), (3, 5), (1, 16), (2, 0)):
-            torch.set_num_threads(count)
-            buffer = torch.zeros(3, numel + offset, device=device)
-            buffer[:, offset:] = rows
-            measures = everything(rows, shares)
-            out = torch.empty(numel, device=device)
-            reduce(buffer[:, offset:], chain(3), out, measures=measures)
-            results.append({"out": out} | measured(measures))
-    finally:
-        torch.set_num_threads(threads)
+    for count, offset in ((1, 0), (2, 1), (3, 5), (1, 16), (2, 0)):
+        torch.set_num_threads(count)
+        buffer = torch.zeros(3, numel + offset, device=device)
+        buffer[:, offset:] = rows
+        measures = everything(rows, shares)
+        out = torch.empty(numel, device=device)
+        reduce(buffer[:, offset:], chain(3), out, measures=measures)
+        results.append({"out": out} | measured(measures))
     for other in results[1:]:
         assert all(torch.equal(value, results[0][name]) for name, value in other.items())
 

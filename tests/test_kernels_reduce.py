@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES, INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,8 +16,6 @@ from torch import Tensor
 from kfuse.kernels import reduce
 from kfuse.kernels.merges import balanced
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 15 if INTERPRETED else 80
 Merges = tuple[tuple[int, int], ...]

@@ -13,6 +13,7 @@ from distributed import WorkersFailed, run_workers
 from elastic_job import chaos, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import problem
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -27,12 +28,6 @@ from kfuse.train.evaluation import params_sha256
 from kfuse.train.loop import Loop
 from kfuse.train.lr_schedule import LRSchedule
 from kfuse.train.progress import Settings
-
-
-def problem(count: int = 64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator)
-    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
 
 
 def network(rank: int) -> nn.Sequential:

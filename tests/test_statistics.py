@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,10 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import RANK_SLOTS, TAIL_SLOTS, digest_slots
-from kfuse.session import reset
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 Array = NDArray[np.float64]
 TINY_BUCKETS = 4 / 2**20  # MB: every tensor travels alone
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 # -- problems whose statistics are known -----------------------------------------------------------------------------
