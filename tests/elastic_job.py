@@ -192,6 +192,7 @@ def run_job(
     if launcher is None:
         job.statuses = {process.pid: process.status for process in warm.started}
         job.lines = warm.log.read_text().splitlines() if warm.log.exists() else []
+    print(job.told())  # pytest shows it where the test fails
     assert_none_left(job.pids)
     assert not job.loop_errors, job.loop_errors
     return job

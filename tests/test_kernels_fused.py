@@ -46,7 +46,7 @@ def updater(name: str, device: str) -> Callable[..., None]:
     return update
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     count=st.integers(1, 8),
     numel=st.integers(1, 5000),
@@ -91,7 +91,7 @@ def test_many_contributions(device: str, name: str) -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     numel=st.integers(1, 5000),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),

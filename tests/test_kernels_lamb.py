@@ -109,7 +109,7 @@ def test_matches_the_paper(device: str, changed: dict[str, Any]) -> None:
     assert_matches(table, train(table, params, grads, options), expected)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     numels=st.lists(st.integers(0, 3 * CHUNK), min_size=1, max_size=4),
     gap=st.integers(0, 20),

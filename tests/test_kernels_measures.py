@@ -105,7 +105,7 @@ def test_matches_oracle(device: str, count: int, dtype: torch.dtype) -> None:
     assert_near(measured(measures), oracle(rows, out, measures, 1.0))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     count=st.integers(1, 8),
     numel=st.integers(1, 3 * BLOCK),
@@ -164,7 +164,7 @@ def test_a_worker_without_samples_adds_nothing(device: str) -> None:
     assert found[1].row_sumsq[2].item() == 0.0
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(numel=st.integers(1, 5 * BLOCK), count=st.integers(1, 4), data=st.data())
 def test_shards_have_the_whole_buffers_partials(device: str, numel: int, count: int, data: st.DataObject) -> None:
     rows, shares = contributions(count, numel, device)

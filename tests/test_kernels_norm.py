@@ -111,7 +111,7 @@ def test_examples_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch) -> No
         check(kind, (3, 7), (12,), device)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     kind=st.sampled_from(list(LAYERS)),
     examples=st.integers(1, 3),

@@ -86,7 +86,7 @@ def test_matches_oracle(device: str, grad_dtype: torch.dtype, flat_dtype: torch.
     torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(grads, numels), rtol=RTOL, atol=0.0)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     numels=st.lists(st.integers(0, 3 * CHUNK), min_size=1, max_size=4),
     gaps=st.lists(st.integers(0, 20), min_size=4, max_size=4),

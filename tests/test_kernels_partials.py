@@ -49,7 +49,7 @@ def test_empty_buffer(device: str) -> None:
     assert total(torch.empty(0, device=device)).item() == 0.0
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(numel=st.integers(1, 5 * BLOCK), data=st.data())
 def test_shards_have_the_whole_buffers_partials(device: str, numel: int, data: st.DataObject) -> None:
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(device)

@@ -543,7 +543,7 @@ def push(statistics: Statistics, step: int, seed: int) -> None:
     statistics.push(step, "samples", record)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(before=st.integers(0, 250), unread=st.integers(0, 4), lag=st.integers(0, 2), seed=st.integers(0, 10**6))
 def test_state_carries_on_bitwise(before: int, unread: int, lag: int, seed: int) -> None:
     """Through JSON: the state is of plain values. Records under way and steps not yet read are part of it."""

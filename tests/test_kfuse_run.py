@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from elastic_job import assert_none_left, wait_until
 
-from kfuse.cli import kfuse_run as script
+from kfuse.cli import kfuse_run
 
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -312,7 +312,7 @@ def test_wrong_arguments_end_in_status_2(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
     with pytest.raises(SystemExit) as stopped:
-        script.main(arguments)
+        kfuse_run.main(arguments)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -50,7 +50,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     momentum=st.sampled_from([0.0, 0.9]),
     dampening=st.sampled_from([0.0, 0.3]),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from elastic_job import is_alive, read_lines, wait_until
 
-from kfuse.cli import kfuse_run as script
+from kfuse.cli import kfuse_run
 
 pytestmark = pytest.mark.full
 
@@ -49,7 +49,7 @@ for step in kf.DataLoader(digits.train, model, opt, batch_size=48, micro_batch=8
 
 
 @contextmanager
-def kfuse_run(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "kfuse.cli.kfuse_run", *arguments], stdout=stream, stderr=stream
@@ -98,8 +98,8 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> No
     run_dir = tmp_path / "run"
     settings = ["--run-dir", str(run_dir), "--workers", "3", "--quiet", "--no-replace"]
     with (
-        kfuse_run(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *job) as first,
-        kfuse_run(tmp_path / "other.log", "--join", *meeting, "2") as other,
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *job) as first,
+        started(tmp_path / "other.log", "--join", *meeting, "2") as other,
     ):
         [view] = wait_for_views(1, run_dir, first, other)
         pids = [worker["pid"] for worker in view["workers"]]
@@ -112,7 +112,7 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> No
         go_on.touch()
         assert first.wait(60) == 0, (tmp_path / "first.log").read_text()
     assert len(events(run_dir, "failure")) == 2
-    with kfuse_run(tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), "--quiet", *job) as alone:
+    with started(tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), "--quiet", *job) as alone:
         assert alone.wait(60) == 0
     assert summary(run_dir)["params_sha256"] == summary(tmp_path / "alone")["params_sha256"]
 
@@ -124,8 +124,8 @@ def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(tmp_p
     meeting = [address, "--token-file", str(token), "--slots", "1"]
     job = ["--run-dir", str(run_dir), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
     with (
-        kfuse_run(tmp_path / "first.log", "--listen", *meeting, *job) as first,
-        kfuse_run(tmp_path / "other.log", "--join", *meeting) as other,
+        started(tmp_path / "first.log", "--listen", *meeting, *job) as first,
+        started(tmp_path / "other.log", "--join", *meeting) as other,
     ):
         [view] = wait_for_views(1, run_dir, first, other)
         pids = [worker["pid"] for worker in view["workers"]]
@@ -147,8 +147,8 @@ def test_without_the_token_a_host_is_refused(tmp_path: Path) -> None:
     wrong.write_text(TOKEN[::-1])
     listen = ["--listen", f"127.0.0.1:{port}", "--token-file", str(right), "--run-dir", str(tmp_path / "run")]
     with (
-        kfuse_run(tmp_path / "first.log", *listen, str(tmp_path / "train.py")),
-        kfuse_run(tmp_path / "other.log", "--join", f"127.0.0.1:{port}", "--token-file", str(wrong)) as other,
+        started(tmp_path / "first.log", *listen, str(tmp_path / "train.py")),
+        started(tmp_path / "other.log", "--join", f"127.0.0.1:{port}", "--token-file", str(wrong)) as other,
     ):
         assert other.wait(60) == 1
     assert "refused this host" in (tmp_path / "other.log").read_text()
@@ -179,7 +179,7 @@ def test_wrong_arguments_end_in_one_line(
     Path("short").write_text("secret")
     Path("token").write_text(TOKEN)
     with pytest.raises(SystemExit) as stop:
-        script.main(arguments)
+        kfuse_run.main(arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not Path("runs").exists()
