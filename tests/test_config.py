@@ -509,7 +509,7 @@ def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Pa
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30) == ("", "")
+        assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 130
 
 

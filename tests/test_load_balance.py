@@ -106,7 +106,7 @@ def given_to(directory: Path, worker: int) -> int:
 def test_a_slow_worker_is_reported_and_given_less(alone: Job, tmp_path: Path) -> None:
     job = run(tmp_path / "job", "workers.count=2", "+policy.active=false")
     assert_same_training(job, alone)
-    [straggler] = [event for event in job.of_kind("straggler") if event["worker"] == 1]
+    straggler, *_ = [event for event in job.of_kind("straggler") if event["worker"] == 1]
     assert straggler["rank"] == 1 and straggler["throughput"] < 0.8
     assert given_to(tmp_path / "job", 1) < 0.6 * given_to(tmp_path / "job", 0)
 

@@ -297,7 +297,7 @@ def test_no_false_alarm_whoever_has_no_micro_batch() -> None:
 
 def start_that_fails(directory: str) -> None:
     """Rank 1 is lost after the optimizer was made, before rank 0 has read the checkpoint that it is to resume from."""
-    kf.init(timeout_s=20)
+    kf.init()
     net, train = network(kf.rank()), as_dataset(problem())
     checkpoints = CheckpointSettings(Path(directory), every_steps=5, resume="auto")
     run = Coordinator(

@@ -163,7 +163,7 @@ class Measured:
 @pytest.fixture(scope="module", params=[(2, "allreduce"), (3, "all_to_all")], ids=["2 workers", "3 workers"])
 def measured(request: pytest.FixtureRequest, digits: Digits) -> Measured:
     workers, schedule = request.param
-    return Measured(run_workers(workers, measure_all, schedule, digits, timeout_s=120))
+    return Measured(run_workers(workers, measure_all, schedule, digits))
 
 
 def mean_and_error(values: Array) -> tuple[float, float]:

@@ -46,7 +46,7 @@ def sgd(nets: list[nn.Module], fused: bool) -> list[Any]:
 
 def one_backward(schedule: str, steps: int) -> float:
     """Encoder and head, each with an optimizer; which of the head's branches is used differs between ranks."""
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS), timeout_s=20)
+    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS))
     rank, size = session.group.rank, session.group.size
 
     def make() -> list[nn.Module]:
@@ -75,7 +75,7 @@ def one_backward(schedule: str, steps: int) -> float:
 
 
 def gan(schedule: str, steps: int) -> float:
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS), timeout_s=20)
+    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS))
     rank, size = session.group.rank, session.group.size
     ours, theirs = ([net(16, 16, 2, seed=1), net(16, 1, 3, seed=2)] for _ in range(2))
     for nets, fused in ((ours, True), (theirs, False)):
@@ -107,7 +107,7 @@ def test_three_workers_and_three_optimizers_on_all_to_all() -> None:
 
 def lanes() -> list[int]:
     """A notebook's cell that is run again, a rebuild, and a model of its own."""
-    kf.init(timeout_s=20)
+    kf.init()
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     found = []
     first = kf.FusedSGD(a.parameters())
@@ -127,7 +127,7 @@ def test_each_optimizer_in_use_has_connections_of_its_own() -> None:
 
 
 def two_contexts(schedule: str) -> float:
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS), timeout_s=20)
+    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS))
     rank, size = session.group.rank, session.group.size
     ours, theirs = ([net(16, 16, 2, seed=1), net(16, 3, 2, seed=2)] for _ in range(2))
     opts, plain = sgd(ours, True), sgd(theirs, False)
@@ -151,7 +151,7 @@ def test_two_optimizers_micro_batches_may_be_open_together(schedule: str) -> Non
 
 
 def unequal_lanes() -> int:
-    group = kf.init(timeout_s=20).group
+    group = kf.init().group
     group.connect_lanes(1 + group.rank)
     group.barrier()  # a rank that has all its connections must not end while another still makes its own
     return len(group._further)
