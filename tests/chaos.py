@@ -187,7 +187,7 @@ class Chaos(BasePolicy):
 
     def _patch(self) -> None:
         """Puts this policy's eyes where the moments are."""
-        from kfuse.checkpoint import format as checkpoint
+        from kfuse.checkpoint.format import _HashedFile
         from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
@@ -237,6 +237,6 @@ class Chaos(BasePolicy):
         before(DistributedOptimizer, "_verdict", here("between_reduction_and_update"))
         before(trainer, "evaluate", here("evaluation"))
         after(trainer, "evaluate", here("evaluated"))
-        before(checkpoint._HashedFile, "sync", here("checkpoint_write"))
+        before(_HashedFile, "sync", here("checkpoint_write"))
         before(state_transfer, "share", share)
         before(session, "_form_group", form)

@@ -148,7 +148,6 @@ def run_job(
     directory: Path,
     overrides: Iterable[str],
     during: During | None = None,
-    deadline_s: float = DEADLINE_S,
     launcher: Launcher | None = None,
 ) -> Job:
     """Runs a job to its end, good or bad. `during` runs beside it, and is cancelled when the job ends.
@@ -173,7 +172,7 @@ def run_job(
         loop.set_exception_handler(lambda _, context: job.loop_errors.append(repr(context)))
         beside = asyncio.create_task(during(supervisor, job)) if during else None
         try:
-            await asyncio.wait_for(supervisor.run(), deadline_s)
+            await asyncio.wait_for(supervisor.run(), DEADLINE_S)
             if beside is not None and beside.done():
                 beside.result()
         finally:
@@ -188,10 +187,11 @@ def run_job(
         except JobFailed as error:
             job.error = str(error)
         except TimeoutError:
-            raise AssertionError(f"the job did not end within {deadline_s:.0f} s\n{job.told()}") from None
+            raise AssertionError(f"the job did not end within {DEADLINE_S:.0f} s\n{job.told()}") from None
     if launcher is None:
         job.statuses = {process.pid: process.status for process in warm.started}
         job.lines = warm.log.read_text().splitlines() if warm.log.exists() else []
+    print(job.told())  # pytest shows it where the test fails
     assert_none_left(job.pids)
     assert not job.loop_errors, job.loop_errors
     return job
@@ -228,11 +228,11 @@ def command_line(
             job.lines = log.read_text().splitlines()
 
 
-def wait_until(what: str, true: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+def wait_until(what: str, true: Callable[[], Any]) -> Any:
     """The first true value of `true`. Raises AssertionError after the deadline."""
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + DEADLINE_S
     while not (value := true()):
-        assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}"
+        assert time.monotonic() < end, f"waited {DEADLINE_S:.0f} s for {what}"
         time.sleep(0.01)
     return value
 
@@ -253,8 +253,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def assert_none_left(pids: Iterable[int], deadline_s: float = 30.0) -> None:
-    wait_until(f"processes {sorted(pids)} to end", lambda: not any(map(is_alive, pids)), deadline_s)
+def assert_none_left(pids: Iterable[int]) -> None:
+    wait_until(f"processes {sorted(pids)} to end", lambda: not any(map(is_alive, pids)))
 
 
 # -- what every job must keep -------------------------------------------------------------------------------------

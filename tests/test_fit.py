@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
+from problems import network, problem
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import kfuse as kf
 from kfuse.session import reset
 from kfuse.train.reporter import Reporter
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
-
-
-def problem(count: int = 64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator)
-    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Recorder(kf.BasePolicy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +14,11 @@ from elastic_job import assert_exact, chaos, run_job, words
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse import session
 from kfuse.comm import tail
 from kfuse.comm.plan import StepPlan
 
 EVERY, STEPS, SIZES = 3, 7, (8, 8, 6)  # steps, and the samples of a step's micro-batches, shared out between workers
 SHARES = (range(2), range(2, 3))
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    session.reset()
-    yield
-    session.reset()
 
 
 def network() -> nn.Sequential:

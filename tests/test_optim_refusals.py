@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.plan import StepPlan
-from kfuse.session import reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
-
 
 MAKERS = {
     "adamw": lambda params: kf.FusedAdamW(params, lr=0.01),

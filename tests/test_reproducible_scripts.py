@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -16,16 +15,6 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.elastic import state_transfer
-from kfuse.session import reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    reset()
-    yield
-    reset()
-    torch.set_num_threads(threads)
 
 
 class Augmented(torch.utils.data.Dataset[tuple[Tensor, int]]):

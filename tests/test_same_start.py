@@ -13,6 +13,7 @@ from distributed import WorkersFailed, run_workers
 from elastic_job import chaos, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import problem
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -25,12 +26,6 @@ from kfuse.session import current
 from kfuse.train.evaluation import params_sha256
 from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer
-
-
-def problem(count: int = 64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator)
-    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
 
 
 def network(rank: int) -> nn.Sequential:
@@ -300,7 +295,7 @@ def test_no_false_alarm_whoever_has_no_micro_batch() -> None:
 
 def start_that_fails(directory: str) -> None:
     """Rank 1 is lost after the optimizer was made, before rank 0 has read the checkpoint that it is to resume from."""
-    kf.init(timeout_s=20)
+    kf.init()
     net, train = network(kf.rank()), as_dataset(problem())
     checkpoints = CheckpointSettings(Path(directory), every_steps=5, resume="auto")
     settings = Settings(8, 4, Bounds(4, 8, 1, 2), checkpoints=checkpoints)

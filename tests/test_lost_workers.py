@@ -99,9 +99,9 @@ def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
-    """It knows of its view some steps before the others come to it: here three of 0.8 s, with a timeout of 2 s."""
+    """It knows of its view some steps before the others come to it: here three of 1.2 s, with a timeout of 3 s."""
     grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 18, "workers": 2}]}
-    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.8, **grows), "comm.timeout_s=2", "train.steps=20"]
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=1.2, **grows), "comm.timeout_s=3", "train.steps=20"]
     job = run_job(tmp_path / "run", settings)
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]
@@ -116,7 +116,7 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
         await supervisor._resize(2)
 
     last = chaos(tmp_path, gates=[{"step": 67, "workers": 2}])  # from 8 steps before, so the last one waits
-    job = run_job(tmp_path / "run", [*TRAINING, *last], during=grow, deadline_s=60)
+    job = run_job(tmp_path / "run", [*TRAINING, *last], during=grow)
     assert_same_training(job, undisturbed)
     assert len(job.of_kind("ready")) == 1 and len(job.views) == 1
     assert job.of_kind("failure") == []
