@@ -35,9 +35,9 @@ class CommOptions:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
-            raise ValueError(f"comm.dtype={self.dtype!r}: allowed are fp32, bf16")
+            raise ValueError(f"comm.dtype={self.dtype!r}: must be one of fp32, bf16")
         if self.reproducible and self.dtype != "fp32":
-            raise ValueError(f"comm.dtype={self.dtype!r}: comm.reproducible=true needs fp32 on the wire")
+            raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.reproducible=true")
         if self.check_every is not None and self.check_every < 1:
             raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
         if not self.bucket_mb > 0:

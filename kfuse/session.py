@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,14 +24,18 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from kfuse.comm import transports
 from kfuse.comm.group import CommError, Group, drop_retired
 from kfuse.comm.plan import CommOptions
 from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.rendezvous import Rendezvous, own_address
+from kfuse.observe.logs import set_up_logging
 
 Record = Callable[[str, dict[str, Any]], None]
+
+_LOG = logging.getLogger("kfuse")
 
 _ARRIVED = "arrived"  # in a view's store, once somebody comes from the view before
 _POLL_S = 0.01
@@ -171,12 +176,20 @@ class Session:
         self.group = group
         old.retire()
         self.view = view
+        self.log_view()
         for known in self._listeners:
             if (listener := known()) is not None:
                 listener(group)
         client.forget(view.generation)
         client.send("joined", generation=view.generation)
         return True
+
+    def log_view(self) -> None:
+        """One line about the view in force, on rank 0."""
+        if self.view is not None and self.group.rank == 0:
+            name = transports.choose(self.comm.schedule, self.comm.reproducible)
+            view = self.view
+            _LOG.info("view %d (%s): workers %d, transport %s", view.generation, view.reason, view.size, name)
 
     def check(self) -> None:
         """Raises ViewChanged if the supervisor replaced the view, ControlError if it is gone."""
@@ -257,6 +270,8 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
 def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
     """The session of a worker that a supervisor started; it is alone until `join`."""
     global _current
+    if "observe" in client.job:
+        set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     _leave_sigterm_to_the_supervisor()
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
     _close_at_exit(_current)
@@ -284,6 +299,7 @@ def meet(meeting: Rendezvous, comm: CommOptions, timeout_s: float, record: Recor
     group = Group(meeting.rank, meeting.size, PrefixStore("view", store), _device(), timeout_s, address, hosts=hosts)
     _current = Session(group, comm, record=record)
     _current.view = View(1, members, (meeting.host, meeting.port), "start")
+    _current.log_view()
     _close_at_exit(_current, meeting)
     return _current
 

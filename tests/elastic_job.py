@@ -20,8 +20,7 @@ import hydra
 from omegaconf import OmegaConf
 from warm import WarmLauncher
 
-from kfuse.config.check import validate
-from kfuse.config.settle import drop_replaced
+from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
@@ -117,7 +116,7 @@ def compose(overrides: Iterable[str]) -> dict[str, Any]:
     given = list(overrides)
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", given)
-    drop_replaced(cfg, given)
+    drop_replaced_arguments(cfg, given)
     validate(cfg)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     return dict(plain)

@@ -200,7 +200,7 @@ def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
 @pytest.mark.parametrize(
     ("verb", "value", "message"),
     [
-        ("set_topology", "ring", "allowed are auto, allreduce, all_to_all, tree"),
+        ("set_topology", "ring", "must be one of auto, allreduce, all_to_all, tree"),
         ("set_topology", "my.Transport", "must be one of allreduce, all_to_all, tree"),
         ("set_tree", "oak", "must be one of binary, star, host"),
         ("set_sync", 0, "allowed is 1 to"),

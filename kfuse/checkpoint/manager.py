@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ _LAST_TIMEOUT_S = 15.0  # of the grace period that a preempted job has
 _NOTHING_TO_RESUME = (
     "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 )
+
+_LOG = logging.getLogger("kfuse")
 
 State = Callable[[], dict[str, Any]]
 
@@ -97,4 +100,6 @@ class Checkpoints:
         return self._writer.save(step, state())
 
     def _report(self, event: dict[str, Any]) -> None:
+        facts = ", ".join(f"{name} {value}" for name, value in event.items() if name != "kind")
+        _LOG.info("%s: %s", event["kind"], facts)
         self._session.report("event", {"step": None, **event})

@@ -17,6 +17,7 @@ from kfuse.elastic.launchers import Launcher, TorchrunLauncher
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.supervisor import LOOP_LEFT, NOT_TRAINED, Elasticity, JobFailed, Supervisor
 from kfuse.observe.display import Display
+from kfuse.observe.logs import set_up_logging
 from kfuse.observe.run_dir import RunDirectory
 
 
@@ -111,7 +112,9 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
         Display(progress=observe["progress"]),
     )
     if isinstance(launcher, TorchrunLauncher):
+        set_up_logging(observe["log_level"], "worker 0")
         return torchrun.lead(launcher.meeting, job, reports)
+    set_up_logging(observe["log_level"], "supervisor", reports.line)
     elasticity = Elasticity(
         **{key: config["workers"][key] for key in ("count", "min", "max")},
         **config["elastic"],

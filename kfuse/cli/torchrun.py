@@ -14,6 +14,7 @@ from kfuse import session
 from kfuse.comm.group import CommError
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
+from kfuse.observe.logs import set_up_logging
 from kfuse.optim import ConsistencyError
 from kfuse.session import Record
 from kfuse.train.build import build_trainer, comm_options, set_threads
@@ -47,7 +48,10 @@ def follow(meeting: Rendezvous) -> int:
     """Any other rank's part: trains as rank 0 says, in silence. Returns the exit status."""
     try:
         job = meeting.await_job()
-        return job if isinstance(job, int) else STOP_STATUS.get(_train(meeting, job) or "", 0)
+        if isinstance(job, int):
+            return job
+        set_up_logging(job["observe"]["log_level"], f"worker {meeting.rank}")
+        return STOP_STATUS.get(_train(meeting, job) or "", 0)
     except RuntimeError as error:
         if not isinstance(error, CommError | ConsistencyError):
             raise

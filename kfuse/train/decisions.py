@@ -12,6 +12,7 @@ training. The number of workers is asked of the supervisor, which announces a vi
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ from kfuse.train.lr_schedule import LRSchedule
 from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
+
+_LOG = logging.getLogger("kfuse")
 
 STOP_REASONS = ("", "interrupted", "terminated")
 """Control.stop is an index into these."""
@@ -254,6 +257,7 @@ class Decisions:
         if control.transport:
             self.topology = transports.NAMES[control.transport - 1]
             self._report(topology=self.topology)
+            _LOG.info("step %d: transport %s from here on, as decided", self._progress.step, self.topology)
         if control.tree:
             self.tree = transports.TREES[control.tree - 1]
             self._report(tree=self.tree)
