@@ -191,7 +191,7 @@ class Chaos(BasePolicy):
         from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
-        from kfuse.elastic import state
+        from kfuse.elastic import state_transfer
         from kfuse.optim.base import DistributedOptimizer
         from kfuse.train import coordinator, loop
 
@@ -238,5 +238,5 @@ class Chaos(BasePolicy):
         before(loop, "evaluate", here("evaluation"))
         after(loop, "evaluate", here("evaluated"))
         before(checkpoint._HashedFile, "sync", here("checkpoint_write"))
-        before(state, "share", share)
+        before(state_transfer, "share", share)
         before(session, "_form_group", form)

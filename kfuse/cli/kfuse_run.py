@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from kfuse import interrupt
-from kfuse.cli.run import Reports, supervise
+from kfuse.cli.run import supervise
+from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
-from kfuse.elastic.supervisor import Elasticity
-from kfuse.observe import Display, RunDirectory
+from kfuse.observe import Display, Recorder, RunDirectory
 from kfuse.version import __version__
 
 _EXAMPLES = """\
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         directory = RunDirectory(run_dir, tensorboard=True, ledger=False)
     except OSError as error:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
-    reports = Reports(directory, Display(progress=not args.quiet))
+    recorder = Recorder(directory, Display(progress=not args.quiet))
     command = [sys.executable, str(args.script), *args.arguments]
     # A script that has called kf.init does not mind SIGTERM: it notices that the supervisor is gone.
     launcher: Launcher = LocalLauncher(command, at_our_end=signal.SIGTERM, share=args.max_workers)
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         launcher = HostsLauncher(command, host, port, args.token, args.slots, args.max_workers)
     replace = not args.no_replace
     elasticity = Elasticity(args.workers, args.min_workers, args.max_workers, replace=replace, script=True)
-    return supervise(launcher, {"run_dir": str(run_dir.absolute())}, reports, elasticity)
+    return supervise(launcher, {"run_dir": str(run_dir.absolute())}, recorder, elasticity)
 
 
 def _refuse(message: str) -> int:
