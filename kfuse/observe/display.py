@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kfuse.statistics.figures import FIGURES
+from kfuse.statistics.figures import in_words
 
 LINE_EVERY_S = 2.0
 REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
@@ -128,8 +128,8 @@ class Display:
             noise = f"noise scale {_figure(record['noise_scale'])}{interval}"
         elif low is not None:
             noise = f"noise scale above {_figure(low)}"
-        known = [*(FIGURES[name].text(record) for name in ("step", "epoch", "loss")), noise]
-        known += [FIGURES[name].text(record) for name in ("batch_size", "lr", "workers")]
+        known = [*(in_words(name, record) for name in ("step", "epoch", "loss")), noise]
+        known += [in_words(name, record) for name in ("batch_size", "lr", "workers")]
         texts = [text for text in known if text is not None]
         if self._evaluation.get("accuracy") is not None:
             texts.append(f"held-out accuracy {self._evaluation['accuracy']:.1%}")

@@ -279,7 +279,7 @@ class _Board:
             if tag not in self._described:
                 self._described.add(tag)
                 if group == "train":
-                    metadata = self._metadata(summary_description=FIGURES[key].described)
+                    metadata = self._metadata(summary_description=_described(key))
             values.append(self._summary.Value(tag=tag, simple_value=value, metadata=metadata))
         self._add(step=step, summary=self._summary(value=values))
 
@@ -295,6 +295,11 @@ class _Board:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _described(name: str) -> str:
+    about = FIGURES[name]
+    return f"{about['help']} [{about['unit']}]" if about["unit"] else about["help"]
 
 
 def _finite(value: Any) -> Any:

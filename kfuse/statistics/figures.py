@@ -11,28 +11,29 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def _figure(unit: str, help: str, label: str = "", shown: str | None = None) -> dict[str, str | None]:
-    """A field's metadata. label: on the display, instead of the name. shown: its format there; None: not there."""
+def _about(unit: str, help: str, label: str = "", shown: str = "") -> dict[str, str]:
+    """A figure's description. label: its name on the display, if another; shown: its format there."""
     return {"unit": unit, "help": help, "label": label, "shown": shown}
+
+
+def _known(*about: str, **more: str) -> Any:
+    return field(metadata=_about(*about, **more))
+
+
+def _measured(*about: str, **more: str) -> Any:
+    return field(default=None, metadata=_about(*about, **more))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
     """What a step was made with, and how far training was after it. The same on every worker."""
 
-    epoch: int = field(metadata=_figure("", "Epoch of this step, from 0", shown="d"))
-    samples: int = field(metadata=_figure("samples", "Samples trained on so far, this step included"))
-    lr: float = field(metadata=_figure("", "Learning rate of this step", shown=".3g"))
-    lr_scale: float = field(metadata=_figure("", "Factor of lr that policies set; 1.0 at first"))
-    batch_size: int = field(
-        metadata=_figure(
-            "samples",
-            "Global batch size now in force. A short last step of an epoch does not change it",
-            label="batch",
-            shown="d",
-        )
-    )
-    workers: int = field(metadata=_figure("workers", "Workers that made this step", shown="d"))
+    epoch: int = _known("", "Epoch of this step, from 0", shown="d")
+    samples: int = _known("samples", "Samples trained on so far, this step included")
+    lr: float = _known("", "Learning rate of this step", shown=".3g")
+    lr_scale: float = _known("", "Factor of lr that policies set; 1.0 at first")
+    batch_size: int = _known("samples", "Global batch size; a last step may be shorter", label="batch", shown="d")
+    workers: int = _known("workers", "Workers that made this step", shown="d")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,8 @@ class StepContext(StepSettings):
     """Samples of the epoch that were used before this step."""
     members: tuple[int, ...]
     """The numbers of the workers that made this step, in rank order."""
-    step_time_s: float = field(metadata=_figure("s", "Wall time of this step on the leader"))
-    data_wait_s: float = field(metadata=_figure("s", "Part of step_time_s spent fetching data"))
+    step_time_s: float = _known("s", "Wall time of this step on the leader")
+    data_wait_s: float = _known("s", "Part of step_time_s that was spent fetching data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,76 +56,23 @@ class Measured:
     batch size changes. Without sample counts a micro-batch takes the sample's place.
     """
 
-    micro_batches: int = field(metadata=_figure("micro-batches", "M, the micro-batches of this step"))
-    loss: float | None = field(
-        default=None, metadata=_figure("", "Mean training loss over this step's samples", shown=".4g")
-    )
-    grad_norm: float | None = field(
-        default=None,
-        metadata=_figure("", "Norm of the mean gradient, before clipping, after loss scaling is undone"),
-    )
-    grad_sq: float | None = field(
-        default=None, metadata=_figure("", "G2 of this step: unbiased for |G|^2, so it can be negative")
-    )
-    grad_variance: float | None = field(
-        default=None, metadata=_figure("", "S of this step: unbiased for tr(Sigma), one sample's gradient covariance")
-    )
-    noise_scale: float | None = field(
-        default=None,
-        metadata=_figure("samples", "Running estimate of B_simple = tr(Sigma) / |G|^2, this step included"),
-    )
-    noise_scale_low: float | None = field(
-        default=None,
-        metadata=_figure(
-            "samples",
-            "Lower end of the noise scale's confidence interval. Known without noise_scale where that may be anything "
-            "from here upwards",
-        ),
-    )
-    noise_scale_high: float | None = field(
-        default=None, metadata=_figure("samples", "Upper end of the noise scale's confidence interval")
-    )
-    mean_grad_sq: float | None = field(
-        default=None, metadata=_figure("", "Running mean of grad_sq; it too can be negative")
-    )
-    mean_grad_variance: float | None = field(default=None, metadata=_figure("", "Running mean of grad_variance"))
+    micro_batches: int = _known("micro-batches", "M, the micro-batches of this step")
+    loss: float | None = _measured("", "Mean training loss over this step's samples", shown=".4g")
+    grad_norm: float | None = _measured("", "Norm of the mean gradient, before clipping, without the loss scale")
+    grad_sq: float | None = _measured("", "G2 of this step: unbiased for |G|^2, so it can be negative")
+    grad_variance: float | None = _measured("", "S of this step: unbiased for tr(Sigma)")
+    noise_scale: float | None = _measured("samples", "Running estimate of tr(Sigma) / |G|^2, this step included")
+    noise_scale_low: float | None = _measured("samples", "Confidence interval's lower end; may be known alone")
+    noise_scale_high: float | None = _measured("samples", "Confidence interval's upper end")
+    mean_grad_sq: float | None = _measured("", "Running mean of grad_sq; it too can be negative")
+    mean_grad_variance: float | None = _measured("", "Running mean of grad_variance")
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure's description."""
-
-    name: str
-    unit: str
-    help: str
-    label: str
-    shown: str | None
-
-    @property
-    def described(self) -> str:
-        """Meaning and unit in one text."""
-        return f"{self.help} [{self.unit}]" if self.unit else self.help
-
-    def text(self, record: Mapping[str, Any]) -> str | None:
-        """Label and value as the display shows them; None where the value is unknown."""
-        value = record.get(self.name)
-        return None if value is None else f"{self.label} {value:{self.shown or ''}}"
-
-
-def _described(*classes: type) -> dict[str, Figure]:
-    step = Figure("step", "steps", "Optimizer steps taken before this one", "step", "d")
-    described = {"step": step}
-    for one in classes:
-        for each in fields(one):
-            if each.metadata:
-                about: dict[str, Any] = dict(each.metadata)
-                about["label"] = about["label"] or each.name.replace("_", " ")
-                described[each.name] = Figure(each.name, **about)
-    return described
-
-
-FIGURES = _described(StepContext, Measured)
-"""All figures of a step, by name."""
+FIGURES: dict[str, Mapping[str, str]] = {
+    "step": _about("steps", "Optimizer steps taken before this one", shown="d"),
+    **{each.name: each.metadata for kind in (StepContext, Measured) for each in fields(kind) if each.metadata},
+}
+"""All figures of a step by name: unit, help, label and shown of each."""
 
 METRICS = (
     "step",
@@ -145,4 +93,9 @@ METRICS = (
     "data_wait_s",
 )
 """The columns of metrics.jsonl and of TensorBoard's group "train", in order."""
-assert set(METRICS) <= set(FIGURES)
+
+
+def in_words(name: str, record: Mapping[str, Any]) -> str | None:
+    """A figure of this record as the display shows it: label and value. None where the value is unknown."""
+    value, about = record.get(name), FIGURES[name]
+    return None if value is None else f"{about['label'] or name.replace('_', ' ')} {value:{about['shown']}}"
