@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,16 +128,20 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-class _Sink:
+class FileRecorder:
+    """Writes what workers report to the job's run directory."""
+
     def __init__(self, job: Job) -> None:
         self._directory = RunDirectory(job.directory, tensorboard=False, ledger=True)
         self._job = job
 
-    def record(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start":
-            self._directory.rewind(data["step"])
-        else:
-            getattr(self._directory, kind)(data)
+    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        with self._directory.batch():
+            for kind, data in records:
+                if kind == "start":
+                    self._directory.rewind(data["step"])
+                else:
+                    getattr(self._directory, kind)(data)
 
     def line(self, text: str) -> None:
         self._job.lines.append(text)
@@ -162,7 +166,7 @@ def run_job(
     supervisor = Supervisor(
         launcher or warm,
         {**config, "run_dir": str(directory)},
-        _Sink(job),
+        FileRecorder(job),
         Elasticity(**workers, **config["elastic"], restart=restart),
     )
 

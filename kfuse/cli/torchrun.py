@@ -8,39 +8,37 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kfuse import session
 from kfuse.comm.group import CommError
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.observe.logs import set_up_logging
+from kfuse.observe.recorder import Recorder
 from kfuse.optim import ConsistencyError
 from kfuse.session import Record
 from kfuse.train.build import build_trainer, comm_options, set_threads
 
-if TYPE_CHECKING:
-    from kfuse.cli.run import Reports
 
-
-def lead(meeting: Rendezvous, job: dict[str, Any], reports: Reports) -> int:
+def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
     """Rank 0's part: tells the others the job, trains, and keeps what is reported. Returns the exit status."""
     keeping = threading.Lock()  # checkpoints are reported by the thread that writes them
 
     def record(kind: str, data: dict[str, Any]) -> None:
         with keeping:
-            reports.record(kind, data)
+            recorder.keep([(kind, data)])
 
     meeting.announce(job)
     why: str | None = "failed"
     try:
         why = _train(meeting, job, record)
     except (CommError, ConsistencyError) as error:
-        reports.failed(str(error))
-        print(f"kfuse: error: {error}; the run directory is {reports.directory.path}", file=sys.stderr)
+        recorder.failed(str(error))
+        print(f"kfuse: error: {error}; the run directory is {recorder.directory.path}", file=sys.stderr)
         return 1
     finally:
-        reports.close(why)
+        recorder.close(why)
     return STOP_STATUS.get(why or "", 0)
 
 

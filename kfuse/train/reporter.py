@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import fields
 from typing import Any
 
 from kfuse.elastic.protocol import View
 from kfuse.session import Session
+from kfuse.statistics.figures import METRICS, Measured
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train.settings import Settings
 from kfuse.train.step import StepSamples
 
-_MEASURED = (
-    "loss",
-    "micro_batches",
-    "noise_scale",
-    "noise_scale_low",
-    "noise_scale_high",
-    "grad_variance",
-    "grad_sq",
-    "grad_norm",
-)
+_MEASURED = [each.name for each in fields(Measured) if each.name in METRICS]
 _RECENT_STEPS = 128
 
 
