@@ -52,6 +52,8 @@ class StepPlan:
     ranges: tuple[range, ...]
     local: int | None = None
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
+    control: Control = field(default_factory=Control)
+    """The control word: rank 0's travels with the step."""
 
     @property
     def micro_batches(self) -> int:
@@ -102,8 +104,6 @@ class StepState:
     """Micro-batches that this worker has in the plan."""
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
-    control: Control = field(default_factory=Control)
-    """What the leader announces with this step."""
     current: MicroBatch | None = None
     leaf: LeafStep = field(default_factory=lambda: LeafStep(0, False, ()))
     scale: float = 1.0

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 import kfuse.cli.run
-from kfuse.cli import kfuse_run as script
+from kfuse.cli import kfuse_run
 from kfuse.cli.app import main
 from kfuse.config import instantiate
 from kfuse.config.check import drop_replaced_arguments, validate
@@ -295,7 +295,7 @@ def test_home_directory_is_found_wherever_a_path_is_taken(
     assert command(monkeypatch, "-m", *text, "data.path=~/book.txt,~/../home/book.txt", "hydra.sweep.dir=~/sweep") == 0
     made = [f"run{number}" for number in range(6)] + ["sweep/0", "sweep/1"]
     assert [run_dir for _, run_dir in runs] == [home / name for name in made]
-    args = script._parse(["--run-dir", "~/run", "--token-file=~/token", "~/train.py"])
+    args = kfuse_run._parse(["--run-dir", "~/run", "--token-file=~/token", "~/train.py"])
     assert (args.run_dir, args.token_file, args.script) == (home / "run", home / "token", home / "train.py")
 
 
@@ -509,7 +509,7 @@ def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Pa
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30) == ("", "")
+        assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 130
 
 

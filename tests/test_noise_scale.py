@@ -380,7 +380,7 @@ def test_estimate_expires_when_nothing_is_measured() -> None:
     assert noise.estimate().noise_scale == pytest.approx(4.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(before=st.integers(0, 900), after=st.integers(0, 500), seed=st.integers(0, 2**32 - 1))
 def test_state_round_trip_is_bitwise(before: int, after: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -398,7 +398,7 @@ def test_state_round_trip_is_bitwise(before: int, after: int, seed: int) -> None
     assert copy.state_dict() == original.state_dict()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     decay=st.floats(0, 0.999),
     steps=st.integers(20, 300),

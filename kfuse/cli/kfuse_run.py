@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 
 from kfuse import interrupt
-from kfuse.cli.run import Reports, supervise
+from kfuse.cli.run import supervise
+from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
-from kfuse.elastic.supervisor import Elasticity
 from kfuse.observe.display import Display
 from kfuse.observe.logs import LEVELS, set_up_logging
+from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.version import __version__
 
@@ -49,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         directory = RunDirectory(run_dir, tensorboard=True, ledger=False)
     except OSError as error:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
-    reports = Reports(directory, Display(progress=not args.quiet))
-    set_up_logging(args.log_level, "supervisor", reports.line)
+    recorder = Recorder(directory, Display(progress=not args.quiet))
+    set_up_logging(args.log_level, "supervisor", recorder.line)
     command = [sys.executable, str(args.script), *args.arguments]
     # A script that has called kf.init does not mind SIGTERM: it notices that the supervisor is gone.
     launcher: Launcher = LocalLauncher(command, at_our_end=signal.SIGTERM, share=args.max_workers)
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     replace = not args.no_replace
     elasticity = Elasticity(args.workers, args.min_workers, args.max_workers, replace=replace, script=True)
     job = {"run_dir": str(run_dir.absolute()), "observe": {"log_level": args.log_level}}
-    return supervise(launcher, job, reports, elasticity)
+    return supervise(launcher, job, recorder, elasticity)
 
 
 def _refuse(message: str) -> int:

@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: its log lines, run directory and display."""
+"""What a run leaves behind and shows: the run directory, the display, the recorder that writes to both, log lines."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from kfuse.statistics.figures import Measured, StepSettings
+
 SYNC_MAX = 2**20  # steps: every whole number up to here is exact in the control word, and nobody drifts for longer
 
 BATCH_MAX = 2**24  # samples: every whole number up to here is exact in the control word
@@ -35,47 +37,15 @@ class Bounds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signals:
+class Signals(Measured, StepSettings):
     """One finished optimizer step, as policies see it. Identical on every worker; None is "unknown".
 
-    All statistics are per-sample quantities (McCandlish et al. 2018, appendix A), so they stay
-    comparable when the batch size changes.
+    It also has the fields of `Measured` (loss, noise_scale, ...) and of `StepSettings` (epoch, batch_size, ...).
     """
 
     step: int
-    epoch: int
-    samples: int
-    """Samples trained on so far."""
-    loss: float | None = None
-    """Mean training loss over the samples of this step."""
-    lr: float
-    lr_scale: float
-    """The factor of `lr` that policies set; 1.0 at first."""
-    batch_size: int
-    """Samples per step now in force. A short last step of an epoch does not change it."""
     micro_batch: int
     """Samples per micro-batch: the unit the batch size changes by."""
-    micro_batches: int
-    """Micro-batches in this step."""
-    workers: int
-    grad_norm: float | None = None
-    """Norm of this step's mean gradient, before clipping."""
-    grad_sq: float | None = None
-    """G2 of this step: unbiased for |G|^2, so it can be negative."""
-    grad_variance: float | None = None
-    """S of this step: unbiased for tr(Sigma)."""
-    noise_scale: float | None = None
-    """Running estimate of B_simple = tr(Sigma) / |G|^2, in samples."""
-    noise_scale_low: float | None = None
-    noise_scale_high: float | None = None
-    """With `noise_scale_low`, the confidence interval of the noise scale now (docs/statistics.md has its coverage).
-
-    Where the noise scale may be anything from `noise_scale_low` upwards, only that one is known.
-    """
-    mean_grad_sq: float | None = None
-    """Running mean of `grad_sq`; it too can be negative."""
-    mean_grad_variance: float | None = None
-    """Running mean of `grad_variance`."""
     throughput: tuple[float | None, ...] = ()
     """By rank, micro-batches a second over the median worker's; below 0.8 a worker is a straggler."""
     eval_accuracy: float | None = None
