@@ -57,7 +57,8 @@ def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path:
     run = ["train.steps=6", "checkpoint.every_steps=3", "policy=none", "observe.tensorboard=false"]
     lines = records("kfuse", *run, "observe.log_level=info", "workers.count=2", folder=tmp_path)
     assert sum("transport allreduce" in line for line in lines) == 1  # rank 0's only
-    assert [re.findall(r"checkpoint: step (\d+)", line) for line in lines if " checkpoint: " in line] == [["3"], ["6"]]
+    written = [re.search(r": checkpoint of step (\d+) written to ", line) for line in lines]
+    assert [found.group(1) for found in written if found] == ["3", "6"]
 
 
 def test_a_run_logs_nothing_by_default(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ class RayLauncher:
         """
         for name, value in (("cpus", cpus), ("gpus", gpus)):
             if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value}: allowed is a number from 0")
+                raise ValueError(f"{name}={value}: must be a number, at least 0")
         if importlib.util.find_spec("ray") is None:
             raise ValueError("launcher=ray: Ray is not installed; needed is pip install 'kfuse[ray]'")
         self._address, self._host = address, host
