@@ -410,7 +410,7 @@ def test_truncated_and_missing_files_are_named(damaged: Path, name: str) -> None
 def test_unknown_format_version_is_named(damaged: Path) -> None:
     manifest = json.loads((damaged / "manifest.json").read_text())
     (damaged / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json: format version 1 is unknown; this kfuse reads 2"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: format version 1 is unknown; this kfuse reads 3"):
         load(damaged)
 
 

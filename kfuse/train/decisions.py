@@ -16,7 +16,7 @@ import logging
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from kfuse.comm import transports
@@ -25,6 +25,7 @@ from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Decision, Signals
 from kfuse.session import Session
+from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train import load_balance
 from kfuse.train.lr_schedule import LRSchedule
@@ -89,7 +90,7 @@ class Decisions:
             requested, self._requested = self._requested, Control()
             self._apply(requested)
 
-    def decide(self, stats: StepStats, context: dict[str, Any]) -> None:
+    def decide(self, stats: StepStats, context: StepContext) -> None:
         """The policy decides on a finished step; what the leader announced with that step comes into force.
 
         context: the settings that the step was made with.
@@ -133,16 +134,16 @@ class Decisions:
         Raises TypeError where `workers` is not a whole number, ValueError for a topology or tree that does not exist,
         and for what reproducible sums rule out.
         """
-        fields: dict[str, Any] = {"batch_size": batch_size, "lr_scale": lr_scale, "sync_every": sync}
+        word: dict[str, Any] = {"batch_size": batch_size, "lr_scale": lr_scale, "sync_every": sync}
         reproducible = self._session.comm.reproducible
         if topology is not None:
             name = transports.choose(topology, reproducible)
-            fields["transport"] = 1 + _index("topology", name, transports.NAMES)
+            word["transport"] = 1 + _index("topology", name, transports.NAMES)
         if tree is not None:
-            fields["tree"] = 1 + _index("tree", tree, transports.TREES)
+            word["tree"] = 1 + _index("tree", tree, transports.TREES)
         if sync is not None and sync > 1 and reproducible:
             raise ValueError(f"sync {sync}: comm.reproducible=true synchronises at every step")
-        self._requested = replace(self._requested, **{name: it for name, it in fields.items() if it is not None})
+        self._requested = replace(self._requested, **{name: it for name, it in word.items() if it is not None})
         if workers is not None:
             self.workers_requested = operator.index(workers)
             self._session.order("resize", workers=self.workers_requested)
@@ -163,17 +164,15 @@ class Decisions:
             raise TypeError(f"{name}.{method} returned a value of type {kind}: it must be a kf.Decision or None")
         return None if returned is None or returned.is_empty else returned
 
-    def _signals(self, stats: StepStats, context: dict[str, Any]) -> Signals:
-        shared = ("loss", "grad_norm", "grad_sq", "grad_variance", "mean_grad_sq", "mean_grad_variance")
-        noise = ("noise_scale", "noise_scale_low", "noise_scale_high", "micro_batches")
+    def _signals(self, stats: StepStats, context: StepContext) -> Signals:
         return Signals(
             step=stats.step,
             micro_batch=self._settings.micro_batch,
             throughput=tuple(load_balance.relative_throughput(self._progress.throughput, self._session.workers)),
             eval_accuracy=self._progress.accuracy,
             bounds=self._settings.bounds,
-            **{name: context[name] for name in ("epoch", "samples", "lr", "lr_scale", "batch_size", "workers")},
-            **{name: getattr(stats, name) for name in shared + noise},
+            **{each.name: getattr(context, each.name) for each in fields(StepSettings)},
+            **{each.name: getattr(stats, each.name) for each in fields(Measured)},
         )
 
     def _ask(self, decision: Decision) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from kfuse.statistics.figures import StepContext
 from kfuse.train.load_balance import Throughput
 
 
@@ -59,7 +60,7 @@ class Progress:
     """Step at which this run resumed. Views and stops announced before it are ignored: they were another run's."""
     stop: int = 0
     """Why to stop: index into `decisions.STOP_REASONS`."""
-    contexts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    contexts: dict[int, StepContext] = field(default_factory=dict)
     """Of each step whose statistics are not read yet: the settings it was made with."""
 
     @property
@@ -83,4 +84,5 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets all fields, in place."""
-        vars(self).update(vars(Progress(**state)))
+        contexts = {step: StepContext(**context) for step, context in state["contexts"].items()}
+        vars(self).update(vars(Progress(**{**state, "contexts": contexts})))

@@ -8,12 +8,12 @@ from typing import Any
 
 from kfuse.elastic.protocol import View
 from kfuse.session import Session
-from kfuse.statistics.figures import METRICS, Measured
+from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train.settings import Settings
 from kfuse.train.step import StepSamples
 
-_MEASURED = [each.name for each in fields(Measured) if each.name in METRICS]
+_OF_CONTEXT = {each.name for each in fields(StepContext)}
 _RECENT_STEPS = 128
 
 
@@ -63,9 +63,9 @@ class Reporter:
         }
         self._send("event", data)
 
-    def step(self, stats: StepStats, context: dict[str, Any], samples: StepSamples | None) -> None:
+    def step(self, stats: StepStats, context: StepContext, samples: StepSamples | None) -> None:
         """A finished step's figures, and which samples it used where a ledger was asked for."""
-        figures = {"step": stats.step, **context, **{name: getattr(stats, name) for name in _MEASURED}}
+        figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
         records = [("metrics", figures)]
         if stats.skipped:
             self.event(stats.step, "skipped", why="a gradient was not finite")

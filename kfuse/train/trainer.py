@@ -21,6 +21,7 @@ from kfuse.data import Dataset, EpochSampler
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
+from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance
 from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import default_loss, evaluate, params_sha256
@@ -251,18 +252,18 @@ class Trainer:
         """The optimizer has stepped: the progress moves on."""
         at, count = self.progress, len(step.samples.indices)
         self.decisions.sent()
-        at.contexts[at.step] = {
-            "epoch": at.epoch,
-            "cursor": at.cursor,
-            "samples": at.samples + count,
-            "lr": self.decisions.lr,
-            "lr_scale": at.lr_scale,
-            "batch_size": at.batch_size,
-            "workers": step.samples.workers,
-            "members": self.session.workers,
-            "step_time_s": step.seconds(),
-            "data_wait_s": step.data_wait_s,
-        }
+        at.contexts[at.step] = StepContext(
+            epoch=at.epoch,
+            cursor=at.cursor,
+            samples=at.samples + count,
+            lr=self.decisions.lr,
+            lr_scale=at.lr_scale,
+            batch_size=at.batch_size,
+            workers=step.samples.workers,
+            members=tuple(self.session.workers),
+            step_time_s=step.seconds(),
+            data_wait_s=step.data_wait_s,
+        )
         at.schedule = self._schedule.advance(at.schedule, count, at.mean_grad_sq, at.mean_grad_variance)
         if self._scheduler is not None:
             self._scheduler.after_step()
@@ -277,10 +278,10 @@ class Trainer:
         """Takes in what has arrived of all steps but the newest `lag`: reports, decides, applies."""
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
-            self.decisions.measured(stats, context.pop("members"))
+            self.decisions.measured(stats, context.members)
             used = None
             if self.settings.ledger:
-                used = self._samples(context["epoch"], context["cursor"], round(stats.samples))
+                used = self._samples(context.epoch, context.cursor, round(stats.samples))
             self._reporter.step(stats, context, used)
             self.decisions.decide(stats, context)
 
