@@ -32,9 +32,6 @@ ONE_THREAD = 2**14
 ROOM = 2**18
 """Elements of each row that are added up at a time."""
 
-SMALL = 2**16
-"""Elements of a bucket, 256 KiB of fp32, up to which calls over all of its tensors are faster than some for each."""
-
 SLAB = 16 * BLOCK
 """Elements of each row that are reduced, then measured, at a time."""
 
@@ -49,10 +46,6 @@ def pack(
     sumsq: Tensor,
 ) -> None:
     segments = flat[: table.end].split_with_sizes(table.flat_sizes)[1::2]
-    present = [grad for grad in grads if grad is not None and grad.dtype == flat.dtype == torch.float32]
-    if table.end <= SMALL and 0 < table.num_chunks <= 2 * len(present) and len(present) == len(grads):
-        _pack_together(present, segments, table, scale, accumulate, sumsq)
-        return
     norms = sumsq.split_with_sizes(table.sumsq_sizes)
     scratch = torch.empty(min(STRETCH, table.end), dtype=torch.float32, device=flat.device)
     by_scratch = accumulate and scale != 1.0  # rounded before it is added: `add_(alpha=)` rounds once
@@ -76,27 +69,6 @@ def pack(
         for part, target, norm in _stretches(values, segment, full, ragged):
             _pack_stretch(part, target, scale, accumulate, norm, scratch[: part.numel()].view(part.shape))
     sumsq.square_()
-
-
-def _pack_together(
-    grads: Sequence[Tensor],
-    segments: tuple[Tensor, ...],
-    table: PackTable,
-    scale: float,
-    accumulate: bool,
-    sumsq: Tensor,
-) -> None:
-    """The same bits as tensor by tensor, in a number of calls that does not grow with the number of tensors."""
-    values = torch.cat([grad.reshape(-1) for grad in grads])
-    torch.stack(torch._foreach_norm(values.split_with_sizes(table.chunk_sizes)), out=sumsq)
-    sumsq.square_()
-    if scale != 1.0:
-        values.mul_(scale)
-    parts = values.split_with_sizes(table.numels)
-    if accumulate:
-        torch._foreach_add_(segments, parts)
-    else:
-        torch._foreach_copy_(segments, parts)
 
 
 def _stretches(

@@ -60,8 +60,6 @@ class PackTable:
     """Sizes that split `flat[:end]` into gap, tensor, gap, tensor, ...; every second piece is a tensor."""
     sumsq_sizes: tuple[int, ...]
     """Sizes that split `sumsq` into each tensor's full chunks and, apart, its ragged last chunk (0 or 1 element)."""
-    chunk_sizes: tuple[int, ...]
-    """Sizes that split the tensors, laid end to end, into chunks."""
     offset_alignment: int
     """Largest power of two, at most 16, that divides every offset: what the GPU kernel may assume."""
     chunks: Tensor
@@ -102,7 +100,6 @@ class PackTable:
             end=end,
             flat_sizes=tuple(flat_sizes),
             sumsq_sizes=tuple(sumsq_sizes),
-            chunk_sizes=tuple(length for _, _, length, _ in rows),
             offset_alignment=math.gcd(16, *offsets),
             chunks=torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device),
             first_chunks=torch.tensor(first_chunks, dtype=torch.int64).to(device),
