@@ -81,7 +81,7 @@ class GPT(nn.Module):
         check_sizes(layers=layers, heads=heads, width=width)
         check_dropout(dropout)
         if width % heads != 0:
-            raise ValueError(f"width={width} is not a multiple of heads={heads}")
+            raise ValueError(f"width={width}: must be a multiple of heads={heads}")
         norm = measuring.LayerNorm if noise_norm else nn.LayerNorm
         self.block_size = block_size
         self.tokens = nn.Embedding(vocab_size, width)
