@@ -1,4 +1,4 @@
-"""The CPU path cuts long buffers into stretches: that must change no bit."""
+"""The CPU path cuts long buffers into stretches, which changes no bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kfuse-run and kf.DataLoader: a script of the user's own, with a worker lost in the middle of a step."""
+"""kfuse-run trains a user's script, survives the loss of a worker, and reports how the script ended."""
 
 from __future__ import annotations
 
