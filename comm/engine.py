@@ -56,8 +56,6 @@ class Engine:
         self.step = 0
         self.reduced: Reduced | None = None
         """The last step's result, until the optimizer takes it."""
-        self.control: Callable[[], t.Control] = t.Control
-        """Asked at the begin of each planned step, on every rank; the leader's answer travels with the step."""
         self.digest_salt: Callable[[], int] = int
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
         self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
@@ -70,6 +68,10 @@ class Engine:
         self.superseded = False
         """A newer engine has some of the parameters."""
         self._new = True
+        self.topology: str | None = None
+        """The transport that a decision chose; None: the configured one."""
+        self.tree: str | None = None
+        """The same of the shape of transport `tree`."""
         self._build()
         self.set_group(group)
 
@@ -79,7 +81,7 @@ class Engine:
         """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples."""
         self.averaged = AveragedBuffers(buffers)
         self._build()
-        self.set_group(self.group, self.transport_name, self._tree)
+        self.set_group(self.group)
 
     def _build(self) -> None:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
@@ -115,23 +117,28 @@ class Engine:
                 register = self.params[index].register_post_accumulate_grad_hook
                 self._handles.append(register(self._hook(bucket, position, index)))  # type: ignore[no-untyped-call]
 
-    def set_group(self, group: Group, transport: str | None = None, tree: str | None = None) -> None:
-        """Between steps: goes on with other workers, or another transport or tree (None: as configured).
+    def use_transport(self, topology: str | None, tree: str | None) -> None:
+        """Between steps: goes on with another transport or tree (None: as configured).
 
-        Raises ValueError if devices differ.
+        Where nothing changes nothing happens: a step that another training has begun goes on.
         """
+        if (topology, tree) != (self.topology, self.tree):
+            self.topology, self.tree = topology, tree
+            self.set_group(self.group)
+
+    def set_group(self, group: Group) -> None:
+        """Between steps: goes on with other workers. Raises ValueError if devices differ."""
         if group.size > 1 and group.device.type != self._device.type:
             raise ValueError(
                 f"parameters lie on {self._device}, this worker's device is {group.device}: move the model"
             )
-        name = transport or transports.choose(self.options.schedule, self.options.reproducible)
+        name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
         group = group.lane(self.lane)
         self.group, self.transport_name = group, name
         last, tail = self.buckets[-1], len(self.params) + t.TAIL_SLOTS + t.RANK_SLOTS * group.size
         if last.tail != tail:
             last.renew(tail)
-        self._tree = tree or self.options.tree
-        self._transport = transports.make(name, group, self._tree)
+        self._transport = transports.make(name, group, self.tree or self.options.tree)
         self._broken = ""
         self._reset()
 
@@ -168,7 +175,6 @@ class Engine:
         self.abort()
         now = self._now
         now.plan, now.expected = plan, len(plan.ranges[self.group.rank])
-        now.control = self.control()
         if self.options.reproducible:
             ranges = [plan_range(r.start, len(r), plan.micro_batches) for r in plan.ranges]
             now.leaves = ranges[self.group.rank].steps
@@ -359,8 +365,8 @@ class Engine:
         own = t.TAIL_SLOTS + t.RANK_SLOTS * self.group.rank
         if now.done == 0:
             values[own] = self._seconds_each
-            if self.group.rank == 0:
-                values[t.CONTROL : t.TAIL_SLOTS] = now.control.slots()
+            if self.group.rank == 0 and now.plan is not None:
+                values[t.CONTROL : t.TAIL_SLOTS] = now.plan.control.slots()
         flags = [float(fired) for fired in now.fired]
         tail = torch.tensor(flags + values, dtype=torch.float32)
         if self._device.type == "cuda":

@@ -34,7 +34,7 @@ def norm_forward(
         if tensor is not None and tensor.shape != x.shape[1:]:
             raise ValueError(f"norm: {name} must be [{x.shape[1]}], got {list(tensor.shape)}")
     if x.dtype not in _DTYPES:
-        raise TypeError(f"norm: x is {x.dtype}, allowed are {_DTYPES}")
+        raise TypeError(f"norm: x is {x.dtype}, must be one of {_DTYPES}")
     if use_triton(x):
         from kfuse.kernels import triton_norm
 

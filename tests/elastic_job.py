@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ import hydra
 from omegaconf import OmegaConf
 from warm import WarmLauncher
 
-from kfuse.config.check import validate
-from kfuse.config.settle import drop_replaced
+from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
@@ -117,7 +116,7 @@ def compose(overrides: Iterable[str]) -> dict[str, Any]:
     given = list(overrides)
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", given)
-    drop_replaced(cfg, given)
+    drop_replaced_arguments(cfg, given)
     validate(cfg)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     return dict(plain)
@@ -129,16 +128,20 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-class _Sink:
+class FileRecorder:
+    """Writes what workers report to the job's run directory."""
+
     def __init__(self, job: Job) -> None:
         self._directory = RunDirectory(job.directory, tensorboard=False, ledger=True)
         self._job = job
 
-    def record(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start":
-            self._directory.rewind(data["step"])
-        else:
-            getattr(self._directory, kind)(data)
+    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        with self._directory.batch():
+            for kind, data in records:
+                if kind == "start":
+                    self._directory.rewind(data["step"])
+                else:
+                    getattr(self._directory, kind)(data)
 
     def line(self, text: str) -> None:
         self._job.lines.append(text)
@@ -163,7 +166,7 @@ def run_job(
     supervisor = Supervisor(
         launcher or warm,
         {**config, "run_dir": str(directory)},
-        _Sink(job),
+        FileRecorder(job),
         Elasticity(**workers, **config["elastic"], restart=restart),
     )
 

@@ -25,9 +25,8 @@ import kfuse.cli.run
 from kfuse.cli import kfuse_run
 from kfuse.cli.app import main
 from kfuse.config import instantiate
-from kfuse.config.check import validate
+from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.config.schema import SETTINGS, ConfigError, Setting
-from kfuse.config.settle import drop_replaced
 from kfuse.train.build import _optimizer
 
 USER_MODULE = """
@@ -73,7 +72,7 @@ PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True
 def compose(*overrides: str) -> DictConfig:
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", list(overrides))
-    drop_replaced(cfg, overrides)
+    drop_replaced_arguments(cfg, overrides)
     return cfg
 
 
@@ -443,10 +442,11 @@ def test_help_names_every_setting(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = help_text(monkeypatch, capsys)
+    in_one_line = " ".join(out.split())
     for setting in SETTINGS.values():
         # The default is set apart from the text.
-        assert re.search(rf"^  {re.escape(setting.key)}=\S+  +{re.escape(setting.text)} \(", out, re.MULTILINE)
-        assert setting.range in out
+        assert re.search(rf"^  {re.escape(setting.key)}=\S+  +\S", out, re.MULTILINE)
+        assert f" {setting.text} ({setting.range})" in in_one_line
     assert max(map(len, out.splitlines())) <= 120
     assert list(workplace.iterdir()) == [workplace / "users_own.py"]
 

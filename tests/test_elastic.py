@@ -157,8 +157,8 @@ def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tm
 def test_a_worker_killed_as_the_job_starts_anew_is_replaced(undisturbed: Job, tmp_path: Path) -> None:
     async def kill_a_booting_one(supervisor: Supervisor, job: Job) -> None:
         await until("all to be lost", lambda: len(job.of_kind("failure")) == 3)
-        await until("new workers", supervisor._alive)
-        supervisor._alive()[0].process.kill()
+        await until("new workers", supervisor.processes.alive)
+        supervisor.processes.alive()[0].process.kill()
 
     settings = [*TRAINING, *CHECKPOINTS, "workers.count=3", *chaos(tmp_path, events=ALL_AT_ONCE)]
     job = run_job(tmp_path / "run", settings, kill_a_booting_one)
@@ -276,7 +276,7 @@ def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) ->
     async def strangers(supervisor: Supervisor, job: Job) -> None:
         while not job.metrics:
             await asyncio.sleep(0.02)
-        host, _, port = supervisor._address.rpartition(":")
+        host, _, port = supervisor.address.rpartition(":")
         crowd = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
         rude = [
             (b"\n",),
@@ -290,14 +290,14 @@ def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) ->
             (hello(token=None),),
             (hello(token="0" * 32),),
             (hello(token="\ud800"),),
-            (hello(worker=[0], token=supervisor._token),),
-            (hello(worker={}, token=supervisor._token),),
-            (hello(worker="x", token=supervisor._token),),
-            (hello(worker=-1, token=supervisor._token),),
+            (hello(worker=[0], token=supervisor.token),),
+            (hello(worker={}, token=supervisor.token),),
+            (hello(worker="x", token=supervisor.token),),
+            (hello(worker=-1, token=supervisor.token),),
             (b"x" * 2**20,) * 40,  # a line without an end
         ]
         for messages in rude:
-            await refused(supervisor._address, *messages)
+            await refused(supervisor.address, *messages)
             turned_away.append(messages)
         for _, writer in crowd:
             writer.close()

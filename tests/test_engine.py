@@ -420,12 +420,12 @@ def test_loss_is_unknown_unless_every_micro_batch_gave_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "fp16"}, r"comm\.dtype='fp16': allowed are fp32, bf16"),
+        ({"dtype": "fp16"}, r"comm\.dtype='fp16': must be one of fp32, bf16"),
         ({"bucket_mb": 0.0}, r"comm\.bucket_mb=0\.0"),
         ({"bucket_mb": float("nan")}, r"comm\.bucket_mb=nan"),
-        ({"dtype": "bf16", "reproducible": True}, "needs fp32"),
-        ({"schedule": "ring"}, r"comm\.schedule='ring': allowed are auto"),
-        ({"schedule": "allreduce", "reproducible": True}, "needs all_to_all"),
+        ({"dtype": "bf16", "reproducible": True}, "must be fp32 with comm.reproducible=true"),
+        ({"schedule": "ring"}, r"comm\.schedule='ring': must be one of auto"),
+        ({"schedule": "allreduce", "reproducible": True}, "must be one of auto, all_to_all with"),
     ],
 )
 def test_wrong_options_name_what_is_allowed(options: dict[str, Any], message: str) -> None:

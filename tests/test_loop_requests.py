@@ -14,7 +14,6 @@ from problems import network, problem
 from torch import nn
 
 import kfuse as kf
-from kfuse.session import current
 
 
 class Seen(kf.BasePolicy):
@@ -52,7 +51,7 @@ def ask_at(moment: str) -> list[tuple[int, float, int | None]]:
         ask("after_backward")
         opt.step()
         opt.zero_grad()
-        topologies.append((current().topology, current().tree))
+        topologies.append((opt.engine.topology, opt.engine.tree))
         ask("after_step")
         number += 1
     assert topologies[-1] == ("tree", "star")

@@ -113,7 +113,7 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
 
     async def grow(supervisor: Supervisor, job: Job) -> None:
         await until("58 steps", lambda: len(job.metrics) >= 58)
-        await supervisor._resize(2)
+        await supervisor.views.resize(2)
 
     last = chaos(tmp_path, gates=[{"step": 67, "workers": 2}])  # from 8 steps before, so the last one waits
     job = run_job(tmp_path / "run", [*TRAINING, *last], during=grow)
@@ -125,7 +125,7 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
 def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed: Job, tmp_path: Path) -> None:
     async def change_of_mind(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)
-        await asyncio.gather(supervisor._resize(3), supervisor._resize(1))
+        await asyncio.gather(supervisor.views.resize(3), supervisor.views.resize(1))
         await until("two newcomers", lambda: len(job.of_kind("ready")) == 2)
         kill(job.views[-1], 0)
         struck.touch()
@@ -140,8 +140,8 @@ def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed
 def test_a_replacement_that_dies_as_it_boots_is_tried_again(undisturbed: Job, tmp_path: Path) -> None:
     async def replace(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)
-        await supervisor._replace(1)
-        supervisor._workers[max(supervisor._workers)].process.kill()
+        await supervisor.views.replace(1)
+        supervisor.processes.workers[max(supervisor.processes.workers)].process.kill()
         await until("the second view", lambda: len(job.views) == 2)
         replaced.touch()
 

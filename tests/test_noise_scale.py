@@ -426,5 +426,5 @@ def test_estimate_is_ordered_and_scale_free(decay: float, steps: int, unit: int,
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, math.nan])
 def test_decay_out_of_range(decay: float) -> None:
-    with pytest.raises(ValueError, match=r"decay=.*allowed is 0 <= decay < 1"):
+    with pytest.raises(ValueError, match=r"decay=.*must be at least 0 and below 1"):
         NoiseScale(decay)

@@ -23,11 +23,9 @@ from kfuse.comm.tail import digest, digest_from_slots, digest_slots
 from kfuse.data import as_dataset
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
-from kfuse.train.coordinator import Coordinator
 from kfuse.train.evaluation import params_sha256
-from kfuse.train.loop import Loop
-from kfuse.train.lr_schedule import LRSchedule
-from kfuse.train.progress import Settings
+from kfuse.train.settings import Settings
+from kfuse.train.trainer import Trainer
 
 
 def network(rank: int) -> nn.Sequential:
@@ -300,20 +298,13 @@ def start_that_fails(directory: str) -> None:
     kf.init()
     net, train = network(kf.rank()), as_dataset(problem())
     checkpoints = CheckpointSettings(Path(directory), every_steps=5, resume="auto")
-    run = Coordinator(
-        net,
-        train,
-        kf.FusedSGD(net.parameters(), lr=0.1),
-        session=current(),
-        policy=kf.BasePolicy(),
-        schedule=LRSchedule(base_batch_size=8),
-        settings=Settings(8, 4, Bounds(4, 8, 1, 2), checkpoints=checkpoints),
-    )
+    settings = Settings(8, 4, Bounds(4, 8, 1, 2), checkpoints=checkpoints)
+    trainer = Trainer(net, train, kf.FusedSGD(net.parameters(), lr=0.1), settings, loss_fn=F.cross_entropy)
     if kf.rank() == 1:
         assert current().group.close(0.0)
         return
     with pytest.raises(CommError):
-        Loop(run, F.cross_entropy).run()
+        trainer.run()
 
 
 def test_a_start_that_fails_leaves_the_checkpoints_alone(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("launcher=torchrun workers.count=3", "workers.count=3: allowed is 2, as many as torchrun started"),
+        ("launcher=torchrun workers.count=3", "workers.count=3: must be 2, as many as torchrun started"),
         ("launcher=torchrun batch.size=0", "batch.size=0"),
         ("launcher=local", "allowed is launcher=torchrun"),
         ("-m launcher=torchrun seed=1,2", "-m: "),
