@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import kfuse as kf
-from kfuse.kernels import reference_norm
-from kfuse.kernels.norm import norm_backward, norm_forward
+from kfuse.kernels import norm_backward, norm_forward, normalisation
 
 EXAMPLES = 6 if INTERPRETED else 40
 TOKENS = 70  # more than one program sums up
@@ -106,7 +105,7 @@ def test_gradients_and_per_example_norms(
 
 def test_examples_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What long examples get on the CPU."""
-    monkeypatch.setattr(reference_norm, "LONG", 1)
+    monkeypatch.setattr(normalisation, "LONG_EXAMPLE", 1)
     for kind in LAYERS:
         check(kind, (3, 7), (12,), device)
 
