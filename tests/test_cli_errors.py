@@ -1,4 +1,4 @@
-"""Every mistake on the command line ends in one clear line, exit status 2, and nothing written."""
+"""Every mistake on the command line ends in one clear line with exit status 2, and nothing is written."""
 
 from __future__ import annotations
 

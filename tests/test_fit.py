@@ -1,4 +1,4 @@
-"""`kf.fit`: a researcher's model, data and policy, on one worker and on several."""
+"""`kf.fit` trains users' models on users' data by users' policies, on one worker and on several."""
 
 from __future__ import annotations
 

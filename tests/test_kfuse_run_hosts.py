@@ -1,4 +1,4 @@
-"""kfuse-run on several hosts: one agent each, here on loopback addresses of one machine."""
+"""kfuse-run trains on several hosts with one agent each; here the hosts are loopback addresses of one machine."""
 
 from __future__ import annotations
 

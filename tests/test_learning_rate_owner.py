@@ -1,4 +1,4 @@
-"""Who owns the learning rate: group["lr"] is the user's or their scheduler's; kfuse multiplies by a factor."""
+"""group["lr"] belongs to the user or their scheduler, and kfuse multiplies it by a factor of its own."""
 
 from __future__ import annotations
 

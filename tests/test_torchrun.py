@@ -1,4 +1,4 @@
-"""launcher=torchrun: a fixed number of workers, without a supervisor."""
+"""launcher=torchrun trains with a fixed number of workers and resumes after a loss, without a supervisor."""
 
 from __future__ import annotations
 

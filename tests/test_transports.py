@@ -1,4 +1,4 @@
-"""Reductions between real workers: right sums, the same bits everywhere, and an end to waiting."""
+"""Reductions between real workers have the right sums and the same bits on all ranks, and no wait is endless."""
 
 from __future__ import annotations
 
