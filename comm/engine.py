@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backw
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import ADD, REMEDY, WRITE, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.sum_tree import plan_merges, plan_range
-from kfuse.comm.tail import SAMPLES, Contribution, Control, Tail, digest
+from kfuse.comm.tail import SAMPLES, SILENT, Control, Tail, digest
 from kfuse.comm.timer import Stopwatch
 from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
 
@@ -71,7 +72,7 @@ class Engine:
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
         self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
         self.step, self.reduced, self.superseded = 0, None, False
-        self.control: Callable[[], Control] = Control
+        self.control: Callable[[], Control] = lambda: SILENT
         """Asked at the begin of each planned step, on every rank; the leader's answer travels with the step."""
         self.digest_salt: Callable[[], int] = int
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
@@ -317,16 +318,25 @@ class Engine:
         pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
 
     def _write_tail(self, bucket: Bucket, current: MicroBatch) -> None:
-        now, weight = self._now, float(current.samples)
+        now, every = self._now, self.options.check_every
         sum_partials(self._sumsq, self._total)
-        given = Contribution(weight, self._total, current.loss)
+        first: dict[str, Any] = {}
         if now.done == 0:
-            control = now.control if self.group.rank == 0 else None
-            due = self.options.check_every is not None and self.step % self.options.check_every == 0
-            compared = due and not now.is_local and self.group.size > 1
-            own = digest(self.params, self.digest_salt()) if compared else None
-            given = Contribution(weight, self._total, current.loss, control, self._seconds_each, own)
-        self._tail.write(bucket.slot(now.leaf.slot)[bucket.body :], now.leaf.accumulate, given, now.missed)
+            compared = every is not None and self.step % every == 0 and not now.is_local and self.group.size > 1
+            first = {
+                "control": now.control if self.group.rank == 0 else SILENT,
+                "seconds": self._seconds_each,
+                "digest": digest(self.params, self.digest_salt()) if compared else None,
+            }
+        self._tail.write(
+            bucket.slot(now.leaf.slot)[bucket.body :],
+            now.leaf.accumulate,
+            samples=float(current.samples),
+            sum_squares=self._total,
+            loss=current.loss,
+            missed=now.missed,
+            **first,
+        )
         now.all_fired = now.all_fired and not now.missed
         now.missed = set()
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.comm.tail import Control
+from kfuse.comm.tail import SILENT, Control
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, wrap each in "
@@ -116,7 +116,7 @@ class StepState:
     """Micro-batches that this worker has in the plan."""
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
-    control: Control = field(default_factory=Control)
+    control: Control = SILENT
     """What the leader announces with this step."""
     current: MicroBatch | None = None
     leaf: LeafStep = WRITE

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ class _Flat:
     """All of the bucket's parameters have had the same updates, so that one call can do them all."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one call updates: a bucket, or one parameter of it. All tensors are flat fp32 of one length."""
 
     table: PackTable
