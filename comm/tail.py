@@ -54,6 +54,7 @@ class Control:
 
     @staticmethod
     def from_slots(values: Sequence[float]) -> Control:
+        """The control word of a step's figures, whose slots are named above."""
         batch_size, lr_scale, *whole, rest = values[CONTROL:TAIL_SLOTS]
         return Control(int(batch_size), float(lr_scale) + float(rest), *map(int, whole))
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm import tail as t
-from kfuse.comm.engine import Engine, owner
+from kfuse.comm.engine import Engine
+from kfuse.comm.gradients import owner
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
