@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -220,17 +220,17 @@ def _elastic(device: str) -> dict[str, dict[str, Any]]:
         ),
     ]
     for name, what, elasticity, happened in jobs:
-        sink = _Sink()
+        recorder = _Recorder()
         started = time.monotonic()
         try:
-            asyncio.run(_supervise(device, what, elasticity, sink))
+            asyncio.run(_supervise(device, what, elasticity, recorder))
         except (JobFailed, TimeoutError) as error:
             why = str(error) or f"not over after {JOB_LIMIT_S:.0f} s"
-            results[name] = {"verdict": f"failed: {why}", "events": sink.events, "output": sink.lines[-20:]}
-            print("\n".join(sink.lines[-20:]))
+            results[name] = {"verdict": f"failed: {why}", "events": recorder.events, "output": recorder.lines[-20:]}
+            print("\n".join(recorder.lines[-20:]))
             continue
-        kinds = [event["kind"] for event in sink.events]
-        digest = (sink.summary or {}).get("params_sha256")
+        kinds = [event["kind"] for event in recorder.events]
+        digest = (recorder.summary or {}).get("params_sha256")
         expected = expected or digest
         verdict = "ok"
         if not happened(kinds):
@@ -238,11 +238,11 @@ def _elastic(device: str) -> dict[str, dict[str, Any]]:
         elif digest is None or digest != expected:
             verdict = "other parameters than one worker's"
         seconds = round(time.monotonic() - started, 1)
-        results[name] = {"verdict": verdict, "events": sink.events, "seconds": seconds, "params_sha256": digest}
+        results[name] = {"verdict": verdict, "events": recorder.events, "seconds": seconds, "params_sha256": digest}
     return results
 
 
-class _Sink:
+class _Recorder:
     """Keeps what the workers report."""
 
     def __init__(self) -> None:
@@ -250,21 +250,22 @@ class _Sink:
         self.lines: list[str] = []
         self.summary: dict[str, Any] | None = None
 
-    def record(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "event":
-            self.events.append(data)
-        elif kind == "summary":
-            self.summary = data
+    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        for kind, data in records:
+            if kind == "event":
+                self.events.append(data)
+            elif kind == "summary":
+                self.summary = data
 
     def line(self, text: str) -> None:
         self.lines.append(text)
 
 
-async def _supervise(device: str, what: str, elasticity: Elasticity, sink: _Sink) -> None:
+async def _supervise(device: str, what: str, elasticity: Elasticity, recorder: _Recorder) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--device", device, "work", what, str(Path(folder, "killed"))]
         launcher = LocalLauncher([sys.executable, str(Path(__file__).absolute()), *arguments])
-        supervisor = Supervisor(launcher, {"run_dir": folder}, sink, elasticity)
+        supervisor = Supervisor(launcher, {"run_dir": folder}, recorder, elasticity)
         await asyncio.wait_for(supervisor.run(), JOB_LIMIT_S)
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ _DEADLINE_S = 180.0
 
 
 class Recorder:
-    """The supervisor's sink: the run directory, and word of whatever arrives."""
+    """Keeps what workers report in the run directory, and wakes who waits for it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = RunDirectory(directory, tensorboard=False, ledger=True)
@@ -38,16 +38,18 @@ class Recorder:
         self.changes: list[dict[str, Any]] = []
         self.stirred = asyncio.Event()
 
-    def record(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start":
-            return
-        getattr(self.directory, kind)(data)
-        if kind == "metrics":
-            self.step = max(self.step, data["step"])
-        elif kind == "event" and data["kind"] == "failure":
-            self.lost[data["pid"]] = data["how"]
-        elif kind == "event" and data["kind"] in ("view", "decision"):
-            self.changes.append(data)
+    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Records as workers report them."""
+        for kind, data in records:
+            if kind == "start":
+                continue
+            getattr(self.directory, kind)(data)
+            if kind == "metrics":
+                self.step = max(self.step, data["step"])
+            elif kind == "event" and data["kind"] == "failure":
+                self.lost[data["pid"]] = data["how"]
+            elif kind == "event" and data["kind"] in ("view", "decision"):
+                self.changes.append(data)
         self.stirred.set()
 
     def line(self, text: str) -> None:
@@ -102,7 +104,7 @@ class Soak:
         os.replace(part, self.requests)
 
     def members(self) -> list[Worker]:
-        return self.supervisor._members()
+        return self.supervisor.processes.members()
 
     def settled(self) -> bool:
         members = self.members()
@@ -159,7 +161,7 @@ class Soak:
         await self.recorder.until("another view", lambda: self._generation() > generation and self.settled())
 
     def _generation(self) -> int:
-        view = self.supervisor._view
+        view = self.supervisor.job.view
         return 0 if view is None else view.generation
 
     async def _steps(self, count: int) -> None:
@@ -167,12 +169,12 @@ class Soak:
         await self.recorder.until(f"step {goal}", lambda: self.recorder.step >= goal and self.settled())
 
     def _sample(self, index: int, kind: str) -> Sample:
-        store, witness = self.supervisor._store, self.members()[0].pid
+        store, witness = self.supervisor.views.store, self.members()[0].pid
         return Sample(
             event=index,
             kind=kind,
             step=self.recorder.step,
-            processes=len(self.supervisor._alive()),
+            processes=len(self.supervisor.processes.alive()),
             members=len(self.members()),
             keys=0 if store is None else store.num_keys(),
             supervisor=held_by(os.getpid()),

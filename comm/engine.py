@@ -25,7 +25,7 @@ from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import ADD, REMEDY, WRITE, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
 from kfuse.comm.sum_tree import plan_merges, plan_range
-from kfuse.comm.tail import SAMPLES, SILENT, Control, Tail, digest
+from kfuse.comm.tail import SAMPLES, SILENT, Tail, digest
 from kfuse.comm.timer import Stopwatch
 from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
 
@@ -67,8 +67,6 @@ class Engine:
         """The last step's result, until the optimizer takes it."""
         self.superseded = False
         """A newer engine has some of the parameters."""
-        self.control: Callable[[], Control] = lambda: SILENT
-        """Asked at the begin of each planned step, on every rank; the leader's answer travels with the step."""
         self.digest_salt: Callable[[], int] = int
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
         self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
@@ -77,6 +75,10 @@ class Engine:
         """Buffers whose changes are averaged with the gradients."""
         self._hooks: GradientHooks | None = None
         self._new, self._warned = True, False
+        self.topology: str | None = None
+        """The transport that a decision chose; None: the configured one."""
+        self.tree: str | None = None
+        """The same of the shape of transport `tree`."""
         self._build()
         self.set_group(group)
 
@@ -86,7 +88,7 @@ class Engine:
         """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples."""
         self.averaged = AveragedBuffers(buffers)
         self._build()
-        self.set_group(self.group, self.transport_name, self._tree)
+        self.set_group(self.group)
 
     def _build(self) -> None:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
@@ -110,19 +112,24 @@ class Engine:
         self._hooks = GradientHooks(self.params, self.names, self.of_params, self._wants_gradients, self._pack)
         self._handed_out = False
 
-    def set_group(self, group: Group, transport: str | None = None, tree: str | None = None) -> None:
-        """Between steps: goes on with other workers, or another transport or tree (None: as configured).
+    def use_transport(self, topology: str | None, tree: str | None) -> None:
+        """Between steps: goes on with another transport or tree (None: as configured).
 
-        Raises ValueError if devices differ.
+        Where nothing changes nothing happens: a step that another training has begun goes on.
         """
+        if (topology, tree) != (self.topology, self.tree):
+            self.topology, self.tree = topology, tree
+            self.set_group(self.group)
+
+    def set_group(self, group: Group) -> None:
+        """Between steps: goes on with other workers. Raises ValueError if devices differ."""
         if group.size > 1 and group.device.type != self._device.type:
             raise ValueError(
                 f"parameters lie on {self._device}, this worker's device is {group.device}: move the model"
             )
         self.group = group.lane(self.lane)
-        self.transport_name = transport or transports.choose(self.options.schedule, self.options.reproducible)
-        self._tree = tree or self.options.tree
-        made = transports.make(self.transport_name, self.group, self._tree)
+        self.transport_name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
+        made = transports.make(self.transport_name, self.group, self.tree or self.options.tree)
         self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype)
         self._tail = Tail(len(self.params), group.rank, group.size)
         if self.buckets[-1].tail != self._tail.numel:
@@ -150,7 +157,6 @@ class Engine:
         self.abort()
         now = self._now
         now.plan, now.expected = plan, len(plan.ranges[self.group.rank])
-        now.control = self.control()
         if self.options.reproducible:
             ranges = [plan_range(r.start, len(r), plan.micro_batches) for r in plan.ranges]
             now.leaves = ranges[self.group.rank].steps
@@ -303,7 +309,7 @@ class Engine:
         if now.done == 0:
             compared = every is not None and self.step % every == 0 and not now.is_local and self.group.size > 1
             first = {
-                "control": now.control if self.group.rank == 0 else SILENT,
+                "control": now.plan.control if now.plan is not None and self.group.rank == 0 else SILENT,
                 "seconds": self._seconds_each,
                 "digest": digest(self.params, self.digest_salt()) if compared else None,
             }

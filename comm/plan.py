@@ -32,9 +32,9 @@ class CommOptions:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
-            raise ValueError(f"comm.dtype={self.dtype!r}: allowed are fp32, bf16")
+            raise ValueError(f"comm.dtype={self.dtype!r}: must be one of fp32, bf16")
         if self.reproducible and self.dtype != "fp32":
-            raise ValueError(f"comm.dtype={self.dtype!r}: comm.reproducible=true needs fp32 on the wire")
+            raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.reproducible=true")
         if self.check_every is not None and self.check_every < 1:
             raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
         if not self.bucket_mb > 0:
@@ -49,6 +49,8 @@ class StepPlan:
     ranges: tuple[range, ...]
     local: int | None = None
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
+    control: Control = SILENT
+    """The control word: rank 0's travels with the step."""
 
     @property
     def micro_batches(self) -> int:
@@ -115,8 +117,6 @@ class StepState:
     """Micro-batches that this worker has in the plan."""
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
-    control: Control = SILENT
-    """What the leader announces with this step."""
     current: MicroBatch | None = None
     leaf: LeafStep = WRITE
     scale: float = 1.0

@@ -41,7 +41,7 @@ class Control:
     batch_size: int = 0
     lr_scale: float = 0.0
     generation: int = 0  # switch to this view at the step boundary
-    stop: int = 0  # reason code: see kfuse.session
+    stop: int = 0  # reason code: see kfuse.train.decisions
     transport: int = 0  # 1 + index in kfuse.comm.transports.NAMES
     tree: int = 0  # 1 + index in kfuse.comm.transports.TREES
     sync_every: int = 0  # steps

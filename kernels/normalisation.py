@@ -48,7 +48,7 @@ class NormForwardArguments(Arguments):
             if tensor is not None and tensor.shape != x.shape[1:]:
                 raise ValueError(f"norm: {name} must be [{x.shape[1]}], got {list(tensor.shape)}")
         if x.dtype not in DTYPES:
-            raise TypeError(f"norm: x is {x.dtype}, allowed are {DTYPES}")
+            raise TypeError(f"norm: x is {x.dtype}, must be one of {DTYPES}")
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,11 @@ class PackArguments(Arguments):
             if grad.numel() != numel:
                 raise ValueError(f"pack: gradient {index} has {grad.numel()} elements, the table says {numel}")
             if grad.dtype not in DTYPES:
-                raise TypeError(f"pack: gradient {index} is {grad.dtype}, allowed are {DTYPES}")
+                raise TypeError(f"pack: gradient {index} is {grad.dtype}, must be one of {DTYPES}")
             if grad.device != flat.device:
                 raise ValueError(f"pack: gradient {index} is on {grad.device}, the flat buffer on {flat.device}")
         if flat.dtype not in DTYPES:
-            raise TypeError(f"pack: flat is {flat.dtype}, allowed are {DTYPES}")
+            raise TypeError(f"pack: flat is {flat.dtype}, must be one of {DTYPES}")
         if flat.numel() < table.end:
             raise ValueError(f"pack: flat has {flat.numel()} elements, the table needs {table.end}")
         if sumsq.shape != (table.num_chunks,) or sumsq.dtype != torch.float32:

@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 from elastic_job import (
     DEADLINE_S,
+    FileRecorder,
     Job,
-    _Sink,
     assert_exact,
     assert_none_left,
     assert_same_steps,
@@ -96,7 +96,7 @@ def _supervise(directory: str, config: dict[str, Any]) -> None:
     path = Path(directory)
     elasticity = Elasticity(**{name: config["workers"][name] for name in ("count", "min", "max")}, **config["elastic"])
     launcher = WarmLauncher(path.with_suffix(".log"), multiprocessing.get_context("fork"))
-    supervisor = Supervisor(launcher, {**config, "run_dir": directory}, _Sink(Job(path)), elasticity)
+    supervisor = Supervisor(launcher, {**config, "run_dir": directory}, FileRecorder(Job(path)), elasticity)
     asyncio.run(supervisor.run())
 
 

@@ -33,8 +33,8 @@ SEEN_AS = {
     "kill": "was ended by SIGKILL",
     "exception": "ended with exit status 1",
     "exit": "ended with exit status 3",
-    "stop": "showed no life",
-    "stuck_gil": "showed no life",
+    "stop": "sent no heartbeat",
+    "stuck_gil": "sent no heartbeat",
 }
 HANGS = ["elastic.heartbeat_timeout_s=1.2"]
 

@@ -33,7 +33,7 @@ TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=4 model=mlp data=digits",
     "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4 train.eval_every=20",
 )
-CHECKPOINTS = ["checkpoint.every_steps=25", "elastic.heartbeat_timeout_s=5"]
+CHECKPOINTS = ["checkpoint.every_steps=25"]
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +157,8 @@ def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tm
 def test_a_worker_killed_as_the_job_starts_anew_is_replaced(undisturbed: Job, tmp_path: Path) -> None:
     async def kill_a_booting_one(supervisor: Supervisor, job: Job) -> None:
         await until("all to be lost", lambda: len(job.of_kind("failure")) == 3)
-        await until("new workers", supervisor._alive)
-        supervisor._alive()[0].process.kill()
+        await until("new workers", supervisor.processes.alive)
+        supervisor.processes.alive()[0].process.kill()
 
     settings = [*TRAINING, *CHECKPOINTS, "workers.count=3", *chaos(tmp_path, events=ALL_AT_ONCE)]
     job = run_job(tmp_path / "run", settings, kill_a_booting_one)
@@ -253,7 +253,7 @@ def test_a_signal_ends_the_run_in_order(
 
 
 async def knock(address: str, *messages: bytes) -> None:
-    """Sends what a stranger might, and is shown the door: nothing but the connection's end comes back."""
+    """Sends what a stranger might: nothing comes back but the connection's end."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     with contextlib.suppress(ConnectionError):
@@ -276,7 +276,7 @@ def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) ->
     async def strangers(supervisor: Supervisor, job: Job) -> None:
         while not job.metrics:
             await asyncio.sleep(0.02)
-        host, _, port = supervisor._address.rpartition(":")
+        host, _, port = supervisor.address.rpartition(":")
         crowd = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
         rude = [
             (b"\n",),
@@ -290,14 +290,14 @@ def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) ->
             (hello(token=None),),
             (hello(token="0" * 32),),
             (hello(token="\ud800"),),
-            (hello(worker=[0], token=supervisor._token),),
-            (hello(worker={}, token=supervisor._token),),
-            (hello(worker="x", token=supervisor._token),),
-            (hello(worker=-1, token=supervisor._token),),
+            (hello(worker=[0], token=supervisor.token),),
+            (hello(worker={}, token=supervisor.token),),
+            (hello(worker="x", token=supervisor.token),),
+            (hello(worker=-1, token=supervisor.token),),
             (b"x" * 2**20,) * 40,  # a line without an end
         ]
         for messages in rude:
-            await knock(supervisor._address, *messages)
+            await knock(supervisor.address, *messages)
             knocked.append(messages)
         for _, writer in crowd:
             writer.close()

@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
+from devices import DEVICES, INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import BLOCK, Measures, block_sumsq, num_blocks, reduce, sum_partials
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 6 if INTERPRETED else 40
 # A few hundred additions in a row, each rounded to fp32.
@@ -107,7 +105,7 @@ def test_matches_oracle(device: str, count: int, dtype: torch.dtype) -> None:
     assert_near(measured(measures), oracle(rows, out, measures))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     count=st.integers(1, 8),
     numel=st.integers(1, 3 * BLOCK),
@@ -164,7 +162,7 @@ def test_a_worker_without_samples_adds_nothing(device: str) -> None:
     assert found[1].row_sumsq[2].item() == 0.0
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(numel=st.integers(1, 5 * BLOCK), count=st.integers(1, 4), data=st.data())
 def test_shards_have_the_whole_buffers_partials(device: str, numel: int, count: int, data: st.DataObject) -> None:
     rows, shares = contributions(count, numel, device)
@@ -197,18 +195,14 @@ def test_bits_do_not_depend_on_threads_repetition_or_place(device: str) -> None:
     numel = (33 if not INTERPRETED else 1) * BLOCK + 21
     rows, shares = contributions(3, numel, device)
     results = []
-    threads = torch.get_num_threads()
-    try:
-        for count, offset in ((1, 0), (2, 1), (3, 5), (1, 16), (2, 0)):
-            torch.set_num_threads(count)
-            buffer = torch.zeros(3, numel + offset, device=device)
-            buffer[:, offset:] = rows
-            measures = everything(rows, shares)
-            out = torch.empty(numel, device=device)
-            reduce(buffer[:, offset:], chain(3), out, measures=measures)
-            results.append({"out": out} | measured(measures))
-    finally:
-        torch.set_num_threads(threads)
+    for count, offset in ((1, 0), (2, 1), (3, 5), (1, 16), (2, 0)):
+        torch.set_num_threads(count)
+        buffer = torch.zeros(3, numel + offset, device=device)
+        buffer[:, offset:] = rows
+        measures = everything(rows, shares)
+        out = torch.empty(numel, device=device)
+        reduce(buffer[:, offset:], chain(3), out, measures=measures)
+        results.append({"out": out} | measured(measures))
     for other in results[1:]:
         assert all(torch.equal(value, results[0][name]) for name, value in other.items())
 

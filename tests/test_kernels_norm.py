@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICES, INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from torch.func import functional_call, grad, vmap
 import kfuse as kf
 from kfuse.kernels import norm_backward, norm_forward, normalisation
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 EXAMPLES = 6 if INTERPRETED else 40
 TOKENS = 70  # more than one program sums up
 if INTERPRETED:  # slow: the same loops over smaller pieces
@@ -112,7 +110,7 @@ def test_examples_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch) -> No
         check(kind, (3, 7), (12,), device)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     kind=st.sampled_from(list(LAYERS)),
     examples=st.integers(1, 3),

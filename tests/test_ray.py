@@ -76,8 +76,8 @@ def test_actors_and_nodes_come_and_go(cluster: Any, tmp_path: Path) -> None:
         await until("a worker in its place", lambda: len(job.views) == 3)
         actors.update(map(parent, pids(job.views[-1])))
         seen.append("actor killed")
-        await until("the third worker to be asked for", lambda: len(supervisor._workers) == 4)
-        assert len(supervisor._members()) == 2
+        await until("the third worker to be asked for", lambda: len(supervisor.processes.workers) == 4)
+        assert len(supervisor.processes.members()) == 2
         node = cluster.add_node(num_cpus=1)  # here, though it takes seconds: Ray is no friend of other threads
         await until("a worker on the new node", lambda: len(job.views) == 4)
         newest = pids(job.views[-1])[2]

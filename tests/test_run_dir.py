@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfuse.observe.run_dir import METRICS, RunDirectory, _finite
+from kfuse.observe.run_dir import RunDirectory, _finite
+from kfuse.statistics.figures import METRICS
 
 STEP = {"step": 3, "epoch": 1, "samples": 96, "loss": 0.5, "lr": 0.01, "batch_size": 32, "workers": 2}
 

@@ -10,11 +10,12 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elastic_job import Job, assert_same_training, chaos, run_job, words
 
-from kfuse.elastic import gate, protocol
+from kfuse.elastic import protocol, server
 from kfuse.elastic.supervisor import Supervisor
 
 pytestmark = pytest.mark.full
@@ -29,20 +30,24 @@ LISTENING = "0A"
 CROWD = 300
 
 
-# -- the gate -----------------------------------------------------------------------------------------------------
+# -- authentication -----------------------------------------------------------------------------------------------
 
 
 Visit = Callable[[int], Awaitable[None]]
 
 
-def at_the_gate(visit: Visit) -> list[str]:
-    """What became of each who came to a gate while `visit` ran, in the order in which it ended."""
+def authenticated(visit: Visit) -> list[str]:
+    """What became of each connection that was made while `visit` ran, in the order in which they ended."""
     ends: list[str] = []
-    door = gate.Gate(TOKEN)
+
+    async def unused(hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise AssertionError("this test accepts connections itself")
+
+    authenticates = server.Server(TOKEN, unused)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            ends.append(f"worker {(await door.hello(reader, writer))['worker']}")
+            ends.append(f"worker {(await authenticates.authenticate(reader, writer))['worker']}")
         except TimeoutError:
             ends.append("too late")
         except (OSError, ValueError):
@@ -51,9 +56,9 @@ def at_the_gate(visit: Visit) -> list[str]:
             writer.close()
 
     async def go() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=protocol.MAX_LINE)
-        async with server:
-            await asyncio.wait_for(visit(server.sockets[0].getsockname()[1]), 60)
+        listening = await asyncio.start_server(serve, "127.0.0.1", 0, limit=protocol.MAX_LINE)
+        async with listening:
+            await asyncio.wait_for(visit(listening.sockets[0].getsockname()[1]), 60)
 
     asyncio.run(go())
     return ends
@@ -81,32 +86,32 @@ async def say(port: int, *pieces: bytes) -> None:
         ((hello()[:10], hello()[10:]), "worker 7"),
         ((hello("0" * 16),), "refused"),
         ((hello("\u00e9"),), "refused"),
-        ((b"x" * (gate.MAX_HELLO + 1),), "refused"),
+        ((b"x" * (server.MAX_HELLO + 1),), "refused"),
         ((b"x" * 2**20,) * 40, "refused"),
         ((b"\xff\n",), "refused"),
     ],
 )
-def test_one_short_line_with_the_token_opens_the_gate(pieces: tuple[bytes, ...], end: str) -> None:
-    assert at_the_gate(lambda port: say(port, *pieces)) == [end]
+def test_one_short_line_with_the_token_authenticates(pieces: tuple[bytes, ...], end: str) -> None:
+    assert authenticated(lambda port: say(port, *pieces)) == [end]
 
 
 def test_silence_does_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "HELLO_TIMEOUT_S", 0.05)
-    assert at_the_gate(lambda port: say(port, b"")) == ["too late"]
+    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.05)
+    assert authenticated(lambda port: say(port, b"")) == ["too late"]
 
 
 def test_the_oldest_stranger_goes_first() -> None:
-    """A crowd that fills the gate; then a worker comes, and a stranger as it speaks."""
+    """As many connections as are kept; then a worker comes, and another stranger as it speaks."""
 
     async def visit(port: int) -> None:
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(gate.MAX_STRANGERS)]
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(server.MAX_UNKNOWN)]
         await say(port, hello())
-        assert await crowd[0][0].read() == b"", "the oldest was shown the door"
+        assert await crowd[0][0].read() == b"", "the oldest was ended"
         assert not crowd[1][0].at_eof() and not crowd[-1][0].at_eof()
         for _, writer in crowd:
             writer.close()
 
-    ends = at_the_gate(visit)
+    ends = authenticated(visit)
     assert ends.count("worker 7") == 1
     assert set(ends[:2]) == {"worker 7", "refused"}
 
@@ -172,7 +177,7 @@ def test_strangers_at_the_store_and_at_gloo_change_nothing(tmp_path: Path) -> No
     async def strangers(supervisor: Supervisor, job: Job) -> None:
         crowd = []
         while True:
-            workers = [worker.pid for worker in supervisor._workers.values() if worker.pid]
+            workers = [worker.pid for worker in supervisor.processes.workers.values() if worker.pid]
             found = dict.fromkeys(listeners([os.getpid()]), "supervisor") | dict.fromkeys(listeners(workers), "worker")
             for (address, port), whose in found.items():
                 if (address, port) not in met:

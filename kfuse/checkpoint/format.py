@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -29,8 +30,10 @@ from torch import Tensor
 
 from kfuse.version import __version__
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout above."""
+
+_log = logging.getLogger("kfuse")
 
 _MODEL, _OPTIMIZER, _REST, _MANIFEST = "model.pt", "optimizer.pt", "state.pt", "manifest.json"
 _NAME = re.compile(r"step-(\d+)(\.old)?")
@@ -58,7 +61,7 @@ class Checkpointer:
         "step", "why"}.
         """
         if keep < 1:
-            raise ValueError(f"keep={keep}: allowed is 1 or more")
+            raise ValueError(f"keep={keep}: must be at least 1")
         self._directory, self._keep, self._report = directory, keep, report
         self._thread: threading.Thread | None = None
         self._wrote = False
@@ -71,7 +74,7 @@ class Checkpointer:
         one copy at a time. Whatever goes wrong with the files is an event, never an exception.
         Raises TypeError, naming the place, for a value that could not be read back.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if not self.wait(0.0):
             return False
         started = time.perf_counter()
         copy = _snapshot(state, "state")
@@ -84,17 +87,12 @@ class Checkpointer:
         self._thread.start()
         return True
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until the write under way, if any, has ended, well or not. False if it takes longer than that."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def close(self) -> None:
-        """Waits for the write under way, however long it takes."""
-        if self._thread is not None:
-            self._thread.join()
 
     def _write(self, step: int, parts: dict[str, Any], snapshot_s: float) -> None:
         started = time.perf_counter()
@@ -113,15 +111,20 @@ class Checkpointer:
             self._wrote = True
         except Exception as error:
             shutil.rmtree(hidden, ignore_errors=True)
-            self._report({"kind": "checkpoint_failed", "step": step, "why": _one_line(error)})
+            self._failed(step, _one_line(error))
             return
-        timings = {"wall_s": time.perf_counter() - started, "snapshot_s": snapshot_s}
-        self._report({"kind": "checkpoint", "step": step, "path": str(path), "bytes": size, **timings})
+        wall_s = time.perf_counter() - started
+        event = {"step": step, "path": str(path), "bytes": size, "wall_s": wall_s, "snapshot_s": snapshot_s}
+        self._report({"kind": "checkpoint", **event})
+        _log.info("checkpoint of step %d written to %s: %d bytes in %.3f s", step, path, size, wall_s)
         try:
             self._prune(step, abandoned)
         except OSError as error:
-            why = f"it is written, but older ones could not be removed: {_one_line(error)}"
-            self._report({"kind": "checkpoint_failed", "step": step, "why": why})
+            self._failed(step, f"it is written, but older ones could not be removed: {_one_line(error)}")
+
+    def _failed(self, step: int, why: str) -> None:
+        self._report({"kind": "checkpoint_failed", "step": step, "why": why})
+        _log.info("checkpoint of step %d failed: %s", step, why)
 
     def _publish(self, hidden: Path, path: Path) -> None:
         """Names a complete checkpoint. One with that name (training went back) is found as .old until that is done."""
@@ -195,6 +198,7 @@ def load_newest(directory: Path, report: Report) -> tuple[dict[str, Any], Path] 
             return load(path), path
         except CheckpointError as error:
             report({"kind": "checkpoint_rejected", "path": str(path), "why": str(error)})
+            _log.info("checkpoint %s rejected: %s", path, error)
     return None
 
 
@@ -215,7 +219,12 @@ def _snapshot(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Tensor):
-        return _to_host(value.detach(), where)
+        if type(value.detach()) is not Tensor or value.layout is not torch.strided:
+            what = f"{type(value.detach()).__qualname__} of layout {value.layout}"
+            raise TypeError(f"{where} is a {what}; a checkpoint holds plain dense tensors")
+        if value.is_cuda:
+            return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
+        return value.detach().to("cpu", copy=True)
     for plain in (int, float, str):
         if isinstance(value, plain):
             return plain(value)
@@ -228,15 +237,6 @@ def _snapshot(value: Any, where: str) -> Any:
         return copy
     allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
     raise TypeError(f"{where} is a {type(value).__qualname__}; what a checkpoint can hold: {allowed}")
-
-
-def _to_host(tensor: Tensor, where: str) -> Tensor:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        what = f"{type(tensor).__qualname__} of layout {tensor.layout}"
-        raise TypeError(f"{where} is a {what}; a checkpoint holds plain dense tensors")
-    if tensor.is_cuda:
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-    return tensor.to("cpu", copy=True)
 
 
 def _write_files(folder: Path, step: int, parts: dict[str, Any]) -> int:
@@ -316,15 +316,13 @@ def _read_manifest(file: Path) -> dict[str, Any]:
 
 def _writes(pid: int) -> bool:
     """Whether that process may be writing. This one is not: its only writer is looking for leftovers."""
-    if pid == os.getpid():
-        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True  # somebody else's
-    return True
+    except PermissionError:  # another user's process
+        return True
+    return pid != os.getpid()
 
 
 def _fsync_directory(path: Path) -> None:
@@ -336,5 +334,4 @@ def _fsync_directory(path: Path) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

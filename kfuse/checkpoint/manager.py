@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
 from kfuse.session import Session
 
+_log = logging.getLogger("kfuse")
+
 _LAST_TIMEOUT_S = 15.0  # of the grace period that a preempted job has
 _NOTHING_TO_RESUME = (
     "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 )
+
+_LOG = logging.getLogger("kfuse")
 
 State = Callable[[], dict[str, Any]]
 
@@ -31,7 +36,7 @@ class CheckpointSettings:
 
 
 class Checkpoints:
-    """The leader's: other workers' calls do nothing, since they have the same state."""
+    """The checkpoints of one run, on every worker. Only the leader writes: the others have the same state."""
 
     def __init__(self, settings: CheckpointSettings | None, session: Session) -> None:
         self._settings, self._session = settings, session
@@ -55,8 +60,9 @@ class Checkpoints:
                 self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._settings.directory)})
             return None
         state, path = found
-        self._written = state["position"]["step"]
+        self._written = state["progress"]["step"]
         self._report({"kind": "resumed", "step": self._written, "path": str(path)})
+        _log.info("checkpoint of step %d loaded from %s", self._written, path)
         return state
 
     def _load_path(self, path: Path) -> tuple[dict[str, Any], Path]:
@@ -75,7 +81,7 @@ class Checkpoints:
             self._written = step
 
     def save_last(self, step: int, state: State) -> None:
-        """One more, waited for, unless this step has one."""
+        """Writes one more and waits for it, unless this step has one."""
         if self._settings is None or self._settings.every_steps is None or self._session.group.rank != 0:
             return
         if self._writer is not None:
@@ -84,9 +90,9 @@ class Checkpoints:
             self._writer.wait(_LAST_TIMEOUT_S)
 
     def close(self) -> None:
-        """Waits for the one under way, however long it takes."""
+        """Waits for the write under way, however long it takes."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.wait()
 
     def _save(self, step: int, state: State) -> bool:
         assert self._settings is not None
@@ -97,4 +103,6 @@ class Checkpoints:
         return self._writer.save(step, state())
 
     def _report(self, event: dict[str, Any]) -> None:
+        facts = ", ".join(f"{name} {value}" for name, value in event.items() if name != "kind")
+        _LOG.info("%s: %s", event["kind"], facts)
         self._session.report("event", {"step": None, **event})

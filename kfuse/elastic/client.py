@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from kfuse.elastic import protocol
 from kfuse.elastic.protocol import View
 
-_ORPHAN_GRACE_S = 10.0
-_STUCK_S = 60.0
+_ORPHAN_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
+_STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
 
 T = TypeVar("T")
 
@@ -25,10 +25,15 @@ class ControlError(RuntimeError):
 
 
 class ControlClient:
-    """Connects to the supervisor named in the environment. Thread-safe."""
+    """The connection to the supervisor that the environment names. Thread-safe."""
+
+    worker: int
+    """This worker's number."""
+    job: dict[str, Any]
+    """What the supervisor hands to every worker: the settings of the job."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        """Raises ControlError if the supervisor does not answer."""
+        """Connects. Raises ControlError if the supervisor does not answer."""
         host, _, port = os.environ[protocol.ENV_CONTROL].rpartition(":")
         self.worker = int(os.environ[protocol.ENV_WORKER])
         self._changed = threading.Condition()
@@ -48,16 +53,16 @@ class ControlClient:
             if not line:
                 raise ControlError(f"the supervisor at {host}:{port} refused this worker")
             welcome = protocol.decode(line)
-            self.job: dict[str, Any] = welcome["job"]
+            self.job = welcome["job"]
             protocol.expect_answers(self._socket, welcome["silence_s"])
         except OSError as error:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
         self._socket.settimeout(None)
-        threading.Thread(target=self._listen, name="kfuse-control", daemon=True).start()
-        threading.Thread(target=self._show_life, name="kfuse-heartbeat", daemon=True).start()
+        threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()
 
     def send(self, message: str, **fields: Any) -> None:
-        """Raises ControlError if the supervisor is gone."""
+        """Sends a message of this type. Raises ControlError if the supervisor is gone."""
         try:
             with self._sending:
                 self._socket.sendall(protocol.encode({"type": message, **fields}))
@@ -100,10 +105,12 @@ class ControlClient:
         return over
 
     def forget(self, before: int) -> None:
+        """Drops the views of generations before this one."""
         with self._changed:
             self._views = {g: view for g, view in self._views.items() if g >= before}
 
     def stop_reason(self) -> str | None:
+        """Why the supervisor asks to stop; None if it does not."""
         return self._stop
 
     def check(self) -> None:
@@ -112,6 +119,7 @@ class ControlClient:
             raise ControlError(self._lost)
 
     def close(self) -> None:
+        """Ends the connection, as at the end of the job."""
         self._closing.set()
         self._socket.close()
 
@@ -126,7 +134,7 @@ class ControlClient:
 
     # -- threads --------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         why = ""
         try:
             while line := self._lines.readline(protocol.MAX_LINE):
@@ -148,16 +156,16 @@ class ControlClient:
         with self._changed:
             self._lost = f"the supervisor is gone{why}"
             self._changed.notify_all()
-        # The main thread notices at its next wait. If it is stuck elsewhere, no orphan must stay behind.
+        # The main thread notices at its next wait. If it is stuck elsewhere, the process must not stay behind.
         if not self._closing.wait(_ORPHAN_GRACE_S):
             sys.stderr.write(f"kfuse: worker {self.worker} ends: {self._lost}\n")
             sys.stderr.flush()
             os._exit(70)
 
-    def _show_life(self) -> None:
-        """Heartbeats: they stop when the process does, or when something holds the interpreter's lock.
+    def _send_heartbeats(self) -> None:
+        """Heartbeats stop when the process does, or when something holds the interpreter's lock for long.
 
-        In that last case, if the supervisor is not there to act, a watchdog that needs no lock ends the process.
+        In the second case the supervisor kills this process; if it is not there, a watchdog that needs no lock does.
         """
         while not self._closing.wait(protocol.HEARTBEAT_S):
             faulthandler.dump_traceback_later(_STUCK_S, exit=True)

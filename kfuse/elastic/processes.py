@@ -1,4 +1,4 @@
-"""What the supervisor knows of one worker."""
+"""The worker processes of a job: started through the launcher, watched until they end."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import asyncio
 import signal
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from kfuse.elastic.launchers import WorkerProcess
+from kfuse.elastic import protocol
+from kfuse.elastic.job import Job
+from kfuse.elastic.launchers import Launcher, WorkerProcess
+from kfuse.elastic.records import Records
 
 _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):"
+_OUTPUT_S = 0.05  # for the rest of a lost worker's output: its traceback says why it ended
+_LAST_OUTPUT_S = 1.0
+_KILL_GRACE_S = 1.0  # for the report of a killed process's end: from a host that is cut off there is none
 
 
 class State(Enum):
+    """What a worker process is doing."""
+
     BOOTING = "booting"
-    READY = "ready"  # built its model; waits to be taken in
+    READY = "ready"  # has built its model; waits for a view with it
     PROPOSED = "proposed"  # in a view that it has not joined yet
     MEMBER = "member"
     ENDED = "ended"
@@ -25,6 +35,8 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Worker:
+    """What the supervisor knows about one worker."""
+
     number: int
     process: WorkerProcess
     state: State = State.BOOTING
@@ -34,27 +46,33 @@ class Worker:
     host: str = ""
     started_at: float = field(default_factory=time.monotonic)
     alive_at: float = field(default_factory=time.monotonic)
-    """When it last said anything."""
+    """When its last message arrived."""
     why: str = ""
-    """Why we killed it, if we did."""
+    """Why the supervisor killed it, if it did."""
     joined: bool = False
-    """It was in a view that came about, this one or one before."""
+    """It has joined a view, this one or one before."""
     leaving: bool = False
-    """Another is to take its place."""
+    """Another worker is to take its place."""
     ended_loop: int = 0
     """The newest training whose loop has ended on this worker, whether or not the training is over."""
     failed_at: int | None = None
     """The step at which an exception ended its training loop."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
-    """The last that it printed."""
+    """The last lines that it printed."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Sends it a message, if it is connected."""
+        if self.writer is not None:
+            protocol.tell(self.writer, kind, **fields)
+
     def kill(self) -> None:
+        """Ends its process at once."""
         self.killed.set()
         self.process.kill()
 
     async def end(self, grace_s: float) -> int | None:
-        """Its exit status once it has ended. None if it was killed, and so long after there is still no word of it."""
+        """Its exit status once it has ended. None if it was killed and its end was not reported within `grace_s`."""
         ended, killed = asyncio.ensure_future(self.process.wait()), asyncio.ensure_future(self.killed.wait())
         try:
             await asyncio.wait([ended, killed], return_when=asyncio.FIRST_COMPLETED)
@@ -66,7 +84,7 @@ class Worker:
             killed.cancel()
 
     def error(self) -> tuple[str, ...]:
-        """Of the last traceback that it printed: where it was raised, and the exception. Empty if there is none."""
+        """From the last traceback that it printed: where it was raised, and the exception. Empty if there is none."""
         lines = list(self.lines)
         starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
         if not starts:
@@ -78,15 +96,144 @@ class Worker:
         places = [line.strip() for line in frames[: frames.index(exception)] if line.startswith("  File ")]
         return (*places[-1:], exception.strip())
 
-    def disconnect(self) -> None:
-        if self.writer is not None:
-            self.writer.transport.abort()
+    def how_it_ended(self, status: int | None) -> str:
+        """An exit status in words; None: it was killed, and its end was not reported."""
+        if self.why:
+            return f"{self.why} and {'cannot be reached' if status is None else 'was killed'}"
+        if status is not None and status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with exit status {status}"
 
 
-def how_it_ended(status: int | None, why: str) -> str:
-    """An exit status in words. why: for which we killed it, if we did; then None says that there was no word of it."""
-    if why:
-        return f"{why} and {'cannot be reached' if status is None else 'was killed'}"
-    if status is not None and status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with exit status {status}"
+Ended = Callable[[Worker, State, int | None], Awaitable[None]]
+
+
+class LaunchError(RuntimeError):
+    """The launcher could not start a worker; the message says why."""
+
+
+class Processes:
+    """All workers that a job has started, by number."""
+
+    def __init__(self, launcher: Launcher, job: Job, records: Records, ended: Ended) -> None:
+        """ended: decides what a worker's end means, from the state it was in and its exit status."""
+        self._launcher, self._job, self._records, self._ended = launcher, job, records, ended
+        self.workers: dict[int, Worker] = {}
+        self.environment: dict[str, str] = {}
+        """Where workers find the supervisor, and what they show it."""
+        self._starting = asyncio.Lock()
+        self._undecided = 0
+        """Workers that have ended and whose end's meaning is not decided yet."""
+        self._waiting_told = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def alive(self) -> list[Worker]:
+        """Workers that have not ended, in any state."""
+        return [worker for worker in self.workers.values() if worker.state is not State.ENDED]
+
+    def members(self) -> list[Worker]:
+        """The living workers of the newest view, in rank order."""
+        if self._job.view is None:
+            return []
+        workers = [self.workers[member.worker] for member in self._job.view.members]
+        return [worker for worker in workers if worker.state is not State.ENDED]
+
+    def rank_of(self, worker: Worker) -> int | None:
+        """Its rank in the newest view; None if it is not in it."""
+        return None if self._job.view is None else self._job.view.rank_of(worker.number)
+
+    async def start_up_to(self, target: int) -> None:
+        """Starts as many workers as are missing. One call at a time: several losses may ask for it at once.
+
+        Raises LaunchError.
+        """
+        async with self._starting:
+            newcomers = [worker for worker in self.alive() if worker.state in (State.BOOTING, State.READY)]
+            staying = [worker for worker in self.members() if not worker.leaving]
+            for _ in range(target - len(staying) - len(newcomers)):
+                number = len(self.workers)
+                try:
+                    process = await self._launcher.start({**self.environment, protocol.ENV_WORKER: str(number)})
+                except Exception as error:  # a launcher may be the user's own
+                    raise LaunchError(" ".join(str(error).split()) or type(error).__name__) from error
+                self.workers[number] = Worker(number, process)
+                task = asyncio.create_task(self._watch(self.workers[number]))
+                self._tasks.add(task)
+                task.add_done_callback(self._watched)
+
+    def _watched(self, task: asyncio.Task[None]) -> None:
+        """An error while a worker was watched ends the job."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._job.end(task.exception())
+
+    async def _watch(self, worker: Worker) -> None:
+        """Passes on what a worker prints until it ends."""
+        lines = asyncio.create_task(self._pass_on(worker))
+        status = await worker.end(_KILL_GRACE_S)
+        was, worker.state = worker.state, State.ENDED
+        if status is None:  # should it come back, its place is taken
+            lines.cancel()
+            if worker.writer is not None:
+                worker.writer.transport.abort()
+        if not self._job.over.is_set():
+            self._undecided += 1
+            if status != 0:
+                await asyncio.wait([lines], timeout=_OUTPUT_S)
+            await self._ended(worker, was, status)
+            self._undecided -= 1
+        await asyncio.wait([lines], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
+        lines.cancel()
+        self.end_if_none_left()
+
+    async def _pass_on(self, worker: Worker) -> None:
+        async for line in worker.process.lines():
+            worker.lines.append(line)
+            self._records.line(line)
+
+    def end_if_none_left(self) -> None:
+        """Ends the job when no worker is left, none is being started, and each one's end has been decided on."""
+        if not (self.alive() or self._undecided or self._starting.locked()):
+            self._job.end_with_last_worker()
+
+    async def watch_heartbeats(self) -> None:
+        """Kills workers that send no heartbeats, or do not come up: what follows is the same as for any death."""
+        elasticity = self._job.elasticity
+        while True:
+            asleep = time.monotonic()
+            await asyncio.sleep(protocol.HEARTBEAT_S)
+            late = time.monotonic() - asleep - protocol.HEARTBEAT_S
+            for worker in self.alive():
+                worker.alive_at += late  # while this process was stopped it could not receive, nor perhaps they send
+                if not worker.process.running:
+                    worker.alive_at = time.monotonic()
+                booting = worker.state is State.BOOTING
+                limit = elasticity.boot_timeout_s if booting else elasticity.heartbeat_timeout_s
+                silent = time.monotonic() - worker.alive_at
+                if silent > limit and not worker.why:
+                    worker.why = f"sent no heartbeat for {silent:.0f} s"
+                    if worker.writer is None and elasticity.script:
+                        worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
+                    worker.kill()
+            self._tell_who_is_waited_for()
+
+    def _tell_who_is_waited_for(self) -> None:
+        """Once: a script that has called kf.init may take any time before it trains, but the others wait for it."""
+        if self._job.view is not None or self._waiting_told:
+            return
+        ready = [worker for worker in self.alive() if worker.state is State.READY]
+        late = [worker for worker in self.alive() if worker.state is State.BOOTING and worker.process.running]
+        since = min((worker.started_at for worker in late), default=time.monotonic())
+        if ready and time.monotonic() - since > self._job.elasticity.boot_timeout_s:
+            self._waiting_told = True
+            numbers = {"workers": [worker.number for worker in ready], "late": [worker.number for worker in late]}
+            self._records.event("waiting", **numbers)
+
+    def kill_all(self) -> None:
+        """Kills all workers."""
+        for worker in self.alive():
+            worker.kill()
+
+    async def all_ended(self) -> None:
+        """Returns when all workers have ended, and their output was passed on."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)

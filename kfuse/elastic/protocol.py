@@ -1,9 +1,9 @@
 """What the supervisor and its workers say to each other: one JSON object a line over TCP.
 
-worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive, broken (generation, why),
-fatal (why: no worker can go on), resize (workers), replace (worker), record (kind, data), loop_ended (training,
-failed_at).
-supervisor -> worker: welcome (job), view, stop (reason), over.
+worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive (a heartbeat), broken
+(generation, why), fatal (why: no worker can go on), resize (workers), replace (worker), record (kind, data), loop_ended
+(training, failed_at).
+supervisor -> worker: welcome (job, silence_s), view, stop (reason), over.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MAX_LINE = 16 * 2**20  # bytes: a longer line is not ours
+MAX_LINE = 16 * 2**20  # bytes; a longer line is not one of these messages
 
-STOP_STATUS = {"interrupted": 130, "terminated": 143}  # of a command that was asked to stop
+STOP_STATUS = {"interrupted": 130, "terminated": 143}  # exit status of a command that was asked to stop
+# How a job ends where all workers' scripts end with status 0 before a training does.
+NOT_TRAINED = "not_trained"  # without kf.fit and kf.DataLoader
+LOOP_LEFT = "loop_left"  # out of the loop over a kf.DataLoader
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 0.5  # between two heartbeats
 
 ENV_CONTROL = "KFUSE_CONTROL"  # host:port of the supervisor
 ENV_TOKEN = "KFUSE_TOKEN"  # the job's secret
@@ -55,25 +58,28 @@ class View:
         return next((r for r, member in enumerate(self.members) if member.worker == worker), None)
 
     def to_json(self) -> dict[str, Any]:
+        """The view as plain values."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> View:
+        """The view that `to_json` gave as plain values."""
         members = tuple(Member(**member) for member in data["members"])
         host, port = data["store"]
         return View(data["generation"], members, (host, port), data["reason"], data["recovers"])
 
 
 def encode(message: dict[str, Any]) -> bytes:
+    """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def who(hello: dict[str, Any]) -> tuple[int, int, str]:
-    """A worker's number, pid and host. Raises ValueError where they are not there."""
+    """The number, pid and host in a worker's hello. Raises ValueError if one is missing or of another type."""
     try:
         return int(hello["worker"]), int(hello["pid"]), str(hello["host"])
     except (KeyError, TypeError) as error:
-        raise ValueError("a hello that is no worker's") from error
+        raise ValueError("not a worker's hello") from error
 
 
 def tell(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
@@ -83,16 +89,16 @@ def tell(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
 
 
 def expect_answers(connection: socket.socket, silence_s: float) -> None:
-    """Ends the connection where what we send (heartbeats, if nothing else) is not acknowledged for so long.
+    """Ends the connection if what we send (at least heartbeats) is not acknowledged for `silence_s`. Linux only.
 
-    Otherwise a host that is cut off without a word would be waited for a quarter of an hour. Linux has the means.
+    Without it, the loss of a host that is cut off would be noticed after a quarter of an hour.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is not one JSON object with a "type"."""
+    """The message in a line. Raises ValueError if it is not one JSON object with a "type"."""
     try:
         message = json.loads(line)
     except RecursionError as error:

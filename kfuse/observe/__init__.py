@@ -1,6 +1,1 @@
-"""What a run leaves behind and shows: the run directory and the display."""
-
-from kfuse.observe.display import Display
-from kfuse.observe.run_dir import METRICS, RunDirectory
-
-__all__ = ["METRICS", "Display", "RunDirectory"]
+"""What a run leaves behind and shows: the run directory, the display, the recorder that writes to both, log lines."""

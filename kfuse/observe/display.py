@@ -13,15 +13,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kfuse.statistics.figures import in_words
+
 LINE_EVERY_S = 2.0
-REFRESH_HZ = 10
+REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
 _RATE_WINDOW_S = 5.0
 
 
 class Display:
     """Shows a run. Not thread-safe: one thread calls it (rich's own redraws the live part).
 
-    On a terminal: a bar and the latest figures, redrawn ten times a second whatever the rate of steps.
+    On a terminal: a bar and the latest figures, redrawn four times a second whatever the rate of steps.
     Elsewhere: plain lines, one every two seconds at most, and each event. With `progress`
     off, only the closing summary.
     """
@@ -118,17 +120,17 @@ class Display:
 
     def _fields(self) -> list[str]:
         """The latest figures, each in words; unknown ones are left out."""
-        r, rate = self._latest, self._rate()
-        texts = [f"step {r['step']}", f"epoch {r['epoch']}"]
-        if r.get("loss") is not None:
-            texts.append(f"loss {r['loss']:.4g}")
-        if r.get("noise_scale") is not None:
-            low, high = r.get("noise_scale_low"), r.get("noise_scale_high")
+        record, rate = self._latest, self._rate()
+        low, high = record.get("noise_scale_low"), record.get("noise_scale_high")
+        noise = None
+        if record.get("noise_scale") is not None:
             interval = f" ({_figure(low)} to {_figure(high)})" if low is not None and high is not None else ""
-            texts.append(f"noise scale {_figure(r['noise_scale'])}{interval}")
-        elif r.get("noise_scale_low") is not None:
-            texts.append(f"noise scale above {_figure(r['noise_scale_low'])}")
-        texts += [f"batch {r['batch_size']}", f"lr {r['lr']:.3g}", f"workers {r['workers']}"]
+            noise = f"noise scale {_figure(record['noise_scale'])}{interval}"
+        elif low is not None:
+            noise = f"noise scale above {_figure(low)}"
+        known = [*(in_words(name, record) for name in ("step", "epoch", "loss")), noise]
+        known += [in_words(name, record) for name in ("batch_size", "lr", "workers")]
+        texts = [text for text in known if text is not None]
         if self._evaluation.get("accuracy") is not None:
             texts.append(f"held-out accuracy {self._evaluation['accuracy']:.1%}")
         elif self._evaluation.get("loss") is not None:

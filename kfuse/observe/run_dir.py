@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
+import socket
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-METRICS = (
-    "step",
-    "epoch",
-    "samples",
-    "loss",
-    "lr",
-    "batch_size",
-    "micro_batches",
-    "workers",
-    "noise_scale",
-    "noise_scale_low",
-    "noise_scale_high",
-    "grad_variance",
-    "grad_sq",
-    "grad_norm",
-    "step_time_s",
-    "data_wait_s",
-)
+from kfuse.statistics.figures import FIGURES, METRICS
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
-_MOST_WAITING = 100_000  # lines of a file, some 30 MB: what a disk without room is waited for with
+_MOST_WAITING = 100_000  # lines of a file, some 30 MB, while the disk has no room
+_JSON = json.JSONEncoder(allow_nan=False)
 
 
 class RunDirectory:
     """Writes a run's records to its directory. One process owns it; the directory is made if need be.
 
-    metrics.jsonl, events.jsonl and, when asked for, ledger.jsonl have one JSON object a line, each complete
-    on disk as soon as it is written, added to what is there. A number that is not finite becomes null.
+    metrics.jsonl, events.jsonl and, when asked for, ledger.jsonl have one JSON object a line, added to what is there.
+    Each call writes its line at once, and whole; within `batch`, all lines are written at the end. A number that is not
+    finite becomes null.
 
     Where a line cannot be written (a full disk), nothing is raised: `warn` is called once, lines wait in memory, and
     when they can be written an event of kind "disk" says for how long they could not.
@@ -54,7 +41,7 @@ class RunDirectory:
         ledger: bool = False,
         warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
     ) -> None:
-        """Raises OSError where the directory or its files cannot be made."""
+        """ledger: whether ledger.jsonl is kept. Raises OSError where the directory or its files cannot be made."""
         self.path, self.warn = path, warn
         path.mkdir(parents=True, exist_ok=True)
         self._metrics = _Lines(path / "metrics.jsonl")
@@ -63,6 +50,7 @@ class RunDirectory:
         self._last_step, self._last_entry = -1, (-1, -1)
         self._board = _Board(path / "tb") if tensorboard else None
         self._full_since: float | None = None
+        self._batching = False
 
     @staticmethod
     def is_used(path: Path) -> bool:
@@ -73,17 +61,30 @@ class RunDirectory:
         """A directory inside this one, for the next training of the same script. Raises OSError."""
         return RunDirectory(self.path / name, self._board is not None, self._ledger is not None, self.warn)
 
-    def metrics(self, record: Mapping[str, Any]) -> bool:
-        """One step's figures: the keys of `METRICS` and no others; one left out is unknown, so null.
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Within the block lines are collected, and at its end written together: a file write a batch, not a line."""
+        self._batching = True
+        try:
+            yield
+        finally:
+            self._batching = False
+            self._write()
 
-        Steps come in order; one that is here already (it may be reported again after a loss) is left out: then False.
+    def metrics(self, record: Mapping[str, Any]) -> bool:
+        """One step's figures: the keys of `METRICS` and no others; one that is missing is unknown, so null.
+
+        Steps come in order. One that is recorded already (it may be reported again after a loss) is left out: then
+        returns False.
         """
         if record["step"] <= self._last_step:
             return False
         self._last_step = record["step"]
         line = {key: _finite(record.get(key)) for key in METRICS}
-        self._write(self._metrics, line)
-        self._show(lambda board: board.scalars("train", line, line["step"] or 0))
+        self._metrics.add(line)
+        if self._board is not None:
+            self._board.scalars("train", line, record["step"])
+        self._write()
         return True
 
     def event(self, record: Mapping[str, Any]) -> None:
@@ -95,18 +96,20 @@ class RunDirectory:
             raise ValueError(f"an event needs kind and step, not only {', '.join(record) or 'nothing'}")
         first = {"time": record.get("time", time.time()), "step": record["step"], "kind": record["kind"]}
         rest = {key: _finite(value) for key, value in record.items() if key not in first}
-        self._write(self._events, {**first, **rest})
-        step = first["step"] or 0
-        self._show(lambda board: board.text(f"events/{first['kind']}", json.dumps(rest), step))
-        if first["kind"] == "evaluation":
-            self._show(lambda board: board.scalars("evaluation", rest, step))
+        self._events.add({**first, **rest})
+        if self._board is not None:
+            self._board.text(f"events/{first['kind']}", json.dumps(rest), first["step"] or 0)
+            if first["kind"] == "evaluation":
+                self._board.scalars("evaluation", rest, first["step"] or 0)
+        self._write()
 
     def ledger(self, record: Mapping[str, Any]) -> None:
         """The samples of one micro-batch, in order, each once; dropped where no ledger was asked for."""
         entry = (record["step"], record["micro_batch"])
         if self._ledger is not None and entry > self._last_entry:
             self._last_entry = entry
-            self._write(self._ledger, _finite(record))
+            self._ledger.add(_finite(record))
+            self._write()
 
     def rewind(self, step: int) -> None:
         """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again."""
@@ -132,24 +135,29 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Closes every file, TensorBoard's flushed. Closing twice does no harm."""
-        self._catch_up()
+        """Closes every file. Closing twice does no harm."""
+        self._write()
         for file in self._files:
             if lines := file.close():
                 self.warn(f"kfuse: warning: {file.path}: {lines} lines could not be written")
-        self._show(lambda board: board.close())
-        self._board = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
     @property
     def _files(self) -> list[_Lines]:
         return [file for file in (self._metrics, self._events, self._ledger) if file is not None]
 
-    def _write(self, file: _Lines, record: Mapping[str, Any]) -> None:
-        file.add(record)
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Writes what waits, or says that it cannot be written."""
+    def _write(self) -> None:
+        """Writes what waits, unless a batch is being collected; or says that it cannot be written."""
+        if self._batching:
+            return
+        if self._board is not None:
+            try:
+                self._board.write()
+            except OSError as error:  # a part of an event may be in the file, and nothing after it can be read
+                self._board = None
+                self.warn(f"kfuse: warning: {self.path / 'tb'}: no more is written: {error.strerror or error}")
         try:
             for file in self._files:
                 file.write()
@@ -167,19 +175,9 @@ class RunDirectory:
             self.warn(f"kfuse: {self.path}: can be written again: {note}")
             self.event({"kind": "disk", "step": max(self._last_step, 0), "note": note})
 
-    def _show(self, act: Callable[[_Board], None]) -> None:
-        """On TensorBoard's file, which is given up at the first error: its writer has no way back."""
-        if self._board is None:
-            return
-        try:
-            act(self._board)
-        except OSError as error:
-            self._board = None
-            self.warn(f"kfuse: warning: {self.path / 'tb'}: no more is written: {error.strerror or error}")
-
 
 class _Lines:
-    """A file of JSON lines. Each is written in one piece; one that cannot be waits, and those after it."""
+    """A file of JSON lines. A line that cannot be written waits, and so do those after it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -189,24 +187,27 @@ class _Lines:
         self._file: BinaryIO = path.open("ab", buffering=0)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._waiting.append(_JSON.encode(record).encode() + b"\n")
         if len(self._waiting) > _MOST_WAITING:
             self._waiting.popleft()
             self.dropped += 1
 
     def write(self) -> None:
         """Writes the lines that wait. Raises OSError; then no part of a line is left behind."""
-        while self._waiting:
-            size = os.fstat(self._file.fileno()).st_size
-            rest = self._waiting[0]
-            try:
-                while rest:  # a full disk takes a part, and then raises
-                    rest = rest[self._file.write(rest) :]
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self._file.truncate(size)
-                raise
-            self._waiting.popleft()
+        if not self._waiting:
+            return
+        size, lines, written = os.fstat(self._file.fileno()).st_size, b"".join(self._waiting), 0
+        try:
+            while written < len(lines):  # a full disk takes a part, and then raises
+                written += self._file.write(lines[written:])
+        except OSError:
+            whole = lines.rfind(b"\n", 0, written) + 1
+            with contextlib.suppress(OSError):
+                self._file.truncate(size + whole)
+            for _ in range(lines.count(b"\n", 0, whole)):
+                self._waiting.popleft()
+            raise
+        self._waiting.clear()
 
     def rewind(self, step: int) -> dict[str, Any] | None:
         """Drops the lines of `step` and later steps, and what follows a torn one; returns the last record.
@@ -242,37 +243,71 @@ def _earlier(line: bytes, step: int) -> dict[str, Any] | None:
 
 
 class _Board:
-    """TensorBoard's event file. Imports TensorBoard, which takes a second, when it is made."""
+    """TensorBoard's event file. Imports TensorBoard, which takes a second, when it is made.
+
+    Not through TensorBoard's own writer: its thread takes twice the CPU time, and blocks who adds more than ten events.
+    """
 
     def __init__(self, path: Path) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import text
-        from torch.utils.tensorboard.writer import FileWriter
 
+        self._event: Any = Event
         self._summary: Any = Summary
+        self._metadata: Any = SummaryMetadata
         self._text: Any = text
-        self._writer: Any = FileWriter(str(path))
+        path.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file: BinaryIO = (path / name).open("ab", buffering=0)
+        self._waiting = io.BytesIO()
+        self._encoder: Any = RecordWriter(self._waiting)
+        self._described: set[str] = set()
+        self._add(file_version="brain.Event:2")
+
+    def _add(self, **fields: Any) -> None:
+        self._encoder.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        """All numbers of `record` in one event: a file write a step, not one a number."""
-        values = [
-            self._summary.Value(tag=f"{group}/{key}", simple_value=value)
-            for key, value in record.items()
-            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-        ]
-        self._writer.add_summary(self._summary(value=values), step)
+        """All numbers of `record` in one event. A figure's help text goes with its first number."""
+        values = []
+        for key, value in record.items():
+            if key == "step" or not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            tag, metadata = f"{group}/{key}", None
+            if tag not in self._described:
+                self._described.add(tag)
+                if group == "train":
+                    metadata = self._metadata(summary_description=_described(key))
+            values.append(self._summary.Value(tag=tag, simple_value=value, metadata=metadata))
+        self._add(step=step, summary=self._summary(value=values))
 
     def text(self, tag: str, words: str, step: int) -> None:
-        self._writer.add_summary(self._text(tag, words), step)
+        self._add(step=step, summary=self._text(tag, words))
+
+    def write(self) -> None:
+        """Writes what waits. Raises OSError."""
+        if self._waiting.tell():
+            self._file.write(self._waiting.getvalue())
+            self._waiting.seek(0)
+            self._waiting.truncate()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+
+def _described(name: str) -> str:
+    about = FIGURES[name]
+    return f"{about['help']} [{about['unit']}]" if about["unit"] else about["help"]
 
 
 def _finite(value: Any) -> Any:
     """A copy with null for every number that is not finite: JSON has no NaN."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, int | str):  # most values: looking for a Mapping takes longer
+        return value
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import owner
-from kfuse.comm.group import CommError
+from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
     ConsistencyError,
@@ -46,6 +47,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     """
+    absorbs_losses: bool = False
+    """Set by a training loop whose body is the user's: there a lost worker ends the step without an error."""
+    _lost: CommError | None = None
+    """What the step under way was given up for."""
 
     def _attach(self, clip_norm: float | None, skip_nonfinite: bool) -> None:
         """Called by subclasses once `param_groups` exist. Raises ValueError for a clip_norm that is not positive."""
@@ -57,7 +62,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._had_gradients = self._was_nonfinite = self._was_local = False
         self._tracked: nn.Module | None = None
         self._build_engine()
-        self._session.register(self)
+        self._session.on_group_change(self._set_group)
+        global _latest
+        _latest = weakref.ref(self)
         if not self._session.elastic:  # in an elastic job the training loop shares all of the state
             self._share_parameters(self.param_groups)
 
@@ -82,15 +89,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         refuse_sharded(self._named_parameters())
         self._check_layout()
         self.engine = Engine(groups, session.group, session.comm, names, self._choose_lane(groups))
-        if session.topology is not None or session.tree is not None:  # a decision's
-            self.engine.set_group(session.group, session.topology, session.tree)
         if old is not None:
+            self.engine.use_transport(old.topology, old.tree)
             old.close()
             self.engine.step = old.step
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
-        self.engine.control = session.take_control
         self.engine.digest_salt = lambda: rates_salt(self.learning_rates())
         self._group_of = [g for g, params in enumerate(groups) for _ in params]
         self._trainable = {id(p) for p in self.engine.params}
@@ -200,6 +205,21 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
+    def _set_group(self, group: Group) -> None:
+        self.engine.set_group(group)
+
+    def absorb(self, error: CommError) -> bool:
+        """Whether a training loop will deal with the loss of a worker: then the step under way is given up."""
+        if self.absorbs_losses:
+            self._lost = error
+            self.engine.abort()
+        return self.absorbs_losses
+
+    def take_lost(self) -> CommError | None:
+        """What ended the last step's body early, once."""
+        lost, self._lost = self._lost, None
+        return lost
+
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
         self.engine.check_owner()
@@ -261,15 +281,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             )
         if self.engine.reduced is None:
             try:
-                if self._session.failure is None and any(p.grad is not None for p in self.engine.params):
+                if self._lost is None and any(p.grad is not None for p in self.engine.params):
                     self._take_gradients_set_by_hand()
                 self.synchronize()
             except CommError as error:
-                if not self._session.absorb(error):
+                if not self.absorb(error):
                     raise
-                self.engine.abort()
         reduced, self.engine.reduced = self.engine.reduced, None
-        if not self._had_gradients and self._session.failure is None:
+        if not self._had_gradients and self._lost is None:
             self._warn_of_no_gradients()
         if reduced is None:
             return loss
@@ -282,7 +301,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._take_back_gradients()
         record, scale, found_inf, finite = self._verdict(reduced)
         self._update(reduced, scale, found_inf)
-        self._session.control_sent()
         if reduced.local:
             record[t.GRAD_SQ] = torch.nan  # of the workers' mean gradient nothing is known
         if found_inf is not None:
@@ -455,6 +473,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def stats(self) -> StepStats | None:
         """The latest step's statistics, None before the first. Waits for the device."""
         return self.statistics.wait()
+
+
+_latest: weakref.ref[DistributedOptimizer] | None = None
+
+
+def latest_optimizer() -> DistributedOptimizer | None:
+    """The one that was made last in this session, while it lives."""
+    found = None if _latest is None else _latest()
+    return found if found is not None and found._session is current() else None
 
 
 def check_clip_norm(clip_norm: float | None) -> None:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from kfuse.comm import tail as t
 from kfuse.comm.tail import Control
+from kfuse.statistics.figures import Measured
 from kfuse.statistics.noise_scale import NoiseScale, moments, rounding_error
 
 
-@dataclass(frozen=True)
-class StepStats:
-    """What one optimizer step measured, over all workers. None is unknown.
+@dataclass(frozen=True, kw_only=True)
+class StepStats(Measured):
+    """What one optimizer step measured, over all workers, as it arrives from the device.
 
     With sample counts, S, G2 and the noise scale are in units of samples; without, `unit` is "micro-batches" and
     a micro-batch takes the sample's place.
@@ -26,31 +27,12 @@ class StepStats:
     step: int
     """Steps taken before this one."""
     samples: float
-    """B: the step's samples (or micro-batches)."""
-    micro_batches: int
-    """M."""
+    """B: this step's samples (or micro-batches)."""
     unit: str
-    loss: float | None
-    """Mean loss over the samples, where the micro-batches were given theirs."""
-    grad_norm: float | None
-    """|gbar|, before clipping, after loss scaling is undone."""
-    grad_sq: float | None
-    """G2 of this step."""
-    grad_variance: float | None
-    """S of this step."""
-    noise_scale: float | None
-    """Running estimate, this step included."""
-    noise_scale_low: float | None
-    """Known without `noise_scale` where that may be anything from here upwards."""
-    noise_scale_high: float | None
-    mean_grad_sq: float | None
-    """Running mean of G2."""
-    mean_grad_variance: float | None
-    """Running mean of S."""
     skipped: bool
     """The update was left out because a gradient was not finite."""
     control: Control
-    """The leader's word that travelled with this step."""
+    """The leader's control word that travelled with this step."""
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """By rank, what a micro-batch of the step before took; 0.0 is unknown. The one figure that is not reproducible."""
     digests: tuple[int, ...] = field(default=(), compare=False, repr=False)

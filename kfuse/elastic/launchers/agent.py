@@ -16,8 +16,8 @@ from kfuse.elastic import protocol
 from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess, follow
 
 _CONNECT_S = 60.0
-SILENCE_S = 10.0  # of a connection, after which it counts as dead
-_LAST_WORDS_S = 20.0  # for workers that have lost their supervisor, too: they write a checkpoint
+SILENCE_S = 10.0  # without acknowledgements, after which a connection counts as lost
+_ORPHANED_S = 20.0  # for workers that have lost their supervisor, too: they write a checkpoint
 
 
 class AgentError(RuntimeError):
@@ -25,9 +25,9 @@ class AgentError(RuntimeError):
 
 
 async def offer(host: str, port: int, token: str, slots: int, dies_with_us: bool = True) -> None:
-    """Runs workers for the supervisor at host:port, as many as `slots` at a time, until it says that the job is over.
+    """Runs workers for the supervisor at host:port, at most `slots` at a time, until it says that the job is over.
 
-    dies_with_us: they end with this process, however it ends. Raises AgentError; no worker is left behind.
+    dies_with_us: the kernel ends them with this process, however it ends. Raises AgentError; no worker is left behind.
     """
     reader, writer = await _connect(host, port)
     agent, why = _Agent(writer, dies_with_us), ""
@@ -36,16 +36,16 @@ async def offer(host: str, port: int, token: str, slots: int, dies_with_us: bool
         agent.send("hello", token=token, slots=slots)
         if not await reader.readline():
             raise AgentError(f"the supervisor at {host}:{port} refused this host: is the token its own?")
-        beating = asyncio.create_task(beat(writer))  # not before: the hello is one line
+        beating = asyncio.create_task(send_heartbeats(writer))  # not before: the hello is one line
         while line := await reader.readline():
             message = protocol.decode(line)
             if message["type"] == "over":
                 return
             await agent.handle(message)
-        await agent.ended(_LAST_WORDS_S)
+        await agent.ended(_ORPHANED_S)
     except (OSError, ValueError) as error:
         why = f": {error}"
-        await agent.ended(_LAST_WORDS_S)
+        await agent.ended(_ORPHANED_S)
     finally:
         if beating is not None:
             beating.cancel()
@@ -55,7 +55,7 @@ async def offer(host: str, port: int, token: str, slots: int, dies_with_us: bool
 
 
 async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Hosts come up in any order: the supervisor is waited for."""
+    """Tries again for `_CONNECT_S`: hosts come up in any order. Raises AgentError."""
     deadline = asyncio.get_running_loop().time() + _CONNECT_S
     while True:
         try:
@@ -69,14 +69,16 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
     return reader, writer
 
 
-async def beat(writer: asyncio.StreamWriter) -> None:
-    """Says something now and then, so that a dead connection is noticed."""
+async def send_heartbeats(writer: asyncio.StreamWriter) -> None:
+    """Sends heartbeats, so that a lost connection is noticed."""
     while not writer.is_closing():
         protocol.tell(writer, "alive")
         await asyncio.sleep(protocol.HEARTBEAT_S)
 
 
 class _Agent:
+    """The workers of this host."""
+
     def __init__(self, writer: asyncio.StreamWriter, dies_with_us: bool) -> None:
         self._writer = writer
         self._launcher = LocalLauncher(at_our_end=signal.SIGKILL if dies_with_us else signal.SIGTERM)

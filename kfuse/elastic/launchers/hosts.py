@@ -1,4 +1,4 @@
-"""Workers on several machines without a cluster manager: each host's agent offers slots, and starts workers in them."""
+"""Workers on several machines without a cluster manager: each host's agent offers slots and starts workers in them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kfuse.elastic import protocol
-from kfuse.elastic.gate import Gate
-from kfuse.elastic.launchers.agent import SILENCE_S, AgentError, beat, offer
+from kfuse.elastic.launchers.agent import SILENCE_S, AgentError, offer, send_heartbeats
+from kfuse.elastic.server import Server
 
 
 class HostProcess:
@@ -22,10 +23,17 @@ class HostProcess:
         self.number, self.env = number, env
         self.running = False
         self.host: _Host | None = None
+        """The host that it was started on."""
         self._lines: asyncio.Queue[str | None] = asyncio.Queue()
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
+    @property
+    def ended(self) -> bool:
+        """Whether its end was reported."""
+        return self._status.done()
+
     async def lines(self) -> AsyncIterator[str]:
+        """What it prints, line by line, until it ends."""
         while (line := await self._lines.get()) is not None:
             yield line
 
@@ -34,39 +42,36 @@ class HostProcess:
         return await asyncio.shield(self._status)
 
     def kill(self) -> None:
-        if self._status.done():
+        """Ends it at once, on whatever host it is."""
+        if self.ended:
             return
         if self.host is None:
             self.end(-signal.SIGKILL)
         else:
-            self.host.send("kill", worker=self.number)
+            protocol.tell(self.host.writer, "kill", worker=self.number)
 
-    def say(self, line: str) -> None:
+    def printed(self, line: str) -> None:
+        """Its agent reports a line."""
         self._lines.put_nowait(line)
 
     def end(self, status: int) -> None:
-        if not self._status.done():
+        """Its agent reports its end."""
+        if not self.ended:
             self._status.set_result(status)
             self._lines.put_nowait(None)
 
-    @property
-    def ended(self) -> bool:
-        return self._status.done()
 
-
+@dataclass(eq=False)
 class _Host:
     """An agent's connection."""
 
-    def __init__(self, writer: asyncio.StreamWriter, slots: int) -> None:
-        self.writer, self.slots = writer, slots
-        self.processes: dict[int, HostProcess] = {}
+    writer: asyncio.StreamWriter
+    slots: int
+    processes: dict[int, HostProcess] = field(default_factory=dict)
 
     @property
     def free(self) -> int:
         return self.slots - len(self.processes)
-
-    def send(self, kind: str, **fields: Any) -> None:
-        protocol.tell(self.writer, kind, **fields)
 
 
 class HostsLauncher:
@@ -84,19 +89,20 @@ class HostsLauncher:
         """
         self._most = most
         self._command, self._host, self._port, self._token, self._slots = command, host, port, token, slots
-        self._gate = Gate(token)
+        self._server = Server(token, self._serve)
         self._hosts: list[_Host] = []
         self._waiting: deque[HostProcess] = deque()
         self._started = 0
 
     async def open(self) -> str:
-        self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=protocol.MAX_LINE)
-        self._port = self._server.sockets[0].getsockname()[1]
-        # Workers of this machine are its own: when this process dies they may write a checkpoint.
+        """Waits for hosts from now on, and offers this one's slots. Raises OSError."""
+        self._port = await self._server.open(self._host, self._port)
+        # Not dies_with_us: when this process dies, workers of this machine may still write a checkpoint.
         self._own = asyncio.create_task(offer(self._host, self._port, self._token, self._slots, dies_with_us=False))
         return self._host
 
     async def start(self, env: Mapping[str, str]) -> HostProcess:
+        """A worker that starts as soon as a host has a free slot."""
         path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
         process = HostProcess(self._started, {**path, **env})
         self._started += 1
@@ -105,12 +111,13 @@ class HostsLauncher:
         return process
 
     async def close(self) -> None:
-        self._server.close()
+        """Tells all agents that the job is over."""
         for host in self._hosts:
-            host.send("over")
+            protocol.tell(host.writer, "over")
             host.writer.close()
         with contextlib.suppress(AgentError):
             await self._own
+        await self._server.close()
 
     def _place(self) -> None:
         while self._waiting and any(host.free > 0 for host in self._hosts):
@@ -122,45 +129,34 @@ class HostsLauncher:
             process.host, process.running = host, True
             env, folder = process.env, os.getcwd()
             share = host.slots if self._most is None else min(host.slots, self._most)
-            host.send("start", worker=process.number, command=self._command, env=env, folder=folder, share=share)
+            start = {"worker": process.number, "command": self._command, "env": env, "folder": folder, "share": share}
+            protocol.tell(host.writer, "start", **start)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """An agent's connection, once it has shown the token."""
-        host: _Host | None = None
-        beating: asyncio.Task[None] | None = None
+    async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One agent's connection; its end is the loss of the host."""
+        host = _Host(writer, int(hello["slots"]))
+        protocol.expect_answers(writer.get_extra_info("socket"), SILENCE_S)
+        protocol.tell(writer, "welcome")
+        beating = asyncio.create_task(send_heartbeats(writer))
+        self._hosts.append(host)
+        self._place()
         try:
-            hello = await self._gate.hello(reader, writer)
-            host = _Host(writer, int(hello["slots"]))
-            protocol.expect_answers(writer.get_extra_info("socket"), SILENCE_S)
-            host.send("welcome")
-            beating = asyncio.create_task(beat(writer))
-            self._hosts.append(host)
-            self._place()
             while line := await reader.readline():
-                self._hear(host, protocol.decode(line))
-        except (OSError, ValueError, KeyError, TimeoutError):
-            pass  # not authenticated, or a host that is lost
+                self._receive(host, protocol.decode(line))
         finally:
-            if beating is not None:
-                beating.cancel()
-            if host is not None:
-                self._lose(host)
-            writer.close()
+            beating.cancel()
+            self._hosts.remove(host)
+            for process in host.processes.values():
+                process.printed("the host's agent is gone")
+                process.end(-signal.SIGKILL)
 
-    def _hear(self, host: _Host, message: dict[str, Any]) -> None:
+    def _receive(self, host: _Host, message: dict[str, Any]) -> None:
         process = host.processes.get(message.get("worker", -1))
         if process is None:
             return
         if message["type"] == "line":
-            process.say(str(message["text"]))
+            process.printed(str(message["text"]))
         elif message["type"] == "ended":
             del host.processes[process.number]
             process.end(int(message["status"]))
             self._place()
-
-    def _lose(self, host: _Host) -> None:
-        if host in self._hosts:
-            self._hosts.remove(host)
-        for process in host.processes.values():
-            process.say("the host's agent is gone")
-            process.end(-signal.SIGKILL)

@@ -16,55 +16,81 @@ if TYPE_CHECKING:
     from kfuse.elastic.launchers.base import WorkerProcess
 
 _PR_SET_PDEATHSIG = 1
-_POLL_S = 0.01
-_LAST_WORDS_S = 1.0
-_LONGEST_LINE = 2**20
+_LAST_OUTPUT_S = 1.0
+_LONGEST_LINE = 2**20  # bytes
 
 
-class LocalProcess:
+class LocalProcess(asyncio.SubprocessProtocol):
+    """A worker process of this machine.
+
+    asyncio's own `Process.wait` returns when the output pipe is closed too, which what the worker has started may hold
+    open. The protocol hears of the process's end by itself.
+    """
+
     running = True
 
-    def __init__(self, process: asyncio.subprocess.Process, slot: int) -> None:
+    def __init__(self, slot: int) -> None:
         """slot: its number among those that run on this machine."""
-        self._process, self.slot = process, slot
-        self._reaped = False
+        self.slot = slot
+        self._output = asyncio.StreamReader(limit=_LONGEST_LINE)
+        self._exited = asyncio.Event()
 
     @property
     def ended(self) -> bool:
-        return self._process.returncode is not None
+        """Whether the process has ended."""
+        return self._exited.is_set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio: the process has started."""
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._process = transport
+        pipe = transport.get_pipe_transport(1)
+        assert pipe is not None
+        self._output.set_transport(pipe)  # so that reading pauses while nobody takes the lines
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """asyncio: it has printed something."""
+        self._output.feed_data(data)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """asyncio: nobody can print any more."""
+        self._output.feed_eof()
+
+    def process_exited(self) -> None:
+        """asyncio: it has ended. What it started ends with it: once, since the number may be another's some day."""
+        self._kill_group()
+        self._exited.set()
 
     async def lines(self) -> AsyncIterator[str]:
-        assert self._process.stdout is not None
+        """What it prints, line by line, until it ends."""
         try:
             while True:
                 try:
-                    line = await self._process.stdout.readline()
+                    line = await self._output.readline()
                 except ValueError:  # so long without an end that it is no line (a progress bar's): dropped
                     continue
                 if not line:
                     return
                 yield line.decode(errors="replace").rstrip("\n")
         finally:
-            # Nobody listens any more, though a child may hold the other end. asyncio has no public way to close ours.
-            if self.ended:
-                self._process._transport.close()  # type: ignore[attr-defined]
+            if self.ended:  # nobody reads any more, though a child may hold the other end of the pipe
+                self._process.close()
 
     async def wait(self) -> int:
-        # asyncio's own wait returns when the pipe is closed too, which what the worker has started may hold open.
-        while self._process.returncode is None:
-            await asyncio.sleep(_POLL_S)
-        if not self._reaped:  # once: the number may be another's some day
-            self._reaped = True
-            self._kill_group()
-        return self._process.returncode
+        """Its exit status once it has ended; negative for a signal's number."""
+        await self._exited.wait()
+        status = self._process.get_returncode()
+        assert status is not None
+        return status
 
     def kill(self) -> None:
+        """Ends it at once, with everything it started. Nothing happens if it has ended."""
         if not self.ended:
             self._kill_group()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.get_pid(), signal.SIGKILL)
 
 
 async def follow(process: WorkerProcess, say: Callable[[str], Awaitable[None]]) -> int:
@@ -77,7 +103,7 @@ async def follow(process: WorkerProcess, say: Callable[[str], Awaitable[None]]) 
     reading = asyncio.create_task(read())
     try:
         status = await process.wait()
-        await asyncio.wait([reading], timeout=_LAST_WORDS_S)
+        await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)
     finally:
         reading.cancel()
     return status
@@ -108,19 +134,23 @@ class LocalLauncher:
         self._processes: list[LocalProcess] = []
 
     async def open(self) -> str:
+        """The address at which workers of this machine reach it."""
         return "127.0.0.1"
 
     async def start(self, env: Mapping[str, str]) -> LocalProcess:
+        """Starts one worker with these environment variables. Raises OSError."""
         return await self.spawn(self._command, env, self._folder, self._share)
 
     async def spawn(
         self, command: list[str], env: Mapping[str, str], folder: str | None, share: int | None = None
     ) -> LocalProcess:
-        """Starts this command, whatever ours is. It finds its slot, the lowest that is free, as LOCAL_RANK."""
+        """Starts this command, which finds its slot, the lowest that is free, as LOCAL_RANK. Raises OSError."""
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
         slot = next(number for number in count() if number not in taken)
-        process = await asyncio.create_subprocess_exec(
+        process = LocalProcess(slot)
+        await asyncio.get_running_loop().subprocess_exec(
+            lambda: process,
             *command,
             # gloo and the store log every lost peer at length: here that is an event, and handled.
             env={
@@ -136,13 +166,12 @@ class LocalLauncher:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_signalled_at_our_end(self._at_our_end),
-            limit=_LONGEST_LINE,
         )
-        self._processes.append(LocalProcess(process, slot))
-        return self._processes[-1]
+        self._processes.append(process)
+        return process
 
     async def close(self) -> None:
-        pass
+        """Nothing is left to be done."""
 
 
 def threads_each(workers: int) -> int:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfuse.data import worker_range
-from kfuse.train import load_balance as balance
+from kfuse.train.load_balance import SLOW, WARM, Throughput, measured, relative_throughput, shares, stragglers
 
 pytestmark = pytest.mark.full
 
@@ -23,17 +23,17 @@ TRAINING = words(
 speeds = st.floats(0.1, 1000.0)
 
 
-def after(steps: int, seconds: list[float], known: balance.Throughput | None = None) -> balance.Throughput:
+def after(steps: int, seconds: list[float], known: Throughput | None = None) -> Throughput:
     for _ in range(steps):
-        known = balance.measured(known or {}, range(len(seconds)), seconds)
+        known = measured(known or {}, range(len(seconds)), seconds)
     return known or {}
 
 
 @given(st.lists(speeds, min_size=2, max_size=9))
 def test_steady_workers_are_known_exactly_once_warm(throughput: list[float]) -> None:
     seconds = [1 / value for value in throughput]
-    assert balance.relative_throughput(after(balance.WARM - 1, seconds), range(len(seconds))) == [None] * len(seconds)
-    relative = balance.relative_throughput(after(balance.WARM, seconds), range(len(seconds)))
+    assert relative_throughput(after(WARM - 1, seconds), range(len(seconds))) == [None] * len(seconds)
+    relative = relative_throughput(after(WARM, seconds), range(len(seconds)))
     upper_median = sorted(throughput)[len(throughput) // 2]
     assert relative == pytest.approx([value / upper_median for value in throughput], rel=1e-9)
 
@@ -41,9 +41,9 @@ def test_steady_workers_are_known_exactly_once_warm(throughput: list[float]) -> 
 @given(st.lists(speeds, min_size=2, max_size=9))
 def test_shares_follow_speed_where_someone_is_slow(throughput: list[float]) -> None:
     workers = range(len(throughput))
-    relative = balance.relative_throughput(after(balance.WARM, [1 / value for value in throughput]), workers)
-    weights = balance.shares(relative)
-    if min(ratio for ratio in relative if ratio is not None) >= balance.SLOW:
+    relative = relative_throughput(after(WARM, [1 / value for value in throughput]), workers)
+    weights = shares(relative)
+    if min(ratio for ratio in relative if ratio is not None) >= SLOW:
         assert weights is None
         return
     assert weights is not None
@@ -57,34 +57,34 @@ def test_shares_follow_speed_where_someone_is_slow(throughput: list[float]) -> N
 
 def test_a_change_of_speed_is_followed() -> None:
     known = after(100, [0.1, 0.1])
-    assert balance.shares(balance.relative_throughput(known, [0, 1])) is None
+    assert shares(relative_throughput(known, [0, 1])) is None
     known = after(250, [0.1, 0.4], known)
-    _, slow = balance.relative_throughput(known, [0, 1])
+    _, slow = relative_throughput(known, [0, 1])
     assert slow == pytest.approx(0.25, abs=0.05)
-    assert balance.shares([1.0, slow]) == (16, 4)
+    assert shares([1.0, slow]) == (16, 4)
 
 
 def test_who_is_lost_is_forgotten_and_who_is_new_waited_for() -> None:
-    known = balance.measured(after(20, [0.1, 0.1]), [0, 7], [0.1, 0.2])
+    known = measured(after(20, [0.1, 0.1]), [0, 7], [0.1, 0.2])
     assert set(known) == {0, 7}
-    assert balance.relative_throughput(known, [0, 7]) == [None, None]
+    assert relative_throughput(known, [0, 7]) == [None, None]
 
 
 def test_a_worker_without_work_is_tried_again() -> None:
     known = after(20, [0.1, 1.0])
-    before = balance.relative_throughput(known, [0, 1])[1]
+    before = relative_throughput(known, [0, 1])[1]
     known = after(50, [0.1, 0.0], known)
-    later = balance.relative_throughput(known, [0, 1])[1]
+    later = relative_throughput(known, [0, 1])[1]
     assert before is not None and later is not None
     assert before == pytest.approx(0.1) and 0.5 < later < 1.0
 
 
 def test_a_straggler_is_one_until_it_is_well() -> None:
-    assert balance.stragglers([4, 5], [1.0, 0.79], []) == (5,)
-    assert balance.stragglers([4, 5], [1.0, 0.85], []) == ()
-    assert balance.stragglers([4, 5], [1.0, 0.85], [5]) == (5,)
-    assert balance.stragglers([4, 5], [1.0, 0.95], [5]) == ()
-    assert balance.stragglers([4, 5], [None, None], [5]) == ()
+    assert stragglers([4, 5], [1.0, 0.79], []) == (5,)
+    assert stragglers([4, 5], [1.0, 0.85], []) == ()
+    assert stragglers([4, 5], [1.0, 0.85], [5]) == (5,)
+    assert stragglers([4, 5], [1.0, 0.95], [5]) == ()
+    assert stragglers([4, 5], [None, None], [5]) == ()
 
 
 def run(directory: Path, *settings: str) -> Job:
@@ -106,7 +106,7 @@ def given_to(directory: Path, worker: int) -> int:
 def test_a_slow_worker_is_reported_and_given_less(alone: Job, tmp_path: Path) -> None:
     job = run(tmp_path / "job", "workers.count=2", "+policy.active=false")
     assert_same_training(job, alone)
-    [straggler] = [event for event in job.of_kind("straggler") if event["worker"] == 1]
+    straggler, *_ = [event for event in job.of_kind("straggler") if event["worker"] == 1]
     assert straggler["rank"] == 1 and straggler["throughput"] < 0.8
     assert given_to(tmp_path / "job", 1) < 0.6 * given_to(tmp_path / "job", 0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfuse.train.loss import default_loss, loss_and_correct
+from kfuse.train.evaluation import default_loss
 
 
 def test_cross_entropy_of_classes_and_of_sequences():
@@ -18,15 +18,12 @@ def test_cross_entropy_of_classes_and_of_sequences():
     assert torch.equal(rows, default_loss(logits, target))
 
 
-def test_known_answer_and_count():
+def test_known_answer():
     logits = torch.tensor([[0.0, math.log(3)], [0.0, math.log(3)], [math.log(3), 0.0]])
-    loss, correct = loss_and_correct(logits, torch.tensor([1, 0, 0]))
+    loss = default_loss(logits, torch.tensor([1, 0, 0]))
     assert loss.item() == pytest.approx((2 * math.log(4 / 3) + math.log(4)) / 3)
-    assert correct.item() == 2
-    assert correct.dtype == torch.int64
-    sequence_loss, sequence_correct = loss_and_correct(logits.expand(2, 3, 2), torch.tensor([[1, 0, 0]] * 2))
+    sequence_loss = default_loss(logits.expand(2, 3, 2), torch.tensor([[1, 0, 0]] * 2))
     assert sequence_loss.item() == pytest.approx(loss.item())
-    assert sequence_correct.item() == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
@@ -65,8 +62,3 @@ def test_low_precision_outputs_are_compared_in_fp32():
 def test_shapes_and_types_that_do_not_match_are_refused(output, target, message):
     with pytest.raises(ValueError, match=message):
         default_loss(output, target)
-
-
-def test_accuracy_needs_classes():
-    with pytest.raises(ValueError, match="needs integer classes"):
-        loss_and_correct(torch.zeros(4, 2), torch.zeros(4, 2))

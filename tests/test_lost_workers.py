@@ -99,9 +99,9 @@ def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
-    """It knows of its view some steps before the others come to it: here three of 0.8 s, with a timeout of 2 s."""
+    """It knows of its view some steps before the others come to it: here three of 1.2 s, with a timeout of 3 s."""
     grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 18, "workers": 2}]}
-    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.8, **grows), "comm.timeout_s=2", "train.steps=20"]
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=1.2, **grows), "comm.timeout_s=3", "train.steps=20"]
     job = run_job(tmp_path / "run", settings)
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]
@@ -113,10 +113,10 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
 
     async def grow(supervisor: Supervisor, job: Job) -> None:
         await until("58 steps", lambda: len(job.metrics) >= 58)
-        await supervisor._resize(2)
+        await supervisor.views.resize(2)
 
     last = chaos(tmp_path, gates=[{"step": 67, "workers": 2}])  # from 8 steps before, so the last one waits
-    job = run_job(tmp_path / "run", [*TRAINING, *last], during=grow, deadline_s=60)
+    job = run_job(tmp_path / "run", [*TRAINING, *last], during=grow)
     assert_same_training(job, undisturbed)
     assert len(job.of_kind("ready")) == 1 and len(job.views) == 1
     assert job.of_kind("failure") == []
@@ -125,7 +125,7 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
 def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed: Job, tmp_path: Path) -> None:
     async def change_of_mind(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)
-        await asyncio.gather(supervisor._resize(3), supervisor._resize(1))
+        await asyncio.gather(supervisor.views.resize(3), supervisor.views.resize(1))
         await until("two newcomers", lambda: len(job.of_kind("ready")) == 2)
         kill(job.views[-1], 0)
         struck.touch()
@@ -140,8 +140,8 @@ def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed
 def test_a_replacement_that_dies_as_it_boots_is_tried_again(undisturbed: Job, tmp_path: Path) -> None:
     async def replace(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)
-        await supervisor._replace(1)
-        supervisor._workers[max(supervisor._workers)].process.kill()
+        await supervisor.views.replace(1)
+        supervisor.processes.workers[max(supervisor.processes.workers)].process.kill()
         await until("the second view", lambda: len(job.views) == 2)
         replaced.touch()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.session import reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 class Net(nn.Module):
@@ -58,7 +50,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     momentum=st.sampled_from([0.0, 0.9]),
     dampening=st.sampled_from([0.0, 0.3]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,11 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import command_line, read_lines
-from torch import Tensor, nn
+from problems import network, problem
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import kfuse as kf
-from kfuse.session import reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
-
-
-def problem(count: int = 64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator)
-    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 def make(kind: str, net: nn.Module, lr: float = 0.1) -> Any:

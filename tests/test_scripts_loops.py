@@ -10,7 +10,7 @@ import contextlib
 import copy
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,20 +22,12 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import kfuse as kf
-from kfuse.session import reset
-from kfuse.train.training_state import Trainable
+from kfuse.train.state import Trainable
 
 Step = list[tuple[Tensor, Tensor]]  # one worker's micro-batches of a step
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 KINDS = ("adamw", "momentum", "wrapped")
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 def dataset(count: int = 48) -> tuple[Tensor, Tensor]:

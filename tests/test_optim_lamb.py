@@ -17,13 +17,6 @@ import kfuse as kf
 from kfuse.session import reset
 
 
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
-
-
 class PlainLAMB(torch.optim.Optimizer):
     """You et al. 2020, algorithm 2, a tensor at a time; gradients of all tensors clipped to a norm first."""
 

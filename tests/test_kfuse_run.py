@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import assert_none_left, wait_until
+from elastic_job import DEADLINE_S, assert_none_left, wait_until
 
-from kfuse.cli import kfuse_run as script
+from kfuse.cli import kfuse_run
 
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -25,7 +25,7 @@ from kfuse.data import load_digits
 from kfuse.models import MLP
 
 torch.set_num_threads(1)
-kf.init(kf.CommOptions(reproducible=True), timeout_s=20)
+kf.init(kf.CommOptions(reproducible=True), timeout_s=60)
 torch.manual_seed(0)
 digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"], dropout=0.1)
@@ -53,7 +53,7 @@ def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) 
         run_dir = tmp_path / str(workers)
         command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", str(workers), "--no-replace", "--quiet"]
         command += ["--run-dir", str(run_dir), str(path), str(tmp_path / "marker")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ})
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         hashes.append(json.loads((run_dir / "summary.json").read_text())["params_sha256"])
         steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -120,15 +120,8 @@ def run_script(
     path.write_text(text)
     command = [sys.executable, *starter, "--workers", str(workers), "--run-dir", str(run_dir)]
     command += [*arguments, str(path)]
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-        cwd=folder,
-        env={**os.environ},
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, **pipes, text=True, timeout=DEADLINE_S, cwd=folder)
     return Ended(done.returncode, done.stdout, run_dir)
 
 
@@ -187,7 +180,8 @@ def test_where_one_worker_leaves_the_loop_the_others_go_on(
     [left] = ended.of_kind("quit")
     # On a busy machine the others may miss one that ends before its process has ended.
     assert left["how"] in (how, "left the training loop, and the others waited for it")
-    assert [len(view["workers"]) for view in ended.of_kind("view")] == [2, 1], "no other is started"
+    sizes = [len(view["workers"]) for view in ended.of_kind("view")]  # and of two, where one was late for a message
+    assert [size for size, _ in groupby(sizes)] == [2, 1], "no other is started"
     assert ended.of_kind("failure") == []
 
 
@@ -278,7 +272,7 @@ def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tm
     try:
         wait_until("both scripts", lambda: len(list(tmp_path.glob("train.py-*"))) == 2)
         process.send_signal(sent)
-        assert process.wait(60) == (-sent if sent is signal.SIGKILL else 143)
+        assert process.wait(DEADLINE_S) == (-sent if sent is signal.SIGKILL else 143)
         assert_none_left([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("train.py-*")])
     finally:
         process.kill()
@@ -312,7 +306,7 @@ def test_wrong_arguments_end_in_status_2(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
     with pytest.raises(SystemExit) as stopped:
-        script.main(arguments)
+        kfuse_run.main(arguments)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -1,16 +1,47 @@
-"""Turn what users have (tensors, torch data sets) into a `Dataset`."""
+"""What a data set is here, and how tensors, arrays and torch's data sets become one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from kfuse.data.base import Dataset
+
+class DataError(ValueError):
+    """The data cannot be used. The message is one line: what was wrong, and what it must be."""
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """A finite, indexable set of samples, fetched in batches."""
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
+
+    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Returns inputs and targets of the samples `indices` (int64 `[B]`), both with B as first dimension.
+
+        generator: on the CPU. Random augmentation draws from it and from nothing else, so that the batch is a pure
+        function of the indices and the generator's state. None: no augmentation.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DataSplit:
+    """Samples to train on, samples held out for evaluation, and what a model's constructor may need of them."""
+
+    train: Dataset
+    heldout: Dataset
+    spec: dict[str, Any] = field(default_factory=dict)
+    """By name: `input_shape` (tuple, without the batch dimension) and `num_classes` for images; `vocab_size` and
+    `block_size` for text. A data set may add figures of its own."""
 
 
 class TensorData:
@@ -23,16 +54,16 @@ class TensorData:
         if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
             raise ValueError(
                 f"x of shape {tuple(x.shape)} and y of shape {tuple(y.shape)}: "
-                "both need the same first dimension, at least 1"
+                "must have the same first dimension, at least 1"
             )
-        self.x = x
-        self.y = y
+        self.x, self.y = x, y
 
     def __len__(self) -> int:
+        """The number of samples."""
         return len(self.x)
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return `x[indices], y[indices]`."""
+        """Returns `x[indices], y[indices]`."""
         rows = torch.as_tensor(indices, dtype=torch.int64, device=self.x.device)
         return self.x[rows], self.y[rows.to(self.y.device)]
 
@@ -48,27 +79,25 @@ class MapData:
         self.dataset = dataset
 
     def __len__(self) -> int:
+        """The number of samples."""
         return len(self.dataset)
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return the collated samples. Raises TypeError where they are not pairs of tensors or numbers."""
+        """Returns the collated samples. Raises TypeError where they are not pairs of tensors or numbers."""
         batch = default_collate([self.dataset[int(i)] for i in indices])
-        if (
-            not isinstance(batch, (tuple, list))
-            or len(batch) != 2
-            or not all(isinstance(part, Tensor) for part in batch)
-        ):
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        if not is_pair or not all(isinstance(part, Tensor) for part in batch):
             kind = type(self.dataset).__name__
             raise TypeError(f"a sample of {kind} is not an (input, target) pair of tensors or numbers")
         return batch[0], batch[1]
 
 
 def as_dataset(obj: Any) -> Dataset:
-    """Return `obj` as a `Dataset`: our own, a pair (x, y) of tensors or NumPy arrays, or a map-style data set.
+    """Returns `obj` as a `Dataset`: our own, a pair (x, y) of tensors or NumPy arrays, or a map-style data set.
 
     A pair is a tuple or a list. Of arrays, floats become torch's default dtype (float32, as models' parameters are)
     and integer targets int64, as losses take them; both are copied. Tensors are taken as they are.
-    Raises TypeError, naming what is accepted, for anything else, and ValueError for parts of different lengths.
+    Raises TypeError, which names what is accepted, for anything else, and ValueError for parts of different lengths.
     """
     if isinstance(obj, Dataset):
         return obj
@@ -98,4 +127,4 @@ def _as_tensor(part: Tensor | np.ndarray, target: bool = False) -> Tensor:
     try:
         return torch.tensor(part)
     except TypeError:
-        raise TypeError(f"an array of dtype {part.dtype} is no tensor: allowed are numbers and bool") from None
+        raise TypeError(f"an array of dtype {part.dtype}: must be of numbers or bool") from None

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_job import is_alive, read_lines, wait_until
+from elastic_job import DEADLINE_S, is_alive, read_lines, wait_until
 
-from kfuse.cli import kfuse_run as script
+from kfuse.cli import kfuse_run
 
 pytestmark = pytest.mark.full
 
@@ -29,7 +29,7 @@ from kfuse.data import load_digits
 from kfuse.models import MLP
 
 torch.set_num_threads(1)
-kf.init(kf.CommOptions(reproducible=True), timeout_s=20)
+kf.init(kf.CommOptions(reproducible=True), timeout_s=60)
 torch.manual_seed(0)
 digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
@@ -49,7 +49,7 @@ for step in kf.DataLoader(digits.train, model, opt, batch_size=48, micro_batch=8
 
 
 @contextmanager
-def kfuse_run(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "kfuse.cli.kfuse_run", *arguments], stdout=stream, stderr=stream
@@ -78,7 +78,7 @@ def wait_for_views(count: int, run_dir: Path, *processes: subprocess.Popen[bytes
         assert all(process.poll() is None for process in processes), "a host's process has ended"
         return len(events(run_dir, "view")) >= count
 
-    wait_until(f"{count} views", there, 120)
+    wait_until(f"{count} views", there)
     return events(run_dir, "view")
 
 
@@ -98,8 +98,8 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> No
     run_dir = tmp_path / "run"
     settings = ["--run-dir", str(run_dir), "--workers", "3", "--quiet", "--no-replace"]
     with (
-        kfuse_run(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *job) as first,
-        kfuse_run(tmp_path / "other.log", "--join", *meeting, "2") as other,
+        started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *job) as first,
+        started(tmp_path / "other.log", "--join", *meeting, "2") as other,
     ):
         [view] = wait_for_views(1, run_dir, first, other)
         pids = [worker["pid"] for worker in view["workers"]]
@@ -107,13 +107,13 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> No
         assert sorted(parents.values()) == sorted([first.pid, other.pid, other.pid])
         other.kill()
         for pid in (pid for pid in pids if parents[pid] == other.pid):
-            wait_until(f"worker {pid} to end with its agent", lambda pid=pid: not is_alive(pid), 20)
+            wait_until(f"worker {pid} to end with its agent", lambda pid=pid: not is_alive(pid))
         wait_for_views(2, run_dir, first)
         go_on.touch()
-        assert first.wait(60) == 0, (tmp_path / "first.log").read_text()
+        assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
     assert len(events(run_dir, "failure")) == 2
-    with kfuse_run(tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), "--quiet", *job) as alone:
-        assert alone.wait(60) == 0
+    with started(tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), "--quiet", *job) as alone:
+        assert alone.wait(DEADLINE_S) == 0
     assert summary(run_dir)["params_sha256"] == summary(tmp_path / "alone")["params_sha256"]
 
 
@@ -124,20 +124,20 @@ def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(tmp_p
     meeting = [address, "--token-file", str(token), "--slots", "1"]
     job = ["--run-dir", str(run_dir), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
     with (
-        kfuse_run(tmp_path / "first.log", "--listen", *meeting, *job) as first,
-        kfuse_run(tmp_path / "other.log", "--join", *meeting) as other,
+        started(tmp_path / "first.log", "--listen", *meeting, *job) as first,
+        started(tmp_path / "other.log", "--join", *meeting) as other,
     ):
         [view] = wait_for_views(1, run_dir, first, other)
         pids = [worker["pid"] for worker in view["workers"]]
         os.kill(first.pid, signal.SIGKILL)
-        assert other.wait(60) == 1
+        assert other.wait(DEADLINE_S) == 1
         assert (
             (tmp_path / "other.log")
             .read_text()
             .splitlines()[-1]
             .startswith(f"kfuse-run: error: the supervisor at {address} is gone")
         )
-        wait_until("all workers to end", lambda: not any(map(is_alive, pids)), 30)
+        wait_until("all workers to end", lambda: not any(map(is_alive, pids)))
 
 
 def test_without_the_token_a_host_is_refused(tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ def test_without_the_token_a_host_is_refused(tmp_path: Path) -> None:
     wrong.write_text(TOKEN[::-1])
     listen = ["--listen", f"127.0.0.1:{port}", "--token-file", str(right), "--run-dir", str(tmp_path / "run")]
     with (
-        kfuse_run(tmp_path / "first.log", *listen, str(tmp_path / "train.py")),
-        kfuse_run(tmp_path / "other.log", "--join", f"127.0.0.1:{port}", "--token-file", str(wrong)) as other,
+        started(tmp_path / "first.log", *listen, str(tmp_path / "train.py")),
+        started(tmp_path / "other.log", "--join", f"127.0.0.1:{port}", "--token-file", str(wrong)) as other,
     ):
-        assert other.wait(60) == 1
+        assert other.wait(DEADLINE_S) == 1
     assert "refused this host" in (tmp_path / "other.log").read_text()
 
 
@@ -179,7 +179,7 @@ def test_wrong_arguments_end_in_one_line(
     Path("short").write_text("secret")
     Path("token").write_text(TOKEN)
     with pytest.raises(SystemExit) as stop:
-        script.main(arguments)
+        kfuse_run.main(arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not Path("runs").exists()

@@ -1,0 +1,81 @@
+"""What the parts of a supervisor share about one job: its limits, how far it is, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, View
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """How many workers a job has, and what happens when one is lost."""
+
+    count: int
+    min: int
+    max: int
+    replace: bool = True
+    """Restore the wanted number of workers after a loss; otherwise only `min`."""
+    heartbeat_timeout_s: float = 10.0
+    """A worker without a heartbeat for this long is killed."""
+    max_failures: int = 5
+    """Losses in a row, without a step completed in between, after which the job is given up. Workers lost together,
+    as with a host, count as one."""
+    boot_timeout_s: float = 120.0
+    restart: bool = False
+    """If all workers are lost: start anew, from the last checkpoint."""
+    script: bool = False
+    """Workers run a user's script. It may end before a training does or go on after it, may train more than once, and
+    has no checkpoints of ours."""
+
+
+class JobFailed(RuntimeError):
+    """Training cannot go on; the message says why."""
+
+
+class Job:
+    """The state of one job."""
+
+    def __init__(self, elasticity: Elasticity) -> None:
+        self.elasticity = elasticity
+        self.wanted = elasticity.count
+        """How many workers the job is to have."""
+        self.view: View | None = None
+        """The newest view, proposed or in force."""
+        self.training = 0
+        """Which training is under way, from 1; 0 before the first one."""
+        self.done = False
+        """The summary of that training has arrived."""
+        self.stopping: str | None = None
+        """Why the job was asked to stop."""
+        self.outcome: str | None = None
+        """NOT_TRAINED or LOOP_LEFT where all scripts have ended before a training did."""
+        self.late_failure: JobFailed | None = None
+        """A script that failed when its training was over."""
+        self.over = asyncio.Event()
+        self.error: BaseException | None = None
+        """What ended the job, once `over` is set; None if it ended in order."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the job; only the first call counts."""
+        if not self.over.is_set():
+            self.error = error
+            self.over.set()
+
+    def end_with_last_worker(self) -> None:
+        """All workers have ended, and what each end means has been decided."""
+        if not (self.done or self.stopping):
+            self.outcome = NOT_TRAINED if self.training == 0 else LOOP_LEFT
+        self.end(self.late_failure)
+
+    @property
+    def takes_newcomers(self) -> bool:
+        """Whether a new worker can join: it would run a script from its start, so only during the first training."""
+        return self.training <= 1
+
+    @property
+    def advice(self) -> str:
+        """What would have saved a job that lost all its workers, for the end of a message."""
+        may = not (self.elasticity.script or self.elasticity.restart)
+        return "; with checkpoints, training would go on" if may else ""

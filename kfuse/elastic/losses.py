@@ -1,0 +1,155 @@
+"""What the end of a worker means for its job, and what is done about it."""
+
+from __future__ import annotations
+
+import logging
+
+from kfuse.elastic.job import Job, JobFailed
+from kfuse.elastic.processes import Processes, State, Worker
+from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED
+from kfuse.elastic.records import Records
+from kfuse.elastic.views import Views
+
+_log = logging.getLogger("kfuse")
+
+
+class Losses:
+    """Decides whether a job goes on without a worker, with another in its place, or not at all."""
+
+    def __init__(self, job: Job, processes: Processes, views: Views, records: Records) -> None:
+        self._job, self._processes, self._views, self._records = job, processes, views, records
+        self._in_a_row = 0
+        """Losses since the last new step."""
+        self._errors: set[tuple[object, ...]] = set()
+        """Exceptions that ended workers, each with its step; since the last new step."""
+        self._progress = 0
+        """The records' progress when the last loss was counted."""
+        self._boot_failures = 0
+        self._boot_errors: set[tuple[str, ...]] = set()
+
+    def booted(self) -> None:
+        """A worker has booted: workers that ended before they could join are no longer counted."""
+        self._boot_failures = 0
+        self._boot_errors.clear()
+
+    async def ended(self, worker: Worker, was: State, status: int | None) -> None:
+        """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
+        if status == 0:
+            self._quit(worker)
+        elif not self._job.done and not self._all_out_of_loop(worker):
+            await self._lost(worker, was, status)
+        elif self._job.elasticity.script and (worker.why or not worker.killed.is_set()):
+            # A script failed when its training was over: what was trained stays, but the job has not succeeded.
+            how, cause = self._tell_failure(worker, status)
+            when = " after training had ended" if self._job.done else ""
+            failure = JobFailed(f"worker {worker.number} {how}{when}{cause}")
+            self._job.late_failure = self._job.late_failure or failure
+
+    def contact_lost(self, generation: int, why: str) -> None:
+        """A worker of this generation lost contact with another. If nobody has died, the same workers connect anew."""
+        job, views = self._job, self._views
+        if job.view is None or job.view.generation != generation:
+            return
+        self._forget_before_progress()
+        self._in_a_row += 1
+        if self._in_a_row >= job.elasticity.max_failures:
+            job.end(JobFailed(f"workers lose contact again and again: {why}"))
+            return
+        _log.info("contact lost in view %d: %s", generation, why)
+        for worker in () if job.done else filter(views.out_of_loop, self._processes.members()):
+            views.do_without(worker, "left the training loop, and the others waited for it")
+        views.recover(anew=job.done)
+
+    def _forget_before_progress(self) -> None:
+        """Losses count together only while no step is made between them: otherwise it is no crash loop."""
+        if self._records.progress > self._progress:
+            self._progress, self._in_a_row = self._records.progress, 0
+            self._errors.clear()
+
+    def _all_out_of_loop(self, worker: Worker) -> bool:
+        """Whether this worker and the others of its view have ended their loops, this one without an error."""
+        everyone = [worker, *self._processes.members()]
+        return worker.failed_at is None and all(map(self._views.out_of_loop, everyone))
+
+    def _quit(self, worker: Worker) -> None:
+        """A worker's script ended with status 0. Before training is over that is no failure, but the others must do
+        without it: another one would end in the same way.
+        """
+        rank = self._processes.rank_of(worker)
+        if self._job.done or (rank is None and worker.joined):  # in good order
+            return
+        if rank is None:
+            self._views.do_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
+            self._views.propose()
+            return
+        self._views.do_without(worker, "ended with exit status 0 before training did")
+        if not self._processes.members():
+            for newcomer in self._processes.alive():  # they have no state to go on from
+                if not newcomer.joined:
+                    newcomer.kill()
+            self._job.done = True
+            self._job.outcome = NOT_TRAINED if self._job.training == 0 else LOOP_LEFT
+        self._views.recover("quit")
+
+    def _tell_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
+        """How the worker ended, and the exception that ended it if there was one, in words."""
+        how, rank = worker.how_it_ended(status), self._processes.rank_of(worker)
+        error = worker.error() if not worker.why and (status or 0) > 0 else ()
+        cause = f": {error[-1]}" if error else ""
+        self._records.event("failure", worker=worker.number, pid=worker.pid, rank=rank, how=how + cause)
+        _log.info("worker %d (pid %s, rank %s) lost: %s%s", worker.number, worker.pid, rank, how, cause)
+        return how, cause
+
+    async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
+        """A worker ended that should not have: the survivors regroup, and another takes its place."""
+        job, limits, views = self._job, self._job.elasticity, self._views
+        rank, error = self._processes.rank_of(worker), worker.error()
+        recovering = job.view is not None and job.view.recovers
+        awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
+        # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
+        together = awaited or (recovering and rank is None and worker.joined)
+        how, cause = self._tell_failure(worker, status)
+        if job.stopping:
+            if rank is not None:
+                views.recover()  # the others still have a checkpoint to write
+            return
+        last = not self._processes.members()
+        starts_anew = last and limits.restart
+        if job.view is None or (was is State.BOOTING and last and (error or not starts_anew)):
+            when = "before training began" if job.view is None else "before training went on"
+            job.end(JobFailed(f"worker {worker.number} {how} {when}{cause}"))
+            return
+        if rank is None and not worker.joined and not starts_anew:
+            await self._boot_failed(worker, how + cause)
+            return
+        self._forget_before_progress()
+        self._in_a_row += not together
+        occurrence = (*error, worker.failed_at)
+        repeats = bool(error) and worker.failed_at is not None and not awaited and occurrence in self._errors
+        self._errors.add(occurrence)
+        if repeats:
+            where = f"at step {worker.failed_at}, as another did at that step"
+            job.end(JobFailed(f"worker {worker.number} {how} {where}: it would do so again{cause}"))
+        elif self._in_a_row >= limits.max_failures:
+            job.end(JobFailed(f"{self._in_a_row} workers were lost in a row, the last one {how}{cause}"))
+        elif last and not limits.restart:
+            died = bool(worker.why) or status is None or status < 0
+            job.end(JobFailed(f"no worker is left: the last one {how}{job.advice if died else ''}{cause}"))
+        else:
+            if rank is not None:
+                views.recover()
+            if job.takes_newcomers:
+                await views.add_up_to(job.wanted if limits.replace or last else min(job.wanted, limits.min))
+            views.propose()
+
+    async def _boot_failed(self, worker: Worker, how: str) -> None:
+        """A newcomer's end does not end the others' training: another is tried, and then they do without it."""
+        self._boot_failures += 1
+        error = worker.error()
+        if (error and error in self._boot_errors) or self._boot_failures >= self._job.elasticity.max_failures:
+            self._views.do_without(worker, f"{how}, as others did before they could join: no other is started")
+            self._views.tell_unsaid()
+        else:
+            self._boot_errors.add(error)
+            await self._views.add_up_to(self._job.wanted)
+        self._views.propose()

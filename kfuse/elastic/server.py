@@ -1,0 +1,83 @@
+"""Accepts connections and authenticates them by the job's token: the supervisor's workers, and other hosts' agents."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kfuse.elastic import protocol
+
+HELLO_TIMEOUT_S = 10.0
+MAX_HELLO = 4096  # bytes
+MAX_UNKNOWN = 512  # asyncio accepts 100 at a time: a worker's hello is read well before its connection is the oldest
+
+Serve = Callable[[dict[str, Any], asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Server:
+    """Listens on one address. Connections that have not authenticated are bounded in number, time and bytes."""
+
+    def __init__(self, token: str, serve: Serve) -> None:
+        """serve: runs for each authenticated connection, with its hello; the connection ends when it returns.
+
+        It may raise ValueError or KeyError for a message that makes no sense, and OSError: that ends the connection.
+        """
+        self._token, self._serve = token, serve
+        self._unknown: dict[asyncio.StreamWriter, None] = {}  # in order of arrival
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def open(self, host: str, port: int = 0) -> int:
+        """Listens from now on; returns the port. Raises OSError."""
+        self._server = await asyncio.start_server(self._accept, host, port, limit=protocol.MAX_LINE)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Ends all connections at once."""
+        self._server.close()
+        for writer in self._connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> dict[str, Any]:
+        """The hello message of a connection that knows the token. If too many wait, the oldest connection is ended.
+
+        Raises ValueError for any other message, TimeoutError after `HELLO_TIMEOUT_S`, OSError if the connection ends.
+        """
+        while len(self._unknown) >= MAX_UNKNOWN:
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            oldest.transport.abort()
+        self._unknown[writer] = None
+        try:
+            hello = protocol.decode(await asyncio.wait_for(_first_line(reader), HELLO_TIMEOUT_S))
+        finally:
+            self._unknown.pop(writer, None)
+        known = hmac.compare_digest(str(hello.get("token", "")).encode(), self._token.encode())
+        if hello["type"] != "hello" or not known:
+            raise ValueError("not authenticated")
+        return hello
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        try:
+            await self._serve(await self.authenticate(reader, writer), reader, writer)
+        except (OSError, ValueError, KeyError):
+            pass  # not authenticated, or the other side died in the middle of a line: its process's end is what counts
+        finally:
+            del self._connections[task]
+            writer.close()
+
+
+async def _first_line(reader: asyncio.StreamReader) -> bytes:
+    """One line; whoever connects then waits for the answer. Raises ValueError if it is too long or has no end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = await reader.read(MAX_HELLO)
+        line += more
+        if not more or len(line) > MAX_HELLO:
+            raise ValueError("no hello")
+    return line

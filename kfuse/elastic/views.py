@@ -1,0 +1,168 @@
+"""Forms views: which workers are members, and when the next view replaces the newest one.
+
+A planned view (start, grow, shrink, replace) is proposed here, and the leader announces it in a step's control word, so
+that all workers switch at the same step boundary. A view that recovers from a loss is in force at once: the survivors
+drop the step under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from kfuse.elastic.job import Job, JobFailed
+from kfuse.elastic.processes import LaunchError, Processes, State, Worker
+from kfuse.elastic.protocol import Member, View
+from kfuse.elastic.records import Records
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_log = logging.getLogger("kfuse")
+
+
+class Views:
+    """The membership of one job."""
+
+    def __init__(self, job: Job, processes: Processes, records: Records) -> None:
+        self._job, self._processes, self._records = job, processes, records
+        self.host = ""
+        """This machine's address, as workers reach it."""
+        self.store: TCPStore | None = None
+        """Where the workers of the newest view meet. A view has its own, hosted here: no worker's death takes it along,
+        and no old key stays behind."""
+        self._asked = job.wanted
+        self._unsaid: list[dict[str, Any]] = []
+        """Events of workers whose scripts have ended or left the loop. They are told if the others go on."""
+
+    # -- how many workers -----------------------------------------------------------------------------------------
+
+    async def resize(self, workers: int) -> None:
+        """A policy asks for so many workers; out of bounds is clipped, and said so in an event."""
+        if workers == self._asked:
+            return
+        self._asked = workers
+        job, low, high = self._job, self._job.elasticity.min, self._job.elasticity.max
+        allowed = min(max(workers, low), high)
+        if allowed != workers:
+            self._clipped(workers, allowed, f"allowed is {low} to {high}")
+        if allowed > job.wanted and (job.done or not job.takes_newcomers):
+            self._clipped(allowed, job.wanted, "a new worker would run the script from its first training")
+        elif allowed != job.wanted:
+            _log.info("resize asked: %d -> %d workers", job.wanted, allowed)
+            self._records.event("decision", workers=[job.wanted, allowed])
+            job.wanted = allowed
+            await self.add_up_to(allowed)
+            self.propose()
+
+    async def replace(self, number: int) -> None:
+        """Starts a worker in the place of member `number`, which leaves when the new one is ready."""
+        for worker in self._processes.members():
+            if worker.number == number and not worker.leaving and self._job.takes_newcomers:
+                worker.leaving = True
+                _log.info("replacement asked for worker %d", number)
+                self._records.event("decision", replace=number)
+                await self.add_up_to(self._job.wanted)
+                self.propose()
+
+    async def add_up_to(self, target: int) -> None:
+        """Starts what is missing. If the launcher cannot start a worker, the job goes on with those it has."""
+        job = self._job
+        try:
+            await self._processes.start_up_to(target)
+        except LaunchError as error:
+            alive = len(self._processes.alive())
+            if not alive:
+                job.end(JobFailed(f"no worker is left, and the launcher cannot start another: {error}"))
+                return
+            for worker in self._processes.members():
+                worker.leaving = False
+            asked, job.wanted = job.wanted, min(job.wanted, alive)
+            self._clipped(asked, job.wanted, f"the launcher cannot start another: {error}")
+
+    def _clipped(self, asked: int, allowed: int, why: str) -> None:
+        self._records.event("clipped", note=f"workers {asked} clipped to {allowed}: {why}")
+
+    def do_without(self, worker: Worker, how: str) -> None:
+        """A worker that is not replaced. The event is written if the others go on."""
+        members = [member for member in self._processes.members() if not self.out_of_loop(member)]
+        leaving = [member for member in members if member.leaving]
+        if leaving and not worker.joined:
+            leaving[-1].leaving = False
+        else:
+            self._job.wanted = max(1, len(members), self._job.wanted - 1)
+        rank = self._processes.rank_of(worker)
+        self._unsaid.append({"worker": worker.number, "pid": worker.pid, "rank": rank, "how": how})
+
+    def tell_unsaid(self) -> None:
+        """Writes the events of workers that the job does without."""
+        unsaid, self._unsaid = self._unsaid, []
+        for fields in unsaid:
+            self._records.event("quit", **fields)
+
+    def out_of_loop(self, worker: Worker) -> bool:
+        """Whether its training loop has ended, by an error or not."""
+        return worker.ended_loop >= max(self._job.training, 1)
+
+    # -- views ----------------------------------------------------------------------------------------------------
+
+    def propose(self) -> None:
+        """Proposes the next planned view once its workers are ready and the view before it is in force."""
+        job, alive, members = self._job, self._processes.alive(), self._processes.members()
+        if job.stopping or job.done or any(worker.state is State.PROPOSED for worker in members):
+            return
+        ready = [worker for worker in alive if worker.state is State.READY]
+        booting = any(worker.state is State.BOOTING and worker.process.running for worker in alive)
+        staying, leaving = [m for m in members if not m.leaving], [m for m in members if m.leaving]
+        missing = job.wanted - len(staying)
+        if not members:
+            if len(ready) >= max(1, job.wanted):
+                self._announce(ready[: job.wanted], "start" if job.view is None else "restart")
+        elif len(members) > job.wanted:
+            self._announce((staying + leaving)[: job.wanted], "shrink")
+        elif ready and missing > 0 and not (booting and len(ready) < missing):
+            still_needed = leaving[: max(0, missing - len(ready))]
+            reason = "replace" if len(members) == job.wanted else "grow"
+            self._announce(staying + still_needed + ready[:missing], reason)
+
+    def recover(self, reason: str = "failure", anew: bool = False) -> None:
+        """The living workers of the view whose loops have not ended form a view of their own, at once.
+
+        anew: training is over, and some of them are about to begin another one.
+        """
+        members = [worker for worker in self._processes.members() if anew or not self.out_of_loop(worker)]
+        if members and anew >= self._job.done:
+            self._announce(members, reason, recovers=True)
+
+    def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
+        self.tell_unsaid()
+        generation = 1 if self._job.view is None else self._job.view.generation + 1
+        leaving = [worker for worker in self._processes.members() if worker not in workers]
+        members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
+        view = self._job.view = View(generation, members, self._open_store(), reason, recovers)
+        for worker in workers:
+            worker.state = State.PROPOSED
+        for worker in workers + leaving:
+            worker.tell("view", view=view.to_json())
+        numbers = [worker.number for worker in workers]
+        _log.info("view %d formed (%s): workers %s on store %s:%d", generation, reason, numbers, *view.store)
+
+    def _open_store(self) -> tuple[str, int]:
+        """A store for the next view. The one before is closed: workers that still wait there are woken by an error."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else unknown connections to the store fill the screen
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # seconds: the workers boot meanwhile
+
+        # Our own socket: by itself the store listens on all interfaces, whatever host it is given.
+        listener = socket.create_server((self.host, 0), backlog=socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        self.store = TCPStore(self.host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return self.host, port
+
+    def joined(self, worker: Worker, generation: int) -> None:
+        """A worker is in force in this generation's view."""
+        worker.joined = True
+        if self._job.view is not None and generation == self._job.view.generation:
+            worker.state = State.MEMBER
+            self.propose()

@@ -1,0 +1,100 @@
+"""Keeps what workers report: writes it to the run directory and shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED
+from kfuse.observe.display import Display
+from kfuse.observe.run_dir import RunDirectory
+
+
+class Recorder:
+    """Keeps the records of a job.
+
+    A script's second training has a directory of its own in the first one's: RUN_DIR/2, and so on.
+    """
+
+    directory: RunDirectory
+    """Of the training under way."""
+    summary: dict[str, Any] | None
+    """What the workers reported at the end of the training under way."""
+
+    def __init__(self, directory: RunDirectory, display: Display) -> None:
+        self.directory, self._display = directory, display
+        directory.warn = display.line
+        self._first = directory
+        self._training: int | None = None
+        self._trainings = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.summary = None
+        self._started = time.time()
+        self._last: dict[str, Any] = {}
+
+    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Writes and shows records, in order. Raises OSError if another training's directory cannot be made."""
+        with self.directory.batch():
+            for kind, data in records:
+                match kind:
+                    case "start":
+                        self._start(data)
+                    case "metrics":
+                        if self.directory.metrics(data):  # else it is known: a new leader reports steps again
+                            self._last = data
+                            self._display.metrics(data)
+                    case "event":
+                        self.directory.event(data)
+                        self._display.event(data)
+                    case "ledger":
+                        self.directory.ledger(data)
+                    case "summary":
+                        self.summary = data
+
+    def _start(self, data: dict[str, Any]) -> None:
+        if data["training"] != self._training:
+            self._training = data["training"]
+            self._trainings += 1
+            if self._trainings > 1:
+                self.close(LOOP_LEFT)
+                self.directory = self._first.another(str(self._trainings))
+                self._begin()
+        self.directory.rewind(data["step"])
+        self._display.start(data["samples"], data["steps"], f"kfuse  {self.directory.path}")
+
+    def line(self, text: str) -> None:
+        """Shows a line that a worker has printed."""
+        self._display.line(text)
+
+    def failed(self, why: str) -> None:
+        """The job has failed. The event is not shown: who ends the job says it."""
+        self.directory.event({"step": self._last.get("step"), "kind": "failure", "why": why})
+
+    def close(self, why: str | None) -> None:
+        """Writes and shows the summary; if the workers could not report one, from the last step that they reported.
+
+        why: the exit reason then.
+        """
+        summary = self.summary or {
+            "steps": self._last["step"] + 1 if self._last else 0,
+            "epochs": self._last.get("epoch", 0),
+            "samples": self._last.get("samples", 0),
+            "wall_s": time.time() - self._started,
+            **{name: self._last.get(name) for name in ("loss", "batch_size", "lr", "workers")},
+            "eval_loss": None,
+            "eval_accuracy": None,
+            "params_sha256": None,
+            "exit_reason": why,
+        }
+        try:
+            self.directory.summary(summary)
+        except OSError as error:
+            self.line(f"kfuse: warning: {self.directory.path / 'summary.json'}: cannot be written: {error.strerror}")
+        self.directory.close()
+        if self.summary is None and why in ("failed", NOT_TRAINED):
+            self._display.stop()
+        else:
+            self._display.finish(summary)

@@ -1,0 +1,101 @@
+"""A step's figures, each defined once: name, unit and meaning.
+
+`Measured` is what a step's gradients say, `StepSettings` what the step was made with, `StepContext` that and its times.
+From them come `StepStats`, `policies.Signals`, the columns of metrics.jsonl, TensorBoard's tags and the display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _about(unit: str, help: str, label: str = "", shown: str = "") -> dict[str, str]:
+    """A figure's description. label: its name on the display, if another; shown: its format there."""
+    return {"unit": unit, "help": help, "label": label, "shown": shown}
+
+
+def _known(*about: str, **more: str) -> Any:
+    return field(metadata=_about(*about, **more))
+
+
+def _measured(*about: str, **more: str) -> Any:
+    return field(default=None, metadata=_about(*about, **more))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What a step was made with, and how far training was after it. The same on every worker."""
+
+    epoch: int = _known("", "Epoch of this step, from 0", shown="d")
+    samples: int = _known("samples", "Samples trained on so far, this step included")
+    lr: float = _known("", "Learning rate of this step", shown=".3g")
+    lr_scale: float = _known("", "Factor of lr that policies set; 1.0 at first")
+    batch_size: int = _known("samples", "Global batch size; a last step may be shorter", label="batch", shown="d")
+    workers: int = _known("workers", "Workers that made this step", shown="d")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext(StepSettings):
+    """A step's settings and times, kept until its statistics have arrived."""
+
+    cursor: int
+    """Samples of the epoch that were used before this step."""
+    members: tuple[int, ...]
+    """The numbers of the workers that made this step, in rank order."""
+    step_time_s: float = _known("s", "Wall time of this step on the leader")
+    data_wait_s: float = _known("s", "Part of step_time_s that was spent fetching data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one step measured over all workers. The same on every worker; None is unknown.
+
+    The statistics are per-sample quantities (McCandlish et al. 2018, appendix A), so they stay comparable when the
+    batch size changes. Without sample counts a micro-batch takes the sample's place.
+    """
+
+    micro_batches: int = _known("micro-batches", "M, the micro-batches of this step")
+    loss: float | None = _measured("", "Mean training loss over this step's samples", shown=".4g")
+    grad_norm: float | None = _measured("", "Norm of the mean gradient, before clipping, without the loss scale")
+    grad_sq: float | None = _measured("", "G2 of this step: unbiased for |G|^2, so it can be negative")
+    grad_variance: float | None = _measured("", "S of this step: unbiased for tr(Sigma)")
+    noise_scale: float | None = _measured("samples", "Running estimate of tr(Sigma) / |G|^2, this step included")
+    noise_scale_low: float | None = _measured("samples", "Confidence interval's lower end; may be known alone")
+    noise_scale_high: float | None = _measured("samples", "Confidence interval's upper end")
+    mean_grad_sq: float | None = _measured("", "Running mean of grad_sq; it too can be negative")
+    mean_grad_variance: float | None = _measured("", "Running mean of grad_variance")
+
+
+FIGURES: dict[str, Mapping[str, str]] = {
+    "step": _about("steps", "Optimizer steps taken before this one", shown="d"),
+    **{each.name: each.metadata for kind in (StepContext, Measured) for each in fields(kind) if each.metadata},
+}
+"""All figures of a step by name: unit, help, label and shown of each."""
+
+METRICS = (
+    "step",
+    "epoch",
+    "samples",
+    "loss",
+    "lr",
+    "batch_size",
+    "micro_batches",
+    "workers",
+    "noise_scale",
+    "noise_scale_low",
+    "noise_scale_high",
+    "grad_variance",
+    "grad_sq",
+    "grad_norm",
+    "step_time_s",
+    "data_wait_s",
+)
+"""The columns of metrics.jsonl and of TensorBoard's group "train", in order."""
+
+
+def in_words(name: str, record: Mapping[str, Any]) -> str | None:
+    """A figure of this record as the display shows it: label and value. None where the value is unknown."""
+    value, about = record.get(name), FIGURES[name]
+    return None if value is None else f"{about['label'] or name.replace('_', ' ')} {value:{about['shown']}}"
