@@ -22,6 +22,7 @@ from kfuse.kernels import (
     PackTable,
     SGDOptions,
     adamw,
+    balanced,
     block_sumsq,
     num_blocks,
     pack,
@@ -29,7 +30,6 @@ from kfuse.kernels import (
     sgd,
     sum_partials,
 )
-from kfuse.kernels.merges import balanced
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}

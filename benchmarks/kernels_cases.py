@@ -21,16 +21,17 @@ from kfuse.kernels import (
     AdamOptions,
     SGDOptions,
     adamw,
+    balanced,
     block_sumsq,
     lamb,
+    norm_backward,
+    norm_forward,
     num_blocks,
     pack,
     reduce,
     sgd,
     sum_partials,
 )
-from kfuse.kernels.merges import balanced
-from kfuse.kernels.norm import norm_backward, norm_forward
 
 Buffers = dict[str, Any]
 Run = Callable[[Buffers], None]

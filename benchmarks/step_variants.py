@@ -25,7 +25,7 @@ import kfuse as kf
 from kfuse import session
 from kfuse.comm import engine
 from kfuse.comm.plan import StepPlan
-from kfuse.kernels.table import PackTable
+from kfuse.kernels import PackTable
 from kfuse.models import GPT
 
 VOCABULARY, POOL = 256, 16

@@ -1,24 +1,28 @@
-"""Kernels on flat gradient buckets: Triton on GPUs, a PyTorch reference everywhere else.
+"""Kernels on flat gradient buckets: Triton on GPUs, PyTorch everywhere else.
 
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
-from kfuse.kernels.dispatch import block_sumsq, pack, reduce, sum_partials
-from kfuse.kernels.measure import Measures
-from kfuse.kernels.options import AdamOptions, SGDOptions
+from kfuse.kernels.normalisation import norm_backward, norm_forward
+from kfuse.kernels.packing import pack
+from kfuse.kernels.reduction import Measures, Merges, balanced, block_sumsq, reduce, sum_partials
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
-from kfuse.kernels.updates import adamw, lamb, sgd
+from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, sgd
 
 __all__ = [
     "BLOCK",
     "CHUNK",
     "AdamOptions",
     "Measures",
+    "Merges",
     "PackTable",
     "SGDOptions",
     "adamw",
+    "balanced",
     "block_sumsq",
     "lamb",
+    "norm_backward",
+    "norm_forward",
     "num_blocks",
     "pack",
     "reduce",

@@ -1,6 +1,13 @@
-"""What all Triton launches share."""
+"""Launches of Triton kernels, and the cases of them that are compiled ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 WARP_SIZE = 64 if torch.version.hip else 32
 
@@ -9,12 +16,89 @@ def options(threads: int, warp_size: int = WARP_SIZE, registers: int = 128) -> d
     """Compiler options for `threads` threads a program, of `registers` each.
 
     Nothing is autotuned: another shape would add in another order. Multiplications and additions are not fused, so that
-    each is rounded as the source says, and as the PyTorch reference rounds it. (ptxas 12.9, which Triton 3.6 uses for
-    Blackwell, fuses packed pairs all the same: there, accumulating bf16 gradients with a scale can differ in a bit, and
-    so can a sum of squares between `reduce` and `block_sumsq`.)
+    each is rounded as the source says, and as the PyTorch implementation rounds it. (ptxas 12.9, which Triton 3.6 uses
+    for Blackwell, fuses packed pairs all the same: there, accumulating bf16 gradients with a scale can differ in a bit,
+    and so can a sum of squares between `reduce` and `block_sumsq`.)
     """
     shape: dict[str, int | bool] = {"num_warps": threads // warp_size, "enable_fp_fusion": False}
     if warp_size == 32:
         # Without a limit of its own, ptxas for sm_100 would rather spill a register than lose occupancy.
         shape["maxnreg"] = registers
     return shape
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel. `run` performs it; `kfuse.kernels.aot` compiles it, from tensors without memory.
+
+    Args:
+        given: runtime arguments by the kernel's own names for them: tensors, numbers, and None for an optional tensor.
+            Names that the kernel does not have are ignored, so that a launcher can hand over its fields as they are.
+        constants: the kernel's compile-time constants.
+        threads: a program.
+        registers: most that a thread may have.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    given: dict[str, Any]
+    constants: dict[str, Any]
+    threads: int = 256
+    registers: int = 128
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The runtime arguments, in the kernel's order."""
+        return {name: self.given[name] for name in self.kernel.arg_names if name not in self.constants}
+
+    def run(self) -> None:
+        """Starts the kernel on the current stream. An empty grid starts nothing."""
+        if all(self.grid):
+            settings = options(self.threads, registers=self.registers)
+            self.kernel[self.grid](**self.arguments, **self.constants, **settings)
+
+
+Launches = Generator[Launch, None, None]
+"""What a Triton implementation yields; each launch is performed before the next is asked for."""
+
+Streams = tuple[torch.dtype, ...]
+"""The dtype of each tensor that is read or written from end to end."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch as training makes it, to be compiled ahead of time, and the memory traffic that it needs.
+
+    Args:
+        elements: of each stream, that one program handles, or one turn of its loop; 0 where no stream counts.
+        loads, stores: the streams. Each moves once: that is the floor.
+        cached: streams read once more while they are in the cache.
+        everywhere: stands for its kernel on every target; the others differ in flags and types, and one target shows
+            them.
+    """
+
+    name: str
+    launch: Launch
+    elements: int = 0
+    loads: Streams = ()
+    stores: Streams = ()
+    cached: Streams = ()
+    everywhere: bool = False
+
+    @property
+    def floor(self) -> float:
+        """Bytes an element that memory has to move, whatever the kernel: each stream once."""
+        return float(sum(dtype.itemsize for dtype in self.loads + self.stores))
+
+    def wide_accesses(self, streams: Streams) -> int:
+        """128-bit accesses a thread needs for these streams when none is narrower."""
+        return sum(self.elements * dtype.itemsize for dtype in streams) // (self.launch.threads * 16)
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
+
+
+def like_memory(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    """A tensor without memory, as an argument of a launch that is only compiled."""
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -48,6 +48,15 @@ class PackTable:
 
     Built once per bucket and device, and reused every step. Chunks of a tensor follow each other, tensors follow each
     other in the order given, and no chunk spans two tensors. A table is used from one stream at a time.
+
+    Args:
+        numels, offsets: of each tensor, in elements of the flat buffer.
+        end: one past the last element of the flat buffer that belongs to a tensor.
+        flat_sizes: sizes that split `flat[:end]` into gap, tensor, gap, tensor, ...; every second piece is a tensor.
+        sumsq_sizes: sizes that split `sumsq` into each tensor's full chunks and, apart, its ragged last chunk (0 or 1).
+        offset_alignment: largest power of two, at most 16, that divides every offset: what a GPU kernel may assume.
+        chunks: int64 [num_chunks, 4] on `device`: tensor index, start within it, length, start within the flat buffer.
+        first_chunks: int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`.
     """
 
     numels: tuple[int, ...]
@@ -55,17 +64,11 @@ class PackTable:
     device: torch.device
     num_chunks: int
     end: int
-    """One past the last element of the flat buffer that the table writes."""
     flat_sizes: tuple[int, ...]
-    """Sizes that split `flat[:end]` into gap, tensor, gap, tensor, ...; every second piece is a tensor."""
     sumsq_sizes: tuple[int, ...]
-    """Sizes that split `sumsq` into each tensor's full chunks and, apart, its ragged last chunk (0 or 1 element)."""
     offset_alignment: int
-    """Largest power of two, at most 16, that divides every offset: what the GPU kernel may assume."""
     chunks: Tensor
-    """int64 [num_chunks, 4] on `device`: tensor index, start within it, length, start within the flat buffer."""
     first_chunks: Tensor
-    """int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`."""
     pointers: DevicePointers = field(repr=False, compare=False)
 
     @staticmethod

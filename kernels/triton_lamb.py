@@ -5,20 +5,20 @@ The update's direction is formed twice from the moments instead of being stored:
 needs no buffer, and leaves the gradient's dtype free.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kfuse.kernels import launch
-from kfuse.kernels.options import AdamOptions
+from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, like_memory
 from kfuse.kernels.table import CHUNK, PackTable
-from kfuse.kernels.triton_partials import lane_sums
+from kfuse.kernels.triton_reduce import lane_sums
+from kfuse.kernels.updates import AdamOptions, LAMBArguments
 
 TILE = 2048
-THREADS = 256
 WIDTH = 1024
-MOMENTS_SHAPE = {"LANE": 4, "TILE": TILE, "CHUNK": CHUNK}
+"""Chunks whose norms `lamb_trust_kernel` adds at a time."""
 
 
 @triton.jit
@@ -51,29 +51,11 @@ def _moments_span(
 
 @triton.jit
 def lamb_moments_kernel(
-    chunks,
-    param,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    partials,
-    step,
-    grad_scale,
-    found_inf,
-    beta1,
-    beta2,
-    gain1,
-    gain2,
-    log_beta1,
-    log_beta2,
-    eps,
-    decay,
-    MAXIMIZE: tl.constexpr,
-    OFFSET_ALIGNMENT: tl.constexpr,
-    LANE: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    chunks, param, grad, exp_avg, exp_avg_sq, partials, step, grad_scale, found_inf,
+    beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, weight_decay,
+    MAXIMIZE: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr,
+    LANE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
@@ -94,7 +76,7 @@ def lamb_moments_kernel(
         index = start + tl.arange(0, TILE)
         pp, uu = _moments_span(
             offset + index, index < whole, param, grad, exp_avg, exp_avg_sq,
-            scale, beta1, beta2, gain1, gain2, correction1, correction2, eps, decay,
+            scale, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps, weight_decay,
         )  # fmt: skip
         squares_p += lane_sums(pp, LANE)
         squares_u += lane_sums(uu, LANE)
@@ -103,7 +85,7 @@ def lamb_moments_kernel(
         index = whole + tl.arange(0, 16)
         pp, uu = _moments_span(
             offset + index, index < length, param, grad, exp_avg, exp_avg_sq,
-            scale, beta1, beta2, gain1, gain2, correction1, correction2, eps, decay,
+            scale, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps, weight_decay,
         )  # fmt: skip
         total_p += tl.sum(pp, axis=0)
         total_u += tl.sum(uu, axis=0)
@@ -140,21 +122,10 @@ def _apply_span(at, mask, param, exp_avg, exp_avg_sq, rate, correction1, correct
 
 @triton.jit
 def lamb_apply_kernel(
-    chunks,
-    param,
-    exp_avg,
-    exp_avg_sq,
-    trust,
-    step,
-    found_inf,
-    lr,
-    log_beta1,
-    log_beta2,
-    eps,
-    decay,
-    OFFSET_ALIGNMENT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    chunks, param, exp_avg, exp_avg_sq, trust, step, found_inf,
+    lr, log_beta1, log_beta2, eps, weight_decay,
+    OFFSET_ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
@@ -165,67 +136,40 @@ def lamb_apply_kernel(
     correction1, correction2 = _correction(step, log_beta1), _correction(step, log_beta2)
     whole = length // 16 * 16
     index = tl.arange(0, CHUNK)
-    _apply_span(offset + index, index < whole, param, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, decay)
+    _apply_span(
+        offset + index, index < whole, param, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, weight_decay
+    )
     if whole < length:
         rest = whole + tl.arange(0, 16)
         _apply_span(
-            offset + rest, rest < length, param, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, decay
+            offset + rest, rest < length, param, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, weight_decay
         )
 
 
-def lamb(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    table: PackTable,
-    options: AdamOptions,
-    step: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    if table.num_chunks == 0:
-        return
-    partials = torch.empty(2, table.num_chunks, device=param.device)
-    trust = torch.empty(len(table.numels), device=param.device)
-    lamb_moments_kernel[(table.num_chunks,)](
-        table.chunks,
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        partials,
-        step,
-        grad_scale,
-        found_inf,
-        float(options.beta1),
-        float(options.beta2),
-        1.0 - options.beta1,
-        1.0 - options.beta2,
-        *options.log_betas,
-        float(options.eps),
-        float(options.weight_decay),
-        MAXIMIZE=options.maximize,
-        OFFSET_ALIGNMENT=table.offset_alignment,
-        **MOMENTS_SHAPE,
-        **launch.options(THREADS),
-    )
-    lamb_trust_kernel[(len(table.numels),)](
-        table.first_chunks, partials, trust, table.num_chunks, WIDTH=WIDTH, **launch.options(THREADS)
-    )
-    lamb_apply_kernel[(table.num_chunks,)](
-        table.chunks,
-        param,
-        exp_avg,
-        exp_avg_sq,
-        trust,
-        step,
-        found_inf,
-        float(options.lr),
-        *options.log_betas,
-        float(options.eps),
-        float(options.weight_decay),
-        OFFSET_ALIGNMENT=table.offset_alignment,
-        CHUNK=CHUNK,
-        **launch.options(THREADS),
-    )
+def lamb(given: LAMBArguments) -> Launches:
+    """As `kfuse.kernels.lamb`."""
+    table, chunks = given.table, (given.table.num_chunks,)
+    layout = {"OFFSET_ALIGNMENT": table.offset_alignment, "CHUNK": CHUNK}
+    values = vars(given) | given.options.numbers
+    values |= {"chunks": table.chunks, "first_chunks": table.first_chunks, "num_chunks": table.num_chunks}
+    values["partials"] = torch.empty(2, table.num_chunks, device=given.param.device)
+    values["trust"] = torch.empty(len(table.numels), device=given.param.device)
+    moments = {"MAXIMIZE": given.options.maximize, **layout, "LANE": 4, "TILE": TILE}
+    yield Launch(lamb_moments_kernel, chunks, values, moments)
+    yield Launch(lamb_trust_kernel, (len(table.numels),), values, {"WIDTH": WIDTH})
+    yield Launch(lamb_apply_kernel, chunks, values, layout)
+
+
+def cases() -> Iterator[Case]:
+    """A step with gradients of either type."""
+    options = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+    table = PackTable.build([CHUNK], [0], torch.device("meta"))
+    flat, one = like_memory(CHUNK), like_memory()
+    for dtype in (F32, BF16):
+        grad = like_memory(CHUNK, dtype=dtype)
+        given = LAMBArguments(flat, grad, flat, flat, table, options, step=one, grad_scale=one, found_inf=one)
+        moments, trust, apply = lamb(given)
+        loads, stores = (F32, dtype, F32, F32), (F32, F32)
+        yield Case(f"lamb moments {NAMES[dtype]} grad", moments, TILE, loads, stores, everywhere=True)
+    yield Case("lamb trust", trust, everywhere=True)
+    yield Case("lamb apply", apply, CHUNK, (F32, F32, F32), (F32,), everywhere=True)

@@ -5,20 +5,29 @@ No atomics: a program sums some of one example's tokens, and a second kernel add
 tokens are shared out depends on the shape alone, so the same input gives the same bits.
 """
 
+from collections.abc import Generator, Iterator
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kfuse.kernels import launch
+from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, like_memory
+from kfuse.kernels.normalisation import (
+    Backward,
+    Forward,
+    NormBackwardArguments,
+    NormForwardArguments,
+    norm_backward_by_torch,
+    norm_forward_by_torch,
+)
 
 ROWS = 64
 """Tokens a program of the backward pass sums up."""
 MAX_WIDTH = 16384
-"""A program holds whole rows in registers."""
+"""A program holds whole rows in registers. Longer rows are left to PyTorch."""
 COLUMNS = 128
 PARTS = 16
-FINISH_THREADS = 128
+"""Partial sums that `norm_finish_kernel` adds at a time, and of how many columns."""
 
 
 @triton.jit
@@ -41,20 +50,10 @@ def norm_forward_kernel(x, weight, bias, y, mean, rstd, width, eps, CENTRED: tl.
 
 @triton.jit
 def norm_backward_kernel(
-    dy,
-    x,
-    weight,
-    mean,
-    rstd,
-    dx,
-    weight_parts,
-    bias_parts,
-    tokens,
-    width,
-    ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy, x, weight, mean, rstd, dx, weight_parts, bias_parts,
+    tokens, width,
+    ROWS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     example, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = tl.arange(0, BLOCK)
     mask = index < width
@@ -103,57 +102,57 @@ def norm_finish_kernel(parts, sums, squares, count, width, PARTS: tl.constexpr, 
     tl.store(squares + example * tl.num_programs(1) + block, tl.sum(total * total, axis=0))
 
 
-def norm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, centred: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    rows, width = x.shape
+def norm_forward(given: NormForwardArguments) -> Generator[Launch, None, Forward]:
+    """As `kfuse.kernels.norm_forward`, a program a row."""
+    x, (rows, width) = given.x, given.x.shape
+    if width > MAX_WIDTH:
+        return norm_forward_by_torch(given)
     y = torch.empty_like(x)
-    mean = torch.empty(rows, device=x.device) if centred else None
+    mean = torch.empty(rows, device=x.device) if given.centred else None
     rstd = torch.empty(rows, device=x.device)
     block = triton.next_power_of_2(width)
-    if rows:
-        norm_forward_kernel[(rows,)](
-            x, weight, bias, y, mean, rstd, width, float(eps), CENTRED=centred, BLOCK=block, **options(block)
-        )
+    values = vars(given) | {"y": y, "mean": mean, "rstd": rstd, "width": width, "eps": float(given.eps)}
+    yield Launch(norm_forward_kernel, (rows,), values, {"CENTRED": given.centred, "BLOCK": block}, _threads(block))
     return y, mean, rstd
 
 
-def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, with_bias: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    examples, tokens, width = x.shape
-    count, blocks, kinds = triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS), 1 + with_bias
+def norm_backward(given: NormBackwardArguments) -> Generator[Launch, None, Backward]:
+    """As `kfuse.kernels.norm_backward`: partial sums over tokens, then their sums and sums of squares."""
+    x, (examples, tokens, width) = given.x, given.x.shape
+    if width > MAX_WIDTH:
+        return norm_backward_by_torch(given)
+    count, columns, kinds = triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS), 1 + given.with_bias
     dx = torch.empty_like(x)
     parts = torch.empty(kinds, examples, count, width, device=x.device)
-    sums = torch.empty(kinds, examples, width, device=x.device)
-    squares = torch.empty(kinds, examples, blocks, device=x.device)
-    block = triton.next_power_of_2(width)
+    new = torch.empty if x.numel() else torch.zeros  # without tokens nothing is launched
+    sums = new(kinds, examples, width, device=x.device)
+    squares = new(kinds, examples, columns, device=x.device)
     if x.numel():
-        norm_backward_kernel[(examples, count)](
-            dy,
-            x,
-            weight,
-            mean,
-            rstd,
-            dx,
-            parts[0],
-            parts[1] if with_bias else None,
-            tokens,
-            width,
-            ROWS=ROWS,
-            CENTRED=mean is not None,
-            BLOCK=block,
-            **options(block),
-        )
-        norm_finish_kernel[(kinds * examples, blocks)](
-            parts, sums, squares, count, width, PARTS=PARTS, COLUMNS=COLUMNS, **launch.options(FINISH_THREADS)
-        )
-    else:
-        sums.zero_(), squares.zero_()
+        block = triton.next_power_of_2(width)
+        values = vars(given) | {"dx": dx, "weight_parts": parts[0], "tokens": tokens, "width": width}
+        values["bias_parts"] = parts[1] if given.with_bias else None
+        constants = {"ROWS": ROWS, "CENTRED": given.mean is not None, "BLOCK": block}
+        yield Launch(norm_backward_kernel, (examples, count), values, constants, _threads(block))
+        values = {"parts": parts, "sums": sums, "squares": squares, "count": count, "width": width}
+        constants = {"PARTS": PARTS, "COLUMNS": COLUMNS}
+        yield Launch(norm_finish_kernel, (kinds * examples, columns), values, constants, threads=128)
     totals = sums.sum(1)
-    return dx, totals[0], totals[1] if with_bias else None, squares.sum((0, 2))
+    return dx, totals[0], totals[1] if given.with_bias else None, squares.sum((0, 2))
 
 
-def options(block: int) -> dict[str, int | bool]:
+def _threads(block: int) -> int:
     """A thread holds at most 16 elements of a row."""
-    return launch.options(min(1024, max(128, block // 16)))
+    return min(1024, max(128, block // 16))
+
+
+def cases() -> Iterator[Case]:
+    """Rows of 768. Weights, and sums over tokens, move once a program: no bytes an element are read off these."""
+    weight, rstd = like_memory(768), like_memory(ROWS)
+    for dtype, centred in ((F32, True), (BF16, True), (BF16, False)):
+        name, everywhere = f"{'layer' if centred else 'rms'} {NAMES[dtype]}", dtype == F32
+        x, mean, bias = like_memory(1, ROWS, 768, dtype=dtype), rstd if centred else None, weight if centred else None
+        (forward,) = norm_forward(NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred))
+        yield Case(f"norm_forward {name}", forward, everywhere=everywhere)
+        backward, finish = norm_backward(NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred))
+        yield Case(f"norm_backward {name}", backward, everywhere=everywhere)
+    yield Case("norm_finish", finish, everywhere=True)

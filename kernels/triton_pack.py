@@ -1,18 +1,19 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton `pack`: gradients to flat buffer, cast, scaled, accumulated and measured in one launch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import product
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kfuse.kernels import launch
+from kfuse.kernels.launch import BF16, F16, F32, NAMES, Case, Launch, Launches, like_memory
+from kfuse.kernels.packing import PackArguments
 from kfuse.kernels.table import CHUNK, PackTable
 
-THREADS = 256
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TRITON_DTYPES = {F32: tl.float32, BF16: tl.bfloat16, F16: tl.float16}
 
 
 @triton.jit
@@ -32,17 +33,10 @@ def _pack_span(source, target, index, read, write, scale, SCALED: tl.constexpr, 
 
 @triton.jit
 def pack_kernel(
-    pointers,
-    chunks,
-    flat,
-    sumsq,
-    scale,
-    GRAD: tl.constexpr,
-    OFFSET_ALIGNMENT: tl.constexpr,
-    SCALED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    pointers, chunks, flat, sumsq, scale,
+    GRAD: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr,
+    SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     row = chunks + chunk.to(tl.int64) * 4
     address = tl.load(pointers + tl.load(row))
@@ -67,33 +61,23 @@ def pack_kernel(
     tl.store(sumsq + chunk, total)
 
 
-def pack(
-    grads: Sequence[Tensor | None],
-    flat: Tensor,
-    table: PackTable,
-    *,
-    scale: float,
-    accumulate: bool,
-    sumsq: Tensor,
-) -> None:
-    if table.num_chunks == 0:
-        return
-    dtypes = {grad.dtype for grad in grads if grad is not None}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    sources = [None if grad is None else _loadable(grad, dtype) for grad in grads]
-    pack_kernel[(table.num_chunks,)](
-        table.pointers.upload([0 if grad is None else grad.data_ptr() for grad in sources], table.device),
-        table.chunks,
-        flat,
-        sumsq,
-        float(scale),
-        GRAD=_TRITON_DTYPES[dtype],
-        OFFSET_ALIGNMENT=table.offset_alignment,
-        SCALED=scale != 1.0,
-        ACCUMULATE=accumulate,
-        CHUNK=CHUNK,
-        **launch.options(THREADS),
-    )
+def pack(given: PackArguments) -> Launches:
+    """As `kfuse.kernels.pack`, a program a chunk."""
+    table = given.table
+    dtypes = {grad.dtype for grad in given.grads if grad is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else F32
+    sources = [None if grad is None else _loadable(grad, dtype) for grad in given.grads]
+    addresses = [0 if grad is None else grad.data_ptr() for grad in sources]
+    pointers = table.pointers.upload(addresses, table.device)
+    constants = {
+        "GRAD": _TRITON_DTYPES[dtype],
+        "OFFSET_ALIGNMENT": table.offset_alignment,
+        "SCALED": given.scale != 1.0,
+        "ACCUMULATE": given.accumulate,
+        "CHUNK": CHUNK,
+    }
+    values = vars(given) | {"pointers": pointers, "chunks": table.chunks, "scale": float(given.scale)}
+    yield Launch(pack_kernel, (table.num_chunks,), values, constants)
 
 
 def _loadable(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,3 +88,22 @@ def _loadable(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """
     grad = grad.to(dtype).contiguous()
     return grad if grad.data_ptr() % 16 == 0 else grad.clone()
+
+
+def cases() -> Iterator[Case]:
+    """The types and flags that training uses."""
+    table = PackTable.build([CHUNK], [0], torch.device("meta"))
+    sumsq = like_memory(1)
+    shapes = [*product([(F32, F32), (BF16, F32), (BF16, BF16)], (False, True), (False, True)), ((F16, F32), True, True)]
+    for (of_grad, of_flat), accumulate, scaled in shapes:
+        grad, flat = like_memory(CHUNK, dtype=of_grad), like_memory(CHUNK, dtype=of_flat)
+        scale = 0.5 if scaled else 1.0
+        (launch,) = pack(PackArguments([grad], flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq))
+        yield Case(
+            f"pack {NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}{' scaled' * scaled}",
+            launch,
+            CHUNK,
+            (of_grad, of_flat) if accumulate else (of_grad,),
+            (of_flat,),
+            everywhere=scaled and accumulate and of_flat == F32 and of_grad != F16,
+        )

@@ -1,149 +1,294 @@
-"""The optimizers' updates on flat buffers, dispatched as in `dispatch`."""
+"""The optimizers' updates of flat buffers: `adamw`, `sgd` and `lamb`. Arguments and PyTorch implementations.
+
+A further optimizer: its arguments and its PyTorch implementation here, its Triton kernel in `triton_updates`, and its
+class in `kfuse.optim`.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kfuse.kernels import reference
-from kfuse.kernels.dispatch import DTYPES, use_triton
-from kfuse.kernels.merges import check_merges
-from kfuse.kernels.options import AdamOptions, SGDOptions
-from kfuse.kernels.table import PackTable
+from kfuse.kernels.dispatch import DTYPES, Arguments, kernel
+from kfuse.kernels.reduction import PIECE, Merges, check_merges, reduce, row_norms, sum_partials
+from kfuse.kernels.table import CHUNK, PackTable
 
 
-@torch.no_grad()
-def adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    options: AdamOptions,
-    *,
-    step: Tensor,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    master: Tensor | None = None,
-    merges: tuple[tuple[int, int], ...] = (),
-) -> None:
-    """One AdamW step on flat buffers, in place, as torch.optim.AdamW (Loshchilov and Hutter 2019, algorithm 2).
+@dataclass(frozen=True)
+class AdamOptions:
+    """Settings of AdamW and LAMB, in torch.optim's words."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool = False
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What a GPU kernel is given. The logarithm of a beta of 0 is -inf."""
+        numbers = {name: float(value) for name, value in vars(self).items()}
+        for name in ("beta1", "beta2"):
+            beta = numbers[name]
+            numbers[f"one_minus_{name}"] = 1.0 - beta
+            numbers[f"log_{name}"] = math.log(beta) if beta > 0.0 else -math.inf
+        return numbers
+
+
+@dataclass(frozen=True)
+class SGDOptions:
+    """Settings of SGD, in torch.optim's words."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What a GPU kernel is given."""
+        return {name: float(value) for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class UpdateArguments(Arguments):
+    """What every update is given.
+
+    Args:
+        param: 1-D, contiguous.
+        grad: of the same length. After the call its content is unspecified.
+        grad_scale: 0-dim fp32 on the same device that multiplies the gradient (clip coefficient, inverse loss scale),
+            or None.
+        found_inf: 0-dim fp32 on the same device; nonzero leaves parameters and states untouched. Or None.
+    """
+
+    param: Tensor
+    grad: Tensor
+    _: KW_ONLY
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether `found_inf` says so. Waits for the device."""
+        # PyTorch's fused kernels skip for exactly 1.0; here any nonzero count of bad values skips.
+        return self.found_inf is not None and self.found_inf.item() != 0
+
+    @property
+    def grad_divisor(self) -> Tensor | None:
+        """PyTorch's fused optimizers divide by the scale, and write the quotient back to the gradient."""
+        if self.grad_scale is None or self.grad_scale.item() == 1.0:
+            return None
+        return self.grad_scale.reciprocal()
+
+
+@dataclass(frozen=True)
+class ElementwiseArguments(UpdateArguments):
+    """What an update is given whose elements do not depend on each other.
 
     An element's bits do not depend on how the buffers are sliced, where slices start at multiples of 16 elements and
     end there or at the buffers' end.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: 1-D, contiguous, of one length. Without `master`, on the CPU parameters and
-            states have one dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32. After the call
-            the gradient's content is unspecified.
-        step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller.
-        grad_scale: 0-dim fp32 on the same device that multiplies the gradient (clip coefficient, inverse loss scale),
-            or None.
-        found_inf: 0-dim fp32 on the same device; nonzero leaves parameters and states untouched. Or None.
+        param, grad, and the states: 1-D, contiguous, of one length. Without `master`, on the CPU parameters and states
+            have one dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32.
         master: fp32 weights that are updated in the parameters' stead; `param`, 16-bit, is then only written, with
             their rounded values, and the states are fp32.
         merges: with them `grad` is [K, n], the contributions of `reduce`, which are added in its order and applied in
             the same pass: the bits are those of `reduce` into fp32 and then an update, and no gradient is written.
-
-    Raises ValueError when shapes or merges do not fit, TypeError when `master` is not fp32.
     """
-    _check("adamw", param, grad, master, merges)
-    if use_triton(param):
-        from kfuse.kernels import triton_adamw
 
-        update = triton_adamw.adamw
-    else:
-        update = reference.adamw
-    update(param, grad, exp_avg, exp_avg_sq, options, step, grad_scale, found_inf, master, merges)
+    _: KW_ONLY
+    master: Tensor | None = None
+    merges: Merges = ()
+
+    @property
+    def weights(self) -> Tensor:
+        """What is updated."""
+        return self.param if self.master is None else self.master
+
+    def check_as(self, name: str) -> None:
+        """Raises ValueError when shapes or merges do not fit, TypeError when `master` is not fp32."""
+        param, grad, master = self.param, self.grad, self.master
+        if grad.shape[-1:] != param.shape or grad.dim() > 2 or (grad.dim() == 1 and self.merges):
+            raise ValueError(
+                f"{name}: grad must be [n], or [K, n] with merges, where param is [n]; "
+                f"got {list(grad.shape)}, {list(param.shape)} and {len(self.merges)} merges"
+            )
+        check_merges(name, self.merges, len(grad) if grad.dim() == 2 else 1)
+        if master is not None:
+            if master.shape != param.shape:
+                raise ValueError(f"{name}: master is {list(master.shape)}, param {list(param.shape)}: must be the same")
+            if master.dtype != torch.float32:
+                raise TypeError(f"{name}: master is {master.dtype}, must be torch.float32")
+
+    def summed_grad(self) -> Tensor:
+        """The gradient in the weights' dtype: the sum of its rows as `reduce` adds them, where it has rows."""
+        if self.grad.dim() == 1:
+            return self.grad.to(self.weights.dtype)
+        rows = self.grad.float()
+        reduce(rows, self.merges, rows[0])
+        return rows[0].to(self.weights.dtype)
 
 
-@torch.no_grad()
-def sgd(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    options: SGDOptions,
-    *,
-    first_step: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    master: Tensor | None = None,
-    merges: tuple[tuple[int, int], ...] = (),
-) -> None:
+@dataclass(frozen=True)
+class AdamWArguments(ElementwiseArguments):
+    """One AdamW step on flat buffers, in place, as torch.optim.AdamW (Loshchilov and Hutter 2019, algorithm 2).
+
+    Args, beside those of `ElementwiseArguments`:
+        step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller.
+
+    Raises as `ElementwiseArguments.check_as` does.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    options: AdamOptions
+    _: KW_ONLY
+    step: Tensor
+
+    def check(self) -> None:
+        self.check_as("adamw")
+
+
+@dataclass(frozen=True)
+class SGDArguments(ElementwiseArguments):
     """One SGD step on flat buffers, in place, as torch.optim.SGD.
 
-    Args:
-        param, grad, momentum_buffer: 1-D, contiguous, of one length; dtypes, slices, and the gradient's fate as for
-            `adamw`. `momentum_buffer` is None exactly when `momentum` is 0.
+    Args, beside those of `ElementwiseArguments`:
+        momentum_buffer: None exactly when `momentum` is 0.
         first_step: the buffer becomes the gradient itself, undamped, and its old content is not read. A first step
             that `found_inf` skips leaves it as it was: start from zeros, and without dampening the next step is right.
-        grad_scale, found_inf, master, merges: as for `adamw`.
 
-    Raises ValueError when `momentum_buffer` and `momentum` disagree, and as `adamw` does.
+    Raises ValueError when `momentum_buffer` and `momentum` disagree, and as `ElementwiseArguments.check_as` does.
     """
-    if (momentum_buffer is None) != (options.momentum == 0):
-        forbidden = "not " * (options.momentum == 0)
-        raise ValueError(f"sgd: momentum is {options.momentum}, so momentum_buffer must {forbidden}be given")
-    _check("sgd", param, grad, master, merges)
-    if use_triton(param):
-        from kfuse.kernels import triton_sgd
 
-        update = triton_sgd.sgd
-    else:
-        update = reference.sgd
-    update(param, grad, momentum_buffer, options, first_step, grad_scale, found_inf, master, merges)
+    momentum_buffer: Tensor | None
+    options: SGDOptions
+    _: KW_ONLY
+    first_step: bool
 
-
-def _check(name: str, param: Tensor, grad: Tensor, master: Tensor | None, merges: tuple[tuple[int, int], ...]) -> None:
-    if grad.shape[-1:] != param.shape or grad.dim() > 2 or (grad.dim() == 1 and merges):
-        raise ValueError(
-            f"{name}: grad must be [n], or [K, n] with merges, where param is [n]; "
-            f"got {list(grad.shape)}, {list(param.shape)} and {len(merges)} merges"
-        )
-    check_merges(name, merges, len(grad) if grad.dim() == 2 else 1)
-    if master is not None:
-        if master.shape != param.shape:
-            raise ValueError(f"{name}: master is {list(master.shape)}, param {list(param.shape)}: must be the same")
-        if master.dtype != torch.float32:
-            raise TypeError(f"{name}: master is {master.dtype}, must be torch.float32")
+    def check(self) -> None:
+        momentum = self.options.momentum
+        if (self.momentum_buffer is None) != (momentum == 0):
+            raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
+        self.check_as("sgd")
 
 
-@torch.no_grad()
-def lamb(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    table: PackTable,
-    options: AdamOptions,
-    *,
-    step: Tensor,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@dataclass(frozen=True)
+class LAMBArguments(UpdateArguments):
     """One LAMB step (You et al. 2020, algorithm 2, phi the identity) on a bucket's flat buffers, in place.
 
     For each tensor p of the table, u = Adam's bias-corrected update + weight_decay * p, then p -= lr * |p| / |u| * u;
     the ratio is 1 where either norm is 0. Norms are summed from chunks of the tensor: with offsets that are multiples
     of 16, as a bucket's are, its bits depend on it alone.
 
-    Args:
+    Args, beside those of `UpdateArguments`:
         param, exp_avg, exp_avg_sq: fp32, 1-D, contiguous, at least `table.end` elements; what lies between tensors is
             not touched.
-        grad: the same in fp32, bf16 or fp16; its content after the call is unspecified.
+        grad: the same in fp32, bf16 or fp16.
         table: where each tensor lies in them.
-        step, grad_scale, found_inf: as for `adamw`.
+        step: as for `adamw`.
 
     Raises ValueError when a buffer is too short, TypeError when a dtype does not fit.
     """
-    for name, flat in (("param", param), ("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if flat.dim() != 1 or flat.numel() < table.end:
-            raise ValueError(f"lamb: {name} is {list(flat.shape)}, the table needs [{table.end}] or more")
-        if flat.dtype != torch.float32 and (name != "grad" or flat.dtype not in DTYPES):
-            raise TypeError(f"lamb: {name} is {flat.dtype}, must be torch.float32{' or 16-bit' * (name == 'grad')}")
-    if use_triton(param):
-        from kfuse.kernels import triton_lamb
 
-        update = triton_lamb.lamb
-    else:
-        update = reference.lamb
-    update(param, grad, exp_avg, exp_avg_sq, table, options, step, grad_scale, found_inf)
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    table: PackTable
+    options: AdamOptions
+    _: KW_ONLY
+    step: Tensor
+
+    def check(self) -> None:
+        for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
+            flat: Tensor = getattr(self, name)
+            if flat.dim() != 1 or flat.numel() < self.table.end:
+                raise ValueError(f"lamb: {name} is {list(flat.shape)}, the table needs [{self.table.end}] or more")
+            if flat.dtype != torch.float32 and (name != "grad" or flat.dtype not in DTYPES):
+                raise TypeError(f"lamb: {name} is {flat.dtype}, must be torch.float32{' or 16-bit' * (name == 'grad')}")
+
+
+def adamw_by_torch(given: AdamWArguments) -> None:
+    if given.skipped:
+        return
+    torch._fused_adamw_(
+        [given.weights],
+        [given.summed_grad()],
+        [given.exp_avg],
+        [given.exp_avg_sq],
+        [],
+        [given.step],
+        **vars(given.options),
+        amsgrad=False,
+        grad_scale=given.grad_divisor,
+        found_inf=None,
+    )
+    if given.master is not None:
+        given.param.copy_(given.master)
+
+
+def sgd_by_torch(given: SGDArguments) -> None:
+    if given.skipped:
+        return
+    torch._fused_sgd_(
+        [given.weights],
+        [given.summed_grad()],
+        [] if given.momentum_buffer is None else [given.momentum_buffer],
+        **vars(given.options),
+        is_first_step=given.first_step,
+        grad_scale=given.grad_divisor,
+        found_inf=None,
+    )
+    if given.master is not None:
+        given.param.copy_(given.master)
+
+
+def lamb_by_torch(given: LAMBArguments) -> None:
+    if given.skipped:
+        return
+    table = given.table
+    scratch = torch.empty(min(PIECE, max(table.numels, default=0)))
+    for numel, offset in zip(table.numels, table.offsets, strict=True):
+        flats = (given.param, given.grad, given.exp_avg, given.exp_avg_sq)
+        p, g, m, v = (flat[offset : offset + numel] for flat in flats)
+        direction = g.float()  # the gradient's own place, where it is fp32
+        norms = torch.empty(2, -(-numel // CHUNK))
+        pieces = (torch.split(values, PIECE) for values in (p, direction, m, v))
+        for *values, norm in zip(*pieces, torch.split(norms, PIECE // CHUNK, dim=1), strict=True):
+            _lamb_direction(given, values, norm, scratch)
+        of_p, of_direction = (_length(row) for row in norms)
+        trust = of_p / of_direction if of_p and of_direction else 1.0
+        p.sub_(direction, alpha=given.options.lr * trust)
+
+
+def _lamb_direction(given: LAMBArguments, piece: Sequence[Tensor], norms: Tensor, scratch: Tensor) -> None:
+    """Updates the moments, turns the gradient into the update before the trust ratio, and measures it and `p`."""
+    p, g, m, v = piece
+    update = torch.mul(p, given.options.weight_decay, out=scratch[: p.numel()])
+    # What AdamW would add to it at a learning rate of -1 is Adam's update.
+    options = replace(given.options, lr=-1.0, weight_decay=0.0)
+    adamw(update, g, m, v, options, step=given.step, grad_scale=given.grad_scale)
+    g.copy_(update)
+    full = p.numel() // CHUNK
+    for values, out in zip((p, update), norms, strict=True):
+        row_norms(values, CHUNK, out[:full], out[full:])
+
+
+def _length(norms: Tensor) -> float:
+    """The 2-norm of a tensor from its chunks', in an order fixed by their number."""
+    total = torch.empty((), dtype=torch.float64)
+    sum_partials(norms.double().square_(), total)
+    return math.sqrt(total.item())
+
+
+adamw = kernel("adamw", AdamWArguments, "param", adamw_by_torch, "triton_updates")
+sgd = kernel("sgd", SGDArguments, "param", sgd_by_torch, "triton_updates")
+lamb = kernel("lamb", LAMBArguments, "param", lamb_by_torch, "triton_lamb")

@@ -8,13 +8,16 @@ What exchanges values (`allreduce`, `broadcast`, `allgather`, `barrier`) must be
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 
 import torch
 from torch import Tensor
 
+from kfuse.optim.base import latest_optimizer
 from kfuse.policies.signals import SYNC_MAX
 from kfuse.session import Session, current
+from kfuse.train.decisions import Decisions, running
 
 Number = int | float
 
@@ -105,7 +108,7 @@ def _joined() -> Session:
 
 
 def _latest(name: str) -> float:
-    opt = current().latest_optimizer()
+    opt = latest_optimizer()
     stats = opt.statistics.latest if opt is not None else None
     value = getattr(stats, name, None)
     return math.nan if value is None else float(value)
@@ -113,19 +116,21 @@ def _latest(name: str) -> float:
 
 def resize(workers: int) -> None:
     """Asks for this many workers. They join, or leave, at a later step boundary, when they are ready."""
-    session = current()
+    session, decisions = current(), running()
     if not session.elastic:
         warnings.warn("kf.resize: this job's number of workers is fixed: no supervisor started it", stacklevel=2)
-        return
-    session.ask(workers=workers)
+    elif decisions is not None:
+        decisions.request(workers=workers)
+    else:
+        session.order("resize", workers=operator.index(workers))
 
 
 def set_batch_size(samples: int) -> None:
     """Sets the global batch size. Inside kf.fit only."""
-    _require_loop("kf.set_batch_size")
+    decisions = _running("kf.set_batch_size")
     if samples < 1:
         raise ValueError(f"kf.set_batch_size({samples}): must be at least 1")
-    current().ask(batch_size=samples)
+    decisions.request(batch_size=samples)
 
 
 def set_lr(lr: float) -> None:
@@ -133,24 +138,17 @@ def set_lr(lr: float) -> None:
 
     Raises ValueError unless it is finite and above 0, and where the rate now is 0, which no factor changes.
     """
-    now, scale = _require_loop("kf.set_lr")
-    if not (math.isfinite(lr) and lr > 0):
-        raise ValueError(f"kf.set_lr({lr}): must be a finite number above 0")
-    if not now > 0:
-        raise ValueError(f"kf.set_lr({lr}): the learning rate is 0 now, which no factor changes: set it later")
-    current().ask(lr_scale=lr * scale / now)
+    _running("kf.set_lr").request_lr(lr)
 
 
 def set_topology(name: str) -> None:
     """Sets how gradients are reduced: "allreduce", "all_to_all" or "tree". Inside kf.fit only."""
-    _require_loop("kf.set_topology")
-    current().ask(topology=name)
+    _running("kf.set_topology").request(topology=name)
 
 
 def set_tree(shape: str) -> None:
     """Sets the shape of the topology "tree": "binary", "star" or "host" (one message a host). Inside kf.fit only."""
-    _require_loop("kf.set_tree")
-    current().ask(tree=shape)
+    _running("kf.set_tree").request(tree=shape)
 
 
 def set_sync(steps: int) -> None:
@@ -159,14 +157,14 @@ def set_sync(steps: int) -> None:
     1: every step's gradients are reduced. More: local SGD (Stich 2019): each worker updates with its own gradients, and
     parameters and optimizer state are averaged every so many steps; statistics of the mean gradient are unknown.
     """
-    _require_loop("kf.set_sync")
+    decisions = _running("kf.set_sync")
     if not 1 <= steps <= SYNC_MAX:
         raise ValueError(f"kf.set_sync({steps}): allowed is 1 to {SYNC_MAX}")
-    current().ask(sync=steps)
+    decisions.request(sync=steps)
 
 
-def _require_loop(verb: str) -> tuple[float, float]:
-    session = current()
-    if session.lr is None:
+def _running(verb: str) -> Decisions:
+    decisions = running()
+    if decisions is None:
         raise RuntimeError(f"{verb} works inside kf.fit: in a loop of your own, set it there")
-    return session.lr
+    return decisions

@@ -1,4 +1,4 @@
-"""This process's place among the workers: its group, its rank, and what the leader is asked to announce.
+"""This process's membership: its group, its rank, and its supervisor.
 
 `init()` finds out from the environment how the process was started: by a kfuse supervisor (the group may change while
 training), by torchrun (a fixed group), or plainly (one worker).
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import json
-import operator
+import logging
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -28,22 +27,20 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from kfuse.comm import transports
 from kfuse.comm.group import CommError, Group, drop_retired
 from kfuse.comm.plan import CommOptions
-from kfuse.comm.tail import Control
 from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.rendezvous import Rendezvous, own_address
-
-if TYPE_CHECKING:
-    from kfuse.optim.base import DistributedOptimizer
+from kfuse.observe.logs import set_up_logging
 
 Record = Callable[[str, dict[str, Any]], None]
+
+_LOG = logging.getLogger("kfuse")
 
 _ARRIVED = "arrived"  # in a view's store, once somebody comes from the view before
 _POLL_S = 0.01
 _MOST_LANES = 8  # only optimizers that take part in one backward need different ones
 _CLOSE_S = 5.0  # at the end of a process, for the others to come to theirs
-STOP_REASONS = ("", "interrupted", "terminated")  # Control.stop is an index into these
 
 
 class ViewChanged(CommError):
@@ -59,25 +56,9 @@ class Session:
         """`record`: who keeps what is reported where there is no supervisor; None: nobody."""
         self.group, self.comm, self.control_client, self._record = group, comm, control, record
         self.view: View | None = None
-        self.topology: str | None = None
-        """The transport that a decision chose; None: the configured one."""
-        self.tree: str | None = None
-        """The same of the tree transport's shape."""
-        self.latest_optimizer: Callable[[], DistributedOptimizer | None] = lambda: None
-        self._optimizers: list[weakref.ref[DistributedOptimizer]] = []  # in the order in which they were made
+        self._listeners: list[weakref.WeakMethod[Callable[[Group], None]]] = []  # in the order in which they came
         self.lanes = self._optimizers_made = 0
         """How many of the group's lanes this worker's optimizers use."""
-        self._pending = Control()
-        self._announced = Control()
-        """The part of `_pending` that the step under way carries."""
-        self.lr: tuple[float, float] | None = None
-        """The training loop's learning rate and the part of it that is lr_scale."""
-        self.workers_asked = 0
-        """How many workers were last asked for, by a policy or kf.resize."""
-        self.stop_asked = ""
-        """Why to stop at the next step boundary (one of STOP_REASONS), where there is no supervisor to say it."""
-        self.absorbs = False
-        self.failure: CommError | None = None
         self.lost = False
         """The others cannot be reached any more."""
         self.left = False
@@ -105,9 +86,10 @@ class Session:
         """Whether the number of workers can change."""
         return self.control_client is not None
 
-    def register(self, optimizer: DistributedOptimizer) -> None:
-        self._optimizers = [known for known in self._optimizers if known() is not None] + [weakref.ref(optimizer)]
-        self.latest_optimizer = weakref.ref(optimizer)
+    def on_group_change(self, listener: Callable[[Group], None]) -> None:
+        """Has `listener`, a bound method, called with each new group, as long as its object lives."""
+        alive = [known for known in self._listeners if known() is not None]
+        self._listeners = [*alive, weakref.WeakMethod(listener)]
 
     def new_lane(self) -> int:
         """The number of a lane for a new optimizer; the same on every rank, if they make the same optimizers.
@@ -118,90 +100,30 @@ class Session:
         self.lanes = min(self._optimizers_made, _MOST_LANES)
         return (self._optimizers_made - 1) % _MOST_LANES
 
-    # -- the control word -----------------------------------------------------------------------------------------
+    # -- the supervisor -------------------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        *,
-        batch_size: int | None = None,
-        lr_scale: float | None = None,
-        topology: str | None = None,
-        tree: str | None = None,
-        sync: int | None = None,
-        workers: int | None = None,
-        replace: int | None = None,
-    ) -> None:
-        """What the leader announces with the next step. Only rank 0's requests are sent; other ranks' are dropped.
+    def proposed_generation(self) -> int:
+        """The view that is to come, as far as this worker knows; 0 where none is."""
+        client, view = self.control_client, self.view
+        return 0 if client is None or view is None else client.proposed(view.generation)
 
-        `replace`: the number, not the rank, of a worker whose place a new one is to take.
-        Raises TypeError where `workers` is not a whole number, ValueError for a topology or tree that does not exist,
-        and for what reproducible sums rule out.
+    def stop_reason(self) -> str | None:
+        """Why the supervisor wants training to stop; None where it does not, or there is none."""
+        return None if self.control_client is None else self.control_client.stop_reason()
+
+    def order(self, what: str, **fields: int) -> None:
+        """Asks something of the supervisor ("resize": `workers`; "replace": `worker`, its number, not its rank).
+
+        Only rank 0's orders are sent; other ranks' are dropped, as are those of a job without a supervisor.
         """
-        if batch_size is not None:
-            self._pending = dataclasses.replace(self._pending, batch_size=batch_size)
-        if lr_scale is not None:
-            self._pending = dataclasses.replace(self._pending, lr_scale=lr_scale)
-        if topology is not None:
-            name = transports.choose(topology, self.comm.reproducible)
-            if name not in transports.NAMES:
-                raise ValueError(f"topology {name!r}: allowed are {', '.join(transports.NAMES)}")
-            self._pending = dataclasses.replace(self._pending, transport=1 + transports.NAMES.index(name))
-        if tree is not None:
-            if tree not in transports.TREES:
-                raise ValueError(f"tree {tree!r}: allowed are {', '.join(transports.TREES)}")
-            self._pending = dataclasses.replace(self._pending, tree=1 + transports.TREES.index(tree))
-        if sync is not None:
-            if sync > 1 and self.comm.reproducible:
-                raise ValueError(f"sync {sync}: comm.reproducible=true synchronises at every step")
-            self._pending = dataclasses.replace(self._pending, sync_every=sync)
-        if workers is not None:
-            self.workers_asked = operator.index(workers)
-            self._order("resize", workers=self.workers_asked)
-        if replace is not None:
-            self._order("replace", worker=replace)
+        if self.group.rank == 0:
+            self._tell(what, **fields)
 
-    def _order(self, what: str, **fields: int) -> None:
-        """Tells the supervisor, if this is the leader of an elastic job."""
-        if self.control_client is not None and self.group.rank == 0:
-            with contextlib.suppress(ControlError):  # as in `report`
-                self.control_client.send(what, **fields)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was decided, and what is asked for and not yet announced: a resumed run must decide alike."""
-        return {
-            "topology": self.topology,
-            "tree": self.tree,
-            "workers_asked": self.workers_asked,
-            "asked": dataclasses.asdict(dataclasses.replace(self._pending, generation=0, stop=0)),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what another worker, or a checkpoint, has decided and asked for."""
-        self._restore_transport(state["topology"], state["tree"])
-        self.workers_asked = state["workers_asked"]
-        self._pending = Control(**state["asked"])
-
-    def take_control(self) -> Control:
-        """The control word of the step under way (engine, on the leader)."""
-        self._announced = self._pending
-        client = self.control_client
-        generation = 0
-        if client is not None and self.view is not None:
-            generation = client.proposed(self.view.generation)
-        stop = self.stop_asked if client is None else client.stop_reason()
-        index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0
-        return dataclasses.replace(self._announced, generation=generation, stop=index)
-
-    def take_asked(self) -> Control:
-        """What is asked for, which the caller applies itself: it is not announced."""
-        asked, self._pending = self._pending, Control()
-        return asked
-
-    def control_sent(self) -> None:
-        """The step that carried the control word is complete; what was asked for since then waits for the next."""
-        asked, announced = vars(self._pending), vars(self._announced)
-        self._pending = Control(**{name: value for name, value in asked.items() if value != announced[name]})
-        self._announced = Control()
+    def _tell(self, message: str, **fields: Any) -> None:
+        """Sends the supervisor a message, if there is one. If it is gone, `check` says so at the next boundary."""
+        if self.control_client is not None:
+            with contextlib.suppress(ControlError):
+                self.control_client.send(message, **fields)
 
     # -- views ----------------------------------------------------------------------------------------------------
 
@@ -209,12 +131,6 @@ class Session:
         """Joins the others, if a supervisor started this worker and it has not joined yet."""
         if self.control_client is not None and self.view is None:
             self.join()
-
-    def absorb(self, error: CommError) -> bool:
-        """Whether a training loop will deal with this error: then the step under way just ends."""
-        if self.absorbs:
-            self.failure = error
-        return self.absorbs
 
     def join(self) -> None:
         """Tells the supervisor that this worker is ready, and waits to be taken into a view.
@@ -260,10 +176,20 @@ class Session:
         self.group = group
         old.retire()
         self.view = view
-        self._regroup()
+        self.log_view()
+        for known in self._listeners:
+            if (listener := known()) is not None:
+                listener(group)
         client.forget(view.generation)
         client.send("joined", generation=view.generation)
         return True
+
+    def log_view(self) -> None:
+        """One line about the view in force, on rank 0."""
+        if self.view is not None and self.group.rank == 0:
+            name = transports.choose(self.comm.schedule, self.comm.reproducible)
+            view = self.view
+            _LOG.info("view %d (%s): workers %d, transport %s", view.generation, view.reason, view.size, name)
 
     def check(self) -> None:
         """Raises ViewChanged if the supervisor replaced the view, ControlError if it is gone."""
@@ -280,33 +206,12 @@ class Session:
         assert self.control_client is not None, "this job has no supervisor"
         return self.control_client
 
-    def use_transport(self, name: str | None, tree: str | None) -> None:
-        """Switches every optimizer to this transport and tree (None: the configured ones), between steps."""
-        self.topology, self.tree = name, tree
-        self._regroup()
-
-    def _restore_transport(self, name: str | None, tree: str | None) -> None:
-        """As `use_transport`; where nothing changes, a step that another training loop has begun goes on."""
-        if (name, tree) != (self.topology, self.tree):
-            self.use_transport(name, tree)
-
-    def _regroup(self) -> None:
-        for known in self._optimizers:
-            if (optimizer := known()) is not None:
-                optimizer.engine.set_group(self.group, self.topology, self.tree)
-
     def give_up(self, why: str) -> None:
         """Tells the supervisor, if there is one, that the job must end: no other worker could go on either."""
-        if self.control_client is not None:
-            with contextlib.suppress(ControlError):
-                self.control_client.send("fatal", why=why)
+        self._tell("fatal", why=why)
 
     def begin_training(self) -> None:
-        """A training starts: what was asked for in an earlier one of this process, and its transport, are not this
-        one's.
-
-        Raises RuntimeError if another one is under way in an elastic job.
-        """
+        """A training starts. Raises RuntimeError if another one is under way in an elastic job."""
         if self.elastic and self.in_training:
             raise RuntimeError(
                 "another kf.fit or kf.DataLoader of this process is under way: in a job whose workers may change, let "
@@ -314,26 +219,18 @@ class Session:
             )
         self.training += 1
         self.in_training = True
-        self._pending, self._announced = Control(), Control()
-        self._restore_transport(None, None)
 
     def end_training(self, failed_at: int | None) -> None:
         """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
         self.in_training = False
-        if self.control_client is not None and not sys.is_finalizing():
-            with contextlib.suppress(ControlError):
-                self.control_client.send("loop_ended", training=self.training, failed_at=failed_at)
+        if not sys.is_finalizing():
+            self._tell("loop_ended", training=self.training, failed_at=failed_at)
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Sends a record to the supervisor, which keeps the run directory.
-
-        If it is gone, that is no news for here: `check` says so at the next step boundary.
-        """
-        if self.control_client is not None:
-            with contextlib.suppress(ControlError):
-                self.control_client.send("record", kind=kind, data=data)
-        elif self._record is not None:
+        """Sends a record to whoever keeps the run directory: the supervisor, if there is one."""
+        if self._record is not None:
             self._record(kind, data)
+        self._tell("record", kind=kind, data=data)
 
 
 _current: Session | None = None
@@ -373,6 +270,8 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
 def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
     """The session of a worker that a supervisor started; it is alone until `join`."""
     global _current
+    if "observe" in client.job:
+        set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     _leave_sigterm_to_the_supervisor()
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
     _close_at_exit(_current)
@@ -400,6 +299,7 @@ def meet(meeting: Rendezvous, comm: CommOptions, timeout_s: float, record: Recor
     group = Group(meeting.rank, meeting.size, PrefixStore("view", store), _device(), timeout_s, address, hosts=hosts)
     _current = Session(group, comm, record=record)
     _current.view = View(1, members, (meeting.host, meeting.port), "start")
+    _current.log_view()
     _close_at_exit(_current, meeting)
     return _current
 

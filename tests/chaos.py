@@ -93,7 +93,7 @@ class Chaos(BasePolicy):
         self._topologies: dict[int, str] = {item["step"]: item["topology"] for item in topologies}
         self._schedule = SchedulePolicy(phases)
         self._adapts = GNSPolicy(every=5) if adaptive else BasePolicy()
-        self._run: Any = None
+        self._trainer: Any = None
         self._began = time.monotonic()
         if protocol.ENV_WORKER in os.environ:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class Chaos(BasePolicy):
 
     @property
     def _step(self) -> int:
-        return 0 if self._run is None else int(self._run.position.step)
+        return 0 if self._trainer is None else int(self._trainer.progress.step)
 
     def _check(self) -> None:
         if session.current().elastic:
@@ -187,13 +187,13 @@ class Chaos(BasePolicy):
 
     def _patch(self) -> None:
         """Puts this policy's eyes where the moments are."""
-        from kfuse.checkpoint import format as checkpoint
+        from kfuse.checkpoint.format import _HashedFile
         from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
         from kfuse.elastic import state_transfer
         from kfuse.optim.base import DistributedOptimizer
-        from kfuse.train import coordinator, loop
+        from kfuse.train import trainer
 
         def before(owner: Any, name: str, look: Callable[..., None]) -> None:
             original = getattr(owner, name)
@@ -217,8 +217,8 @@ class Chaos(BasePolicy):
         def here(moment: str) -> Callable[..., None]:
             return lambda *_, **__: self._reached(moment, session.current().group.rank)
 
-        def attempt(run: Any, *_: Any) -> None:
-            self._run = run
+        def steps(training: Any) -> None:
+            self._trainer = training
 
         def launched(_: Any, key: int, *__: Any) -> None:
             if key == 0:
@@ -230,13 +230,13 @@ class Chaos(BasePolicy):
         def form(view: Any, rank: int, *_: Any) -> None:
             self._reached("recovery" if view.recovers else "joining", rank)
 
-        before(coordinator.Coordinator, "attempt", attempt)
+        before(trainer.Trainer, "steps", steps)
         before(MicroBatch, "__enter__", here("forward"))
         after(AllToAll, "launch", launched)
         after(AllReduce, "launch", launched)
         before(DistributedOptimizer, "_verdict", here("between_reduction_and_update"))
-        before(loop, "evaluate", here("evaluation"))
-        after(loop, "evaluate", here("evaluated"))
-        before(checkpoint._HashedFile, "sync", here("checkpoint_write"))
+        before(trainer, "evaluate", here("evaluation"))
+        after(trainer, "evaluate", here("evaluated"))
+        before(_HashedFile, "sync", here("checkpoint_write"))
         before(state_transfer, "share", share)
         before(session, "_form_group", form)

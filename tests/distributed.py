@@ -33,7 +33,7 @@ class WorkersFailed(AssertionError):
 
 
 def run_workers(
-    count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, env: dict[str, str] | None = None
+    count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0, env: dict[str, str] | None = None
 ) -> list[Any]:
     """`function(*args)` in `count` processes, each with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
 

@@ -20,8 +20,7 @@ import hydra
 from omegaconf import OmegaConf
 from warm import WarmLauncher
 
-from kfuse.config.check import validate
-from kfuse.config.settle import drop_replaced
+from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
@@ -117,7 +116,7 @@ def compose(overrides: Iterable[str]) -> dict[str, Any]:
     given = list(overrides)
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", given)
-    drop_replaced(cfg, given)
+    drop_replaced_arguments(cfg, given)
     validate(cfg)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     return dict(plain)
@@ -152,7 +151,6 @@ def run_job(
     directory: Path,
     overrides: Iterable[str],
     during: During | None = None,
-    deadline_s: float = DEADLINE_S,
     launcher: Launcher | None = None,
 ) -> Job:
     """Runs a job to its end, good or bad. `during` runs beside it, and is cancelled when the job ends.
@@ -177,7 +175,7 @@ def run_job(
         loop.set_exception_handler(lambda _, context: job.loop_errors.append(repr(context)))
         beside = asyncio.create_task(during(supervisor, job)) if during else None
         try:
-            await asyncio.wait_for(supervisor.run(), deadline_s)
+            await asyncio.wait_for(supervisor.run(), DEADLINE_S)
             if beside is not None and beside.done():
                 beside.result()
         finally:
@@ -192,10 +190,11 @@ def run_job(
         except JobFailed as error:
             job.error = str(error)
         except TimeoutError:
-            raise AssertionError(f"the job did not end within {deadline_s:.0f} s\n{job.told()}") from None
+            raise AssertionError(f"the job did not end within {DEADLINE_S:.0f} s\n{job.told()}") from None
     if launcher is None:
         job.statuses = {process.pid: process.status for process in warm.started}
         job.lines = warm.log.read_text().splitlines() if warm.log.exists() else []
+    print(job.told())  # pytest shows it where the test fails
     assert_none_left(job.pids)
     assert not job.loop_errors, job.loop_errors
     return job
@@ -232,11 +231,11 @@ def command_line(
             job.lines = log.read_text().splitlines()
 
 
-def wait_until(what: str, true: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+def wait_until(what: str, true: Callable[[], Any]) -> Any:
     """The first true value of `true`. Raises AssertionError after the deadline."""
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + DEADLINE_S
     while not (value := true()):
-        assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}"
+        assert time.monotonic() < end, f"waited {DEADLINE_S:.0f} s for {what}"
         time.sleep(0.01)
     return value
 
@@ -257,8 +256,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def assert_none_left(pids: Iterable[int], deadline_s: float = 30.0) -> None:
-    wait_until(f"processes {sorted(pids)} to end", lambda: not any(map(is_alive, pids)), deadline_s)
+def assert_none_left(pids: Iterable[int]) -> None:
+    wait_until(f"processes {sorted(pids)} to end", lambda: not any(map(is_alive, pids)))
 
 
 # -- what every job must keep -------------------------------------------------------------------------------------

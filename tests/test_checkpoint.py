@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kfuse.checkpoint import format as checkpoint
+import kfuse.checkpoint.format
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
 from kfuse.checkpoint.manager import Checkpoints, CheckpointSettings
 
@@ -61,7 +61,7 @@ def state_of(step: int) -> dict[str, Any]:
     return {
         "model": {"weight": weights[0], "bias": weights[1, 0].bfloat16(), "count": torch.tensor(step)},
         "optimizer": {"state": {0: {"exp_avg": weights[2], "step": torch.tensor(float(step))}}, "param_groups": []},
-        "position": {"step": step, "loss": ODD_FLOATS[step % len(ODD_FLOATS)], "accuracy": None},
+        "progress": {"step": step, "loss": ODD_FLOATS[step % len(ODD_FLOATS)], "accuracy": None},
         "contexts": {step: {"samples": 1 << 40, "sizes": (1, [2.5, True])}},
     }
 
@@ -128,7 +128,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)  # the disk decides
 @given(VALUES)
 @pytest.mark.full
 def test_plain_values_come_back_exactly(value: Any) -> None:
@@ -238,7 +237,7 @@ def test_one_copy_at_a_time(tmp_path: Path, held: Callable[[], None], monkeypatc
     checkpointer = Checkpointer(tmp_path, 9, events := Events())
     assert checkpointer.save(1, state_of(1))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_snapshot", lambda *_: pytest.fail("a second copy was made"))
+        patch.setattr("kfuse.checkpoint.format._snapshot", lambda *_: pytest.fail("a second copy was made"))
         assert not checkpointer.save(2, state_of(2))
     held()
     assert checkpointer.wait(PATIENCE_S)
@@ -257,8 +256,8 @@ def test_nothing_holds_the_copy_once_it_is_written(tmp_path: Path, monkeypatch: 
             copies.append(weakref.ref(copy))
         return copy
 
-    snapshot = checkpoint._snapshot
-    monkeypatch.setattr(checkpoint, "_snapshot", remember)
+    snapshot = kfuse.checkpoint.format._snapshot
+    monkeypatch.setattr("kfuse.checkpoint.format._snapshot", remember)
     checkpointer = Checkpointer(tmp_path, 1, Events())
     checkpointer.save(1, state_of(1))
     checkpointer.wait()
@@ -320,7 +319,7 @@ def test_going_back_with_a_first_write_that_fails(tmp_path: Path, monkeypatch: p
     write(tmp_path, 10, 20, 30)
     checkpointer = Checkpointer(tmp_path, 9, events := Events())
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_files", lambda *_: os.listdir(tmp_path / "no disk"))
+        patch.setattr("kfuse.checkpoint.format._write_files", lambda *_: os.listdir(tmp_path / "no disk"))
         checkpointer.save(15, state_of(15))
         checkpointer.wait()
     assert names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
@@ -411,7 +410,7 @@ def test_truncated_and_missing_files_are_named(damaged: Path, name: str) -> None
 def test_unknown_format_version_is_named(damaged: Path) -> None:
     manifest = json.loads((damaged / "manifest.json").read_text())
     (damaged / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-    with pytest.raises(CheckpointError, match=r"manifest\.json: format version 1 is unknown; this kfuse reads 2"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: format version 1 is unknown; this kfuse reads 3"):
         load(damaged)
 
 
@@ -427,7 +426,7 @@ def test_files_can_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    monkeypatch.setattr(checkpoint, "_snapshot", lambda value, where: value)
+    monkeypatch.setattr("kfuse.checkpoint.format._snapshot", lambda value, where: value)
     checkpointer = Checkpointer(tmp_path, 1, Events())
     checkpointer.save(1, {"model": {"w": Evil()}, "optimizer": {}})
     checkpointer.wait()
@@ -649,7 +648,7 @@ def check_after_death(directory: Path, newest: int) -> int:
     found = load_newest(directory, events := Events())
     assert found is not None and events == []
     state, path = found
-    step: int = state["position"]["step"]
+    step: int = state["progress"]["step"]
     assert step >= newest and path.name.startswith(f"step-{step:08d}")
     assert exact(state) == exact(state_of(step))
     hidden = [name for name in names(directory) if name.startswith(".")]

@@ -39,10 +39,10 @@ def load():
 # The command line, and what its error must say.
 WRONG = [
     # Types.
-    ("batch.size=abc", ["batch.size=abc", "a whole number from 1"]),
-    ("batch.size=3.5", ["batch.size=3.5", "a whole number from 1"]),
-    ("batch.size=null", ["batch.size=null", "a whole number from 1"]),
-    ("comm.reproducible=maybe", ["comm.reproducible=maybe", "true, false"]),
+    ("batch.size=abc", ["batch.size=abc", "a whole number, at least 1"]),
+    ("batch.size=3.5", ["batch.size=3.5", "a whole number, at least 1"]),
+    ("batch.size=null", ["batch.size=null", "a whole number, at least 1"]),
+    ("comm.reproducible=maybe", ["comm.reproducible=maybe", "true or false"]),
     ("batch=3", ["batch=3", "batch.size, batch.micro, batch.min, batch.max"]),
     ("data.heldout=x", ["data.heldout=x", "a number"]),
     ("model.hidden=64", ["model.hidden=64", "a list, each a whole number"]),
@@ -50,19 +50,19 @@ WRONG = [
     ("optimizer.betas=[0.9]", ["optimizer.betas=[0.9]", "a list of 2"]),
     ("policy.every=x", ["policy.every=x", "a whole number"]),
     # Bounds and choices.
-    ("batch.size=0", ["batch.size=0", "from 1"]),
+    ("batch.size=0", ["batch.size=0", "at least 1"]),
     ("lr.base=nan", ["lr.base=nan", "above 0"]),
     ("lr.base=inf", ["lr.base=inf", "above 0"]),
     ("lr.base=0", ["lr.base=0.0", "above 0"]),
-    ("seed=-1", ["seed=-1", "from 0"]),
-    ("train.target_accuracy=2", ["train.target_accuracy=2.0", "above 0 to 1, or null"]),
+    ("seed=-1", ["seed=-1", "0 to 4294967295"]),
+    ("train.target_accuracy=2", ["train.target_accuracy=2.0", "above 0, at most 1, or null"]),
     ("lr.scaling=cubic", ["lr.scaling=cubic", "none, linear, sqrt, adascale"]),
     ("train.precision=fp16", ["train.precision=fp16", "fp32, bf16"]),
     ("comm.schedule=ring", ["comm.schedule=ring", "auto, allreduce, all_to_all"]),
-    ("policy.every=0", ["policy.every=0", "a whole number from 1"]),
-    ("data.heldout=1.5", ["data.heldout=1.5", "between 0 and 1"]),
-    ("model.dropout=2", ["model.dropout=2", "between 0 and 1"]),
-    ("model.hidden=[-3]", ["model.hidden=[-3]", "each must be at least 1"]),
+    ("policy.every=0", ["policy.every=0", "a whole number, at least 1"]),
+    ("data.heldout=1.5", ["data.heldout=1.5", "below 1"]),
+    ("model.dropout=2", ["model.dropout=2", "below 1"]),
+    ("model.hidden=[-3]", ["model.hidden=[-3]", "must be at least 1"]),
     ("optimizer.betas=[0.9,1.5]", ["betas=[0.9, 1.5]", "1.5"]),
     ("optimizer=sgd optimizer.momentum=0 optimizer.nesterov=true", ["optimizer.momentum=0", "Nesterov"]),
     ("optimizer=lamb optimizer.eps=-1", ["optimizer.eps=-1", "must be 0 or more"]),
@@ -71,13 +71,13 @@ WRONG = [
     ("optimizer.betas=[nan,0.9]", ["optimizer.betas=[nan, 0.9]", "finite"]),
     ("optimizer=sgd optimizer.momentum=nan", ["optimizer.momentum=nan", "finite"]),
     ("model.dropout=nan", ["model.dropout=nan", "finite"]),
-    ("model.dropout=-0.5", ["model.dropout=-0.5", "between 0 and 1"]),
-    ("model.hidden=[0]", ["model.hidden=[0]", "each must be at least 1"]),
+    ("model.dropout=-0.5", ["model.dropout=-0.5", "below 1"]),
+    ("model.hidden=[0]", ["model.hidden=[0]", "must be at least 1"]),
     ("model=convnet model.width=0", ["model.width=0", "at least 1"]),
     ("model=gpt data=text model.layers=-1", ["model.layers=-1", "at least 1"]),
     ("policy=schedule 'policy.phases=[{epoch: 1, lr_scale: true}]'", ["phases[0].lr_scale=True", "above 0"]),
-    ("workers.threads=99999999999999999999", ["workers.threads=99999999999999999999", "from 1 to 4096"]),
-    ("comm.timeout_s=1e300", ["comm.timeout_s=1e+300", "above 0 to 1000000"]),
+    ("workers.threads=99999999999999999999", ["workers.threads=99999999999999999999", "1 to 4096"]),
+    ("comm.timeout_s=1e300", ["comm.timeout_s=1e+300", "above 0, at most 1000000"]),
     # A sweep over nothing, directories without a name, checkpoints that are none.
     ("-m 'seed=range(0)'", ["a sweep over nothing"]),
     ("hydra.run.dir=", ["hydra.run.dir=", "allowed is a directory"]),
@@ -94,8 +94,8 @@ WRONG = [
     ("workers.min=3 workers.count=3", ["workers.min=3", "workers.max=2"]),
     ("train.epochs=null", ["train.epochs=null", "train.steps=null"]),
     ("comm.tree=oak", ["comm.tree=oak", "binary, star, host"]),
-    ("comm.sync_every=0", ["comm.sync_every=0", "from 1"]),
-    ("comm=reproducible comm.sync_every=4", ["comm.sync_every=4", "allows 1"]),
+    ("comm.sync_every=0", ["comm.sync_every=0", "1 to 1048576"]),
+    ("comm=reproducible comm.sync_every=4", ["comm.sync_every=4", "must be 1"]),
     ("comm._target_=nothing.Here", ["comm._target_=nothing.Here", "no module nothing"]),
     ("comm._target_=torch.nn.Linear", ["comm._target_=torch.nn.Linear", "plan, launch, poll, wait"]),
     ("comm.reproducible=true comm.dtype=bf16", ["comm.dtype=bf16", "fp32"]),
@@ -132,7 +132,7 @@ WRONG = [
     ("--train.steps=3", ["--train.steps=3", "did you mean train.steps=3?"]),
     ("--model gpt data=text", ["--model", "did you mean model=gpt?"]),
     ("--seed -1", ["--seed", "did you mean seed=...?"]),
-    ("--min 3", ["--min: no such flag; allowed is key=value, without dashes\n"]),
+    ("--min 3", ["--min: no such flag; must be key=value, without dashes\n"]),
     ("--re", ["--re: no such flag"]),
     # Data that is missing or unfit.
     ("data=text data.path=nope.txt", ["data.path=nope.txt", "does not exist"]),
@@ -173,7 +173,7 @@ WRONG = [
     ("--cfg everything", ["--cfg", "everything", "job"]),
     ("--config-dir nosuch", ["--config-dir=nosuch"]),
     # Sweeps: no run starts where one of them is wrong.
-    ("-m batch.size=8,abc", ["batch.size=abc", "a whole number from 1"]),
+    ("-m batch.size=8,abc", ["batch.size=abc", "a whole number, at least 1"]),
     ("-m batch.size=8,9000", ["batch.size=9000", "batch.max=256"]),
     ("-m model=mlp,gpr", ["model=gpr", "did you mean gpt?"]),
     ("-m 'batch.size=8,'", ["batch.size=8,", "key=value"]),
@@ -243,7 +243,7 @@ def test_run_directory_that_cannot_be_made_is_one_line(
     monkeypatch.setattr(sys, "argv", ["kfuse", *arguments])
     assert main() == 2
     err = capsys.readouterr().err
-    assert re.match(r"kfuse: error: .*empty\.txt.*: cannot be written: Not a directory; allowed is .*\n$", err)
+    assert re.match(r"kfuse: error: .*empty\.txt.*: cannot be written: Not a directory; choose .*\n$", err)
     assert err.count("\n") == 1
 
 

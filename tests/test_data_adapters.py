@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import kfuse as kf
 from kfuse.data import DataError, Dataset, MapData, TensorData, as_dataset, load_digits
-from kfuse.data.base import read_bytes, split_indices
+from kfuse.data.loading import read_bytes, split_indices
 
 
 class Squares(torch.utils.data.Dataset):

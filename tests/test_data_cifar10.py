@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from kfuse.data import DataError, load_cifar10
-from kfuse.data.cifar10 import MEAN, STD, Cifar10, crop_and_flip
+from kfuse.data.images import CIFAR10_PIXELS, Cifar10, crop_and_flip
 
 NAMES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 ROWS = 4
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in CIFAR10_PIXELS)
 
 
 def batches():

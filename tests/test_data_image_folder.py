@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from kfuse.data import DataError, load_image_folder
-from kfuse.data.image_folder import MEAN, STD, middle_square, random_box
+from kfuse.data.images import IMAGENET_PIXELS, middle_square, random_box
 
 Image = pytest.importorskip("PIL.Image")
 
+MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in IMAGENET_PIXELS)
 COLOURS = {"blue": (0, 0, 200), "green": (0, 150, 0), "red": (250, 0, 0)}
 
 

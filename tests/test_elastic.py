@@ -33,7 +33,7 @@ TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=4 model=mlp data=digits",
     "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4 train.eval_every=20",
 )
-CHECKPOINTS = ["checkpoint.every_steps=25", "elastic.heartbeat_timeout_s=5"]
+CHECKPOINTS = ["checkpoint.every_steps=25"]
 
 
 @pytest.fixture(scope="module")

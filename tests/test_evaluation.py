@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +12,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.group import Group
 from kfuse.data import TensorData
-from kfuse.session import reset
 from kfuse.train.evaluation import evaluate
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 class Fixed(nn.Module):

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
+from problems import network, problem
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import kfuse as kf
 from kfuse.session import reset
 from kfuse.train.reporter import Reporter
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
-
-
-def problem(count: int = 64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator)
-    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Recorder(kf.BasePolicy):
@@ -218,9 +200,9 @@ def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
 @pytest.mark.parametrize(
     ("verb", "value", "message"),
     [
-        ("set_topology", "ring", "allowed are auto, allreduce, all_to_all, tree"),
-        ("set_topology", "my.Transport", "allowed are allreduce, all_to_all, tree"),
-        ("set_tree", "oak", "allowed are binary, star, host"),
+        ("set_topology", "ring", "must be one of auto, allreduce, all_to_all, tree"),
+        ("set_topology", "my.Transport", "must be one of allreduce, all_to_all, tree"),
+        ("set_tree", "oak", "must be one of binary, star, host"),
         ("set_sync", 0, "allowed is 1 to"),
         ("set_batch_size", 0, "must be at least 1"),
         ("set_lr", -1.0, "must be a finite number above 0"),
@@ -440,10 +422,10 @@ def test_the_users_random_numbers_go_on() -> None:
         ({"data": [1, 2]}, TypeError, "int|pair"),
         ({"data": torch.zeros(4, 4)}, TypeError, "Tensor is not a data set"),
         ({"batch_size": 0}, ValueError, "batch_size=0"),
-        ({"batch_size": 8, "micro_batch": 9}, ValueError, "micro_batch=9: allowed is 1 to batch_size=8"),
+        ({"batch_size": 8, "micro_batch": 9}, ValueError, "micro_batch=9: must be 1 to batch_size=8"),
         ({"batch_size": 8, "micro_batch": 0}, ValueError, "micro_batch=0"),
         ({"batch_size": 8, "max_batch_size": 4}, ValueError, "max"),
-        ({"batch_size": 8, "max_batch_size": 2**24 + 1}, ValueError, "max_batch_size=16777217: allowed is"),
+        ({"batch_size": 8, "max_batch_size": 2**24 + 1}, ValueError, "max_batch_size=16777217: must be"),
         ({"precision": "fp8"}, ValueError, "precision='fp8'.*fp32, bf16"),
         ({"hook": kf.BasePolicy()}, TypeError, "Hook"),
     ],

@@ -115,3 +115,12 @@ def test_a_worker_boots_without_torchs_compiler() -> None:
     """torch's own optimizers import it as they are made, and that takes longer than torch itself."""
     run(CHECK + COMPILER)
     run(OURS + COMPILER)
+
+
+def test_importing_kfuse_loads_no_data_loader_and_few_modules_of_ours() -> None:
+    listing = "import sys, kfuse\nprint(*(name for name in sys.modules if name.startswith('kfuse.')))"
+    loaded = run(listing).split()
+    for package in ("kfuse.data", "kfuse.policies"):
+        assert len([name for name in loaded if f"{name}.".startswith(f"{package}.")]) <= 4
+    loaders = "import sys, kfuse.data\nfor name in dir(kfuse.data): getattr(kfuse.data, name)\nprint(*sys.modules)"
+    assert {"kfuse.data.images", "kfuse.data.text"} <= set(run(loaders).split()) - set(loaded)

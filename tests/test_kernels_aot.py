@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 aot = pytest.importorskip("kfuse.kernels.aot")
-VARIANTS = {variant.name: variant for variant in aot.variants()}
+CASES = {case.name: case for case in aot.cases()}
 PAIRS = list(aot.selection(list(aot.TARGETS)))
 Reports = Mapping[tuple[str, str], Any]
 
@@ -37,19 +37,20 @@ def reports() -> Reports:
 
 @pytest.mark.parametrize(("name", "target"), PAIRS)
 def test_no_spills_wide_accesses_and_no_fusion(reports: Reports, name: str, target: str) -> None:
-    report, variant = reports[name, target], VARIANTS[name]
+    report, case = reports[name, target], CASES[name]
+    shares = case.launch.arguments.get("shares") is not None
     binary = report.binary
     assert binary.spill_bytes == 0
-    if variant.elements:
+    if case.elements:
         # Every bulk stream is moved by 128-bit accesses alone; what is narrower are scalars and ragged ends.
-        assert binary.stores.get(128, 0) % max(1, variant.wide_accesses(variant.stores)) == 0
-        if target == "gfx942" and "shares" in variant.arguments:
+        assert binary.stores.get(128, 0) % max(1, case.wide_accesses(case.stores)) == 0
+        if target == "gfx942" and shares:
             assert report.floor <= report.bytes_per_element < 1.2 * report.floor  # scalars side by side are wide, too
         else:
             assert report.bytes_per_element - report.cached_bytes == report.floor
     if target in ("sm_100", "sm_120") and TRITON < (3, 7):
         pytest.skip("ptxas 12.9 fuses packed multiplications and additions that say .rn")
-    if not name.startswith(EXACT_DIVISION) and not (target == "gfx942" and "shares" in variant.arguments):
+    if not name.startswith(EXACT_DIVISION) and not (target == "gfx942" and shares):
         assert binary.fused_multiply_adds == 0
 
 
@@ -57,16 +58,16 @@ EXACT_DIVISION = ("adamw", "lamb", "norm")
 """Kernels with exact divisions or square roots, which are made of fused operations; on AMD GPUs every division is."""
 
 
-@pytest.mark.parametrize("kernel", sorted({name.split()[0] for name in VARIANTS}))
+@pytest.mark.parametrize("kernel", sorted({name.split()[0] for name in CASES}))
 def test_every_kernel_is_compiled_for_every_target(kernel: str) -> None:
     assert {target for name, target in PAIRS if name.split()[0] == kernel} == set(aot.TARGETS)
 
 
-def test_every_variant_has_a_name_of_its_own() -> None:
-    assert len(VARIANTS) == len(list(aot.variants()))
+def test_every_case_has_a_name_of_its_own() -> None:
+    assert len(CASES) == len(list(aot.cases()))
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith(("norm_forward", "norm_backward"))])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("norm_forward", "norm_backward"))])
 def test_normalisation_moves_rows_by_wide_accesses(reports: Reports, name: str) -> None:
     """A row's load and store, and the weight's, for each thread; what is narrower are the row's own scalars."""
     for (reported, _), report in reports.items():
@@ -79,12 +80,13 @@ def test_normalisation_moves_rows_by_wide_accesses(reports: Reports, name: str) 
 
 def test_bytes_are_read_off_the_code() -> None:
     """A kernel that lost its alignment, and with it wide accesses, does not pass for one at the floor."""
-    packed = VARIANTS["pack fp32->fp32"]
-    report = aot.inspect(replace(packed, flags=packed.flags | {"OFFSET_ALIGNMENT": 1}), "sm_90")
+    packed = CASES["pack fp32->fp32"]
+    launch = replace(packed.launch, constants=packed.launch.constants | {"OFFSET_ALIGNMENT": 1})
+    report = aot.inspect(replace(packed, launch=launch), "sm_90")
     assert report.bytes_per_element < report.floor
 
 
-def test_sum_of_squares_is_laid_out_alike_in_all_variants_of_pack(reports: Reports) -> None:
+def test_sum_of_squares_is_laid_out_alike_in_all_cases_of_pack(reports: Reports) -> None:
     """Bits of `sumsq` must not depend on scale or accumulate, and the layout decides the order of addition."""
     layouts: dict[tuple[str, str], set[tuple[str, ...]]] = {}
     for (name, target), report in reports.items():
@@ -108,7 +110,7 @@ def test_norm_is_laid_out_alike_in_reduce_and_block_sumsq(reports: Reports) -> N
 def test_command_line_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = list(VARIANTS)[:2]
+    names = list(CASES)[:2]
     monkeypatch.setattr(aot, "selection", lambda *_: iter((name, "sm_90") for name in names))
     aot.main(["--targets", "sm_90", "--jobs", "1", "--json", str(tmp_path / "aot.json")])
     written = json.loads((tmp_path / "aot.json").read_text())
@@ -145,33 +147,35 @@ compiled, run = [], JITFunction.run
 
 def compile_only(self, *args, grid, warmup, **options):
     if self.__name__ == "pack_kernel":  # which assumes that addresses in its table are aligned
-        assert (args[0] % 16 == 0).all(), args[0]
+        assert (options["pointers"] % 16 == 0).all(), options["pointers"]
     compiled.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options).metadata.maxnreg))
 
 JITFunction.run = compile_only
 
-from kfuse.kernels import AdamOptions, Measures, PackTable, SGDOptions
-from kfuse.kernels import triton_adamw, triton_lamb, triton_pack, triton_partials, triton_reduce, triton_sgd
+from kfuse.kernels import AdamOptions, Measures, PackTable, SGDOptions, adamw, block_sumsq, dispatch, lamb, pack, reduce
+from kfuse.kernels import sgd, sum_partials
+dispatch._INTERPRETED = True  # sends CPU tensors to the Triton code
 for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     table = PackTable.build([numel, 3], [0, 96], torch.device("cpu"))
     sumsq = torch.zeros(table.num_chunks)
     misaligned = torch.ones(numel + 1)[1:]
-    triton_pack.pack([misaligned, None], torch.zeros(99), table, scale=1.0, accumulate=True, sumsq=sumsq)
-    triton_partials.block_sumsq(torch.ones(numel), torch.zeros(1))
-    triton_partials.sum_partials(torch.ones(numel), torch.zeros((), dtype=torch.float64))
+    pack([misaligned, None], torch.zeros(99), table, scale=1.0, accumulate=True, sumsq=sumsq)
+    block_sumsq(torch.ones(numel), torch.zeros(1))
+    sum_partials(torch.ones(numel), torch.zeros((), dtype=torch.float64))
     rows, v, one = torch.ones(3, numel), torch.ones(numel), torch.ones(1)
     every = Measures(one, one, one, torch.ones(3, 1), torch.ones(3, 1), torch.ones(3), v, 1e-8)
     for measures in (Measures(), Measures(sumsq=one), every):
-        triton_reduce.reduce(rows, ((1, 2), (0, 1)), torch.zeros(numel), scale=0.5, measures=measures)
+        reduce(rows, ((1, 2), (0, 1)), torch.zeros(numel), measures=measures)
     p, g, m, v = torch.ones(4, numel)
     one = torch.ones(())
-    adam, momentum = AdamOptions(lr=1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0), SGDOptions(lr=1, momentum=0)
+    adam = AdamOptions(lr=1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0)
     for guard in (one, None):
-        triton_adamw.adamw(p, g, m, v, adam, one, guard, guard, None, ())
+        adamw(p, g, m, v, adam, step=one, grad_scale=guard, found_inf=guard)
         alone = PackTable.build([numel], [0], torch.device("cpu"))
-        triton_lamb.lamb(p, g, m, v, alone, adam, one, guard, guard)
+        lamb(p, g, m, v, alone, adam, step=one, grad_scale=guard, found_inf=guard)
         for buffer in (m, None):
-            triton_sgd.sgd(p, g, buffer, momentum, False, guard, guard, None, ())
+            momentum = SGDOptions(lr=1, momentum=0 if buffer is None else 0.9)
+            sgd(p, g, buffer, momentum, first_step=False, grad_scale=guard, found_inf=guard)
 assert len(compiled) == 36 and {registers for _, registers in compiled} == {128}, compiled
 """
 

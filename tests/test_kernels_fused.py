@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from devices import DEVICES, INTERPRETED, normal, scalar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import AdamOptions, SGDOptions, adamw, reduce, sgd
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 5 if INTERPRETED else 60
 Merges = tuple[tuple[int, int], ...]
@@ -28,14 +26,6 @@ pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
     pytest.mark.parametrize("name", ["adamw", "sgd", "sgd without momentum"]),
 ]
-
-
-def normal(*shape: int, seed: int, device: str) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def scalar(value: float, device: str) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def updater(name: str, device: str) -> Callable[..., None]:
@@ -56,7 +46,7 @@ def updater(name: str, device: str) -> Callable[..., None]:
     return update
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     count=st.integers(1, 8),
     numel=st.integers(1, 5000),
@@ -77,7 +67,7 @@ def test_one_phase_has_the_bits_of_two(
     for fused in (False, True):
         param, m, v = (normal(numel, seed=seed, device=device).abs() for seed in range(3))
         for t in (1, 2):
-            rows = normal(count, numel, seed=10 + t, device=device).to(dtype)
+            rows = normal((count, numel), seed=10 + t, device=device).to(dtype)
             if fused:
                 update(param, rows, m, v, t, merges=merges, grad_scale=factor)
             else:
@@ -90,7 +80,7 @@ def test_one_phase_has_the_bits_of_two(
 
 def test_many_contributions(device: str, name: str) -> None:
     merges = tuple((0, k) for k in range(1, 40))
-    rows = normal(40, 100, seed=0, device=device)
+    rows = normal((40, 100), seed=0, device=device)
     grad = torch.empty(100, device=device)
     reduce(rows.clone(), merges, grad)
     results = []
@@ -101,7 +91,7 @@ def test_many_contributions(device: str, name: str) -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     numel=st.integers(1, 5000),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),

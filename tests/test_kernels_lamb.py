@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
+from devices import DEVICES, INTERPRETED, normal, scalar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import CHUNK, AdamOptions, PackTable, lamb
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 EXAMPLES = 8 if INTERPRETED else 40
 SENTINEL = -77.0
 OPTIONS: dict[str, Any] = {
@@ -33,14 +31,6 @@ OPTIONS: dict[str, Any] = {
 }
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-
-def normal(numel: int, seed: int, device: str) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def scalar(value: float, device: str) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def update_lamb(*flats: Any, step: Tensor, grad_scale: Any, found_inf: Any, **options: Any) -> None:
@@ -119,7 +109,7 @@ def test_matches_the_paper(device: str, changed: dict[str, Any]) -> None:
     assert_matches(table, train(table, params, grads, options), expected)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     numels=st.lists(st.integers(0, 3 * CHUNK), min_size=1, max_size=4),
     gap=st.integers(0, 20),
@@ -165,16 +155,12 @@ def test_bits_belong_to_the_tensor(device: str) -> None:
     """Neither neighbours, nor the place in the bucket, nor the number of threads, nor repetition changes them."""
     p, g = normal(CHUNK + 21, 0, device), normal(CHUNK + 21, 1, device)
     other = normal(100, 2, device)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count, before, gap in ((1, 0, 16), (2, 1, 16), (3, 2, 5), (1, 3, 0), (1, 0, 16)):
-            torch.set_num_threads(count)
-            table = build([100] * before + [CHUNK + 21], device, gap)
-            flat = train(table, [other] * before + [p], [[other] * before + [g]], OPTIONS)[0]
-            results.append(flat[table.offsets[-1] : table.end])
-    finally:
-        torch.set_num_threads(threads)
+    for count, before, gap in ((1, 0, 16), (2, 1, 16), (3, 2, 5), (1, 3, 0), (1, 0, 16)):
+        torch.set_num_threads(count)
+        table = build([100] * before + [CHUNK + 21], device, gap)
+        flat = train(table, [other] * before + [p], [[other] * before + [g]], OPTIONS)[0]
+        results.append(flat[table.offsets[-1] : table.end])
     assert all(torch.equal(result, results[0]) for result in results[1:])
 
 

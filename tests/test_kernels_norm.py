@@ -5,23 +5,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICES, INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import kfuse as kf
-from kfuse.kernels import reference_norm
-from kfuse.kernels.norm import norm_backward, norm_forward
+from kfuse.kernels import norm_backward, norm_forward, normalisation
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 EXAMPLES = 6 if INTERPRETED else 40
 TOKENS = 70  # more than one program sums up
 if INTERPRETED:  # slow: the same loops over smaller pieces
@@ -108,12 +105,12 @@ def test_gradients_and_per_example_norms(
 
 def test_examples_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What long examples get on the CPU."""
-    monkeypatch.setattr(reference_norm, "LONG", 1)
+    monkeypatch.setattr(normalisation, "LONG_EXAMPLE", 1)
     for kind in LAYERS:
         check(kind, (3, 7), (12,), device)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     kind=st.sampled_from(list(LAYERS)),
     examples=st.integers(1, 3),

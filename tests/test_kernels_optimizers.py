@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from devices import DEVICES, normal, scalar
 from torch import Tensor
 
 from kfuse.kernels import AdamOptions, SGDOptions, adamw, sgd
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 STEPS = 4
 ADAMW: dict[str, Any] = {
     "lr": 1e-2,
@@ -41,14 +39,6 @@ SGD: dict[str, Any] = {
 }
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-
-def normal(numel: int, seed: int, device: str) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def scalar(value: float, device: str) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def update_adamw(*flats: Tensor, step: Tensor, grad_scale: Any, found_inf: Any, **options: Any) -> None:
@@ -195,13 +185,9 @@ def test_bits_do_not_depend_on_slices_or_threads(device: str, name: str) -> None
         return tensors
 
     whole = step([0, 5003])
-    threads = torch.get_num_threads()
-    try:
-        for count, bounds in ((2, [0, 5003]), (1, [0, 1600, 4800, 5003]), (3, [0, 16, 4992, 5003])):
-            torch.set_num_threads(count)
-            assert all(torch.equal(a, b) for a, b in zip(whole, step(bounds), strict=True))
-    finally:
-        torch.set_num_threads(threads)
+    for count, bounds in ((2, [0, 5003]), (1, [0, 1600, 4800, 5003]), (3, [0, 16, 4992, 5003])):
+        torch.set_num_threads(count)
+        assert all(torch.equal(a, b) for a, b in zip(whole, step(bounds), strict=True))
 
 
 def test_non_finite_gradient_stays_in_its_element(device: str) -> None:

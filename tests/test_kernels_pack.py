@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
+from devices import DEVICES, INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import CHUNK, PackTable, pack
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 10 if INTERPRETED else 60
 SENTINEL = -77.0
@@ -88,7 +86,7 @@ def test_matches_oracle(device: str, grad_dtype: torch.dtype, flat_dtype: torch.
     torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(grads, numels), rtol=RTOL, atol=0.0)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     numels=st.lists(st.integers(0, 3 * CHUNK), min_size=1, max_size=4),
     gaps=st.lists(st.integers(0, 20), min_size=4, max_size=4),

@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
+from devices import DEVICES, INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 EXAMPLES = 8 if INTERPRETED else 50
 
 # A few hundred additions in a row, each rounded to fp32.
@@ -51,7 +49,7 @@ def test_empty_buffer(device: str) -> None:
     assert total(torch.empty(0, device=device)).item() == 0.0
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(numel=st.integers(1, 5 * BLOCK), data=st.data())
 def test_shards_have_the_whole_buffers_partials(device: str, numel: int, data: st.DataObject) -> None:
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(device)
@@ -86,15 +84,11 @@ def test_bits_do_not_depend_on_threads(device: str) -> None:
     many = torch.randn(100_000, generator=generator, dtype=torch.float64)
     many *= 10.0 ** torch.randint(-8, 9, many.shape, generator=generator)
     many = many.to(device)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            out = squares(flat)
-            results.append((out, total(out), total(many)))
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        out = squares(flat)
+        results.append((out, total(out), total(many)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

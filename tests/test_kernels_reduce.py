@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfuse.kernels import reduce
-from kfuse.kernels.merges import balanced
+from kfuse.kernels import balanced, reduce
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
@@ -26,12 +24,12 @@ Merges = tuple[tuple[int, int], ...]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
-def fold(rows: Tensor, merges: Merges, scale: float) -> Tensor:
+def fold(rows: Tensor, merges: Merges) -> Tensor:
     """The merge program in fp32, a row at a time."""
     values = [row.float().cpu().numpy() for row in rows]
     for dst, src in merges:
         values[dst] = values[dst] + values[src]
-    return torch.from_numpy(values[0] * np.float32(scale))
+    return torch.from_numpy(values[0].copy())
 
 
 def tree(count: int) -> Merges:
@@ -57,19 +55,18 @@ def contributions(count: int, numel: int, dtype: torch.dtype, device: str) -> Te
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 17, 64])
 @pytest.mark.parametrize("order", ["tree", "left to right"])
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
-def test_equals_plain_fold(device: str, count: int, order: str, scale: float) -> None:
+def test_equals_plain_fold(device: str, count: int, order: str) -> None:
     merges = tree(count) if order == "tree" else tuple((0, src) for src in range(1, count))
     rows = contributions(count, 333, torch.float32, device)
-    expected = fold(rows, merges, scale)
+    expected = fold(rows, merges)
     out = torch.empty(333, device=device)
-    reduce(rows.clone(), merges, out, scale=scale)
+    reduce(rows.clone(), merges, out)
     assert torch.equal(out.cpu(), expected)
 
 
 def test_order_matters_to_the_test_data(device: str) -> None:
     rows = contributions(8, 333, torch.float32, device)
-    assert not torch.equal(fold(rows, tree(8), 1.0), fold(rows, tuple((0, src) for src in range(1, 8)), 1.0))
+    assert not torch.equal(fold(rows, tree(8)), fold(rows, tuple((0, src) for src in range(1, 8))))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -79,7 +76,7 @@ def test_any_program_over_any_length(device: str, count: int, numel: int, data: 
     pair = st.tuples(row, row).filter(lambda merge: merge[0] != merge[1])
     merges = tuple(data.draw(st.lists(pair, max_size=10)))
     rows = contributions(count, numel, torch.float32, device)
-    expected = fold(rows, merges, 1.0)
+    expected = fold(rows, merges)
     out = torch.empty(numel, device=device)
     reduce(rows.clone(), merges, out)
     assert torch.equal(out.cpu(), expected)
@@ -92,22 +89,21 @@ def test_16_bit_rows_are_added_in_fp32(
     device: str, rows_dtype: torch.dtype, out_dtype: torch.dtype, count: int
 ) -> None:
     rows = contributions(count, 100, rows_dtype, device)
-    expected = fold(rows, tree(count), 0.5).to(out_dtype)
+    expected = fold(rows, tree(count)).to(out_dtype)
     out = torch.empty(100, dtype=out_dtype, device=device)
-    reduce(rows.clone(), tree(count), out, scale=0.5)
+    reduce(rows.clone(), tree(count), out)
     if INTERPRETED and out_dtype == torch.bfloat16:
         torch.testing.assert_close(out.cpu(), expected, rtol=2**-7, atol=0.0)  # it truncates instead of rounding
     else:
         assert torch.equal(out.cpu(), expected)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_rows_of_a_larger_buffer_and_out_in_place(device: str, scale: float) -> None:
+def test_rows_of_a_larger_buffer_and_out_in_place(device: str) -> None:
     buffer = contributions(3, 500, torch.float32, device)
     before = buffer.clone()
     rows = buffer[:, 100:300]
-    expected = fold(rows, tree(3), scale)
-    reduce(rows, tree(3), rows[0], scale=scale)
+    expected = fold(rows, tree(3))
+    reduce(rows, tree(3), rows[0])
     assert torch.equal(buffer[0, 100:300].cpu(), expected)
     assert torch.equal(buffer[:, :100], before[:, :100]) and torch.equal(buffer[:, 300:], before[:, 300:])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +14,11 @@ from elastic_job import assert_exact, chaos, run_job, words
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse import session
 from kfuse.comm import tail
 from kfuse.comm.plan import StepPlan
 
 EVERY, STEPS, SIZES = 3, 7, (8, 8, 6)  # steps, and the samples of a step's micro-batches, shared out between workers
 SHARES = (range(2), range(2, 3))
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    session.reset()
-    yield
-    session.reset()
 
 
 def network() -> nn.Sequential:
@@ -178,10 +169,16 @@ def test_a_worker_lost_between_averages_takes_nobody_along(tmp_path: Path) -> No
 
 
 def test_reproducible_runs_synchronize_at_every_step() -> None:
-    own = kf.init(kf.CommOptions(reproducible=True))
-    with pytest.raises(ValueError, match=r"comm\.reproducible=true synchronises at every step"):
-        own.ask(sync=2)
-    own.ask(sync=1)
+    class Asks(kf.BasePolicy):
+        def before_step(self) -> None:
+            kf.set_sync(1)
+            kf.set_sync(2)
+
+    kf.init(kf.CommOptions(reproducible=True))
+    net = nn.Linear(4, 1)
+    data = (torch.randn(8, 4), torch.randn(8, 1))
+    with pytest.raises(ValueError, match=r"sync 2: comm\.reproducible=true synchronises at every step"):
+        kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(Asks()), batch_size=4)
 
 
 def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptureFixture) -> None:

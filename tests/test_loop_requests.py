@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,10 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from elastic_job import read_lines, run_job, words
-from torch import Tensor, nn
+from problems import network, problem
+from torch import nn
 
 import kfuse as kf
-from kfuse.session import current, reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
-
-
-def problem(count: int = 256) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator)
-    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class Seen(kf.BasePolicy):
@@ -61,7 +42,7 @@ def ask_at(moment: str) -> list[tuple[int, float, int | None]]:
             kf.set_tree("star")
 
     topologies = []
-    for step in kf.DataLoader(problem(), net, opt, batch_size=16, micro_batch=4, policy=policy, lr_scaling="none"):
+    for step in kf.DataLoader(problem(256), net, opt, batch_size=16, micro_batch=4, policy=policy, lr_scaling="none"):
         ask("before")
         for index, (x, y) in enumerate(step):
             F.cross_entropy(net(x), y).backward()
@@ -70,7 +51,7 @@ def ask_at(moment: str) -> list[tuple[int, float, int | None]]:
         ask("after_backward")
         opt.step()
         opt.zero_grad()
-        topologies.append((current().topology, current().tree))
+        topologies.append((opt.engine.topology, opt.engine.tree))
         ask("after_step")
         number += 1
     assert topologies[-1] == ("tree", "star")
@@ -92,7 +73,7 @@ def local_sgd(moment: str) -> int:
     net = network()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     drifted = 0
-    loader = kf.DataLoader(problem(), net, opt, batch_size=16, micro_batch=4)
+    loader = kf.DataLoader(problem(256), net, opt, batch_size=16, micro_batch=4)
     for number, step in enumerate(loader):
         for x, y in step:
             F.cross_entropy(net(x), y).backward()
@@ -116,7 +97,7 @@ def test_a_parameter_group_added_inside_the_loop_is_trained() -> None:
     net, extra = network(), nn.Linear(4, 3)
     before = extra.weight.detach().clone()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    for number, step in enumerate(kf.DataLoader(problem(), net, opt, batch_size=16, micro_batch=4)):
+    for number, step in enumerate(kf.DataLoader(problem(256), net, opt, batch_size=16, micro_batch=4)):
         for x, y in step:
             F.cross_entropy(net(x) + (extra(x) if number > 4 else 0), y).backward()
         opt.step()
@@ -133,7 +114,7 @@ def added_group() -> list[float]:
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     extra = nn.Linear(4, 3)
     opt.add_param_group({"params": list(extra.parameters()), "lr": 0.5})
-    x, y = problem()
+    x, y = problem(256)
     for _ in range(3):
         F.cross_entropy(net(x) + extra(x), y).backward()
         opt.step()
@@ -171,14 +152,14 @@ def test_a_policys_initial_decision_is_in_force_from_the_first_step() -> None:
     net = network()
     policy = Initial(kf.Decision(batch_size=10**6, lr_scale=0.5))  # clipped to max_batch_size
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=16, max_batch_size=32, lr_scaling="none")
+    kf.fit(net, problem(256), opt, kf.Hook(policy), batch_size=16, max_batch_size=32, lr_scaling="none")
     assert {(s.batch_size, s.lr) for s in policy.signals} == {(32, 0.05)}
 
 
 def test_an_initial_decision_keeps_what_reproducible_runs_need(caplog: Any) -> None:
     kf.init(kf.CommOptions(reproducible=True))
     net, policy = network(), Initial(kf.Decision(sync=4, batch_size=24))
-    kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
+    kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
     assert {s.batch_size for s in policy.signals} == {24}
     assert all(s.grad_norm is not None for s in policy.signals)  # gradients were reduced in every step
 
@@ -189,7 +170,7 @@ def test_a_policy_that_returns_no_decision_is_named(method: str) -> None:
     setattr(policy, method, lambda *_: 64)
     net = network()
     with pytest.raises(TypeError, match=f"BasePolicy.{method} returned a value of type int: it must be a kf.Decision"):
-        kf.fit(net, problem(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
+        kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
 
 
 @pytest.mark.parametrize("start", [0, 4, 5, 9])
@@ -202,5 +183,5 @@ def test_a_scheduled_phase_is_in_force_from_its_step(start: int) -> None:
     seen: list[kf.Signals] = []
     net, policy = network(), Watched([{"step": start, "batch_size": 24}])
     opt: Any = kf.FusedSGD(net.parameters(), lr=0.1)
-    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=16, micro_batch=8)
+    kf.fit(net, problem(256), opt, kf.Hook(policy), batch_size=16, micro_batch=8)
     assert [s.batch_size for s in seen] == [16] * start + [24] * (len(seen) - start)

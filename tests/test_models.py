@@ -127,7 +127,7 @@ def test_gpt_refuses_what_it_cannot_take():
     model = GPT(10, 4, layers=1, heads=1, width=8)
     with pytest.raises(ValueError, match="5 tokens is longer than block_size=4"):
         model(torch.zeros(1, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match="width=10 is not a multiple of heads=4"):
+    with pytest.raises(ValueError, match="width=10: must be a multiple of heads=4"):
         GPT(10, 4, heads=4, width=10)
 
 

@@ -16,16 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
-from kfuse.session import reset
 
 Loss = Callable[[nn.Module], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 class Net(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.session import reset
 
 MAKERS = {
     "adamw": lambda params: kf.FusedAdamW(params, lr=0.1),
@@ -21,13 +19,6 @@ MAKERS = {
     "lamb": lambda params: kf.FusedLAMB(params, lr=0.1),
     "wrapped": lambda params: kf.Optimizer(torch.optim.SGD(params, lr=0.1)),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 @pytest.fixture(params=MAKERS.values(), ids=MAKERS.keys())

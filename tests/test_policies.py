@@ -76,8 +76,8 @@ def test_decision_clipped_says_so() -> None:
     decision, notes = Decision(batch_size=5000, workers=0, lr_scale=math.nan, sync=3).clipped(BOUNDS)
     assert decision == Decision(batch_size=1024, workers=1, sync=3)
     assert notes == [
-        "batch_size 5000 clipped to 1024: allowed is 8 to 1024",
-        "workers 0 clipped to 1: allowed is 1 to 8",
+        "batch_size 5000 clipped to 1024: must be 8 to 1024",
+        "workers 0 clipped to 1: must be 1 to 8",
         "lr_scale nan dropped: it must be finite and positive",
     ]
 
@@ -86,7 +86,7 @@ def test_decision_clipped_says_so() -> None:
 def test_decision_clips_sync(asked: int, given: int) -> None:
     decision, notes = Decision(sync=asked).clipped(BOUNDS)
     assert decision == Decision(sync=given)
-    assert notes == [f"sync {asked} clipped to {given}: allowed is 1 to {2**20}"]
+    assert notes == [f"sync {asked} clipped to {given}: must be 1 to {2**20}"]
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
@@ -113,13 +113,13 @@ def test_decision_merged() -> None:
 def test_decision_takes_whole_numbers_of_any_kind() -> None:
     decision = Decision(batch_size=np.int64(32), lr_scale=np.float32(0.5))  # type: ignore[arg-type]
     assert (type(decision.batch_size), type(decision.lr_scale)) == (int, float)
-    with pytest.raises(TypeError, match=r"workers=1\.5: allowed is a whole number"):
+    with pytest.raises(TypeError, match=r"workers=1\.5: must be a whole number"):
         Decision(workers=1.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("values", [(0, 8, 1, 1), (8, 4, 1, 1), (1, 8, 0, 1), (1, 8, 3, 2)])
 def test_bounds_are_checked(values: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="allowed is 1 <= min <= max"):
+    with pytest.raises(ValueError, match="must be 1 <= min <= max"):
         Bounds(*values)
 
 
@@ -273,7 +273,7 @@ def test_gns_settles(policy: GNSPolicy, seen: Signals) -> None:
     ],
 )
 def test_gns_options_are_checked(key: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^policy\.{key}: allowed"):
+    with pytest.raises(ValueError, match=rf"^policy\.{key}: must be"):
         GNSPolicy(**options)
 
 
@@ -341,18 +341,18 @@ def test_schedule_takes_hydra_configs() -> None:
 @pytest.mark.parametrize(
     ("phases", "message"),
     [
-        ("step", r"phases='step': allowed is a list"),
-        ([7], r"phases\[0\]=7: allowed is step or epoch"),
-        ([{"batch_size": 8}], r"phases\[0\]=.*: allowed is step or epoch"),
-        ([{"step": 8}], r"phases\[0\]=.*: allowed is step or epoch with one of"),
-        ([{"step": 1, "workers": 1, "momentum": 0.9}], r"phases\[0\]: unknown \['momentum'\]; allowed"),
-        ([{"step": 1, "workers": 1}, {"epoch": 2, "workers": 2}], r"phases: allowed is either step or epoch"),
-        ([{"step": 5, "workers": 1}, {"step": 5, "workers": 2}], r"phases: step=\[5, 5\]: allowed is incr"),
-        ([{"step": -1, "workers": 1}], r"phases\[0\]\.step=-1: allowed is a whole number from 0"),
-        ([{"step": 1, "workers": 0}], r"phases\[0\]\.workers=0: allowed is a whole number from 1"),
-        ([{"step": 1, "batch_size": 8.5}], r"phases\[0\]\.batch_size=8\.5: allowed"),
-        ([{"step": 1, "lr_scale": 0}], r"phases\[0\]\.lr_scale=0: allowed is a finite number above 0"),
-        ([{"step": 1, "lr_scale": math.inf}], r"phases\[0\]\.lr_scale=inf: allowed"),
+        ("step", r"phases='step': must be a list"),
+        ([7], r"phases\[0\]=7: must have step or epoch"),
+        ([{"batch_size": 8}], r"phases\[0\]=.*: must have step or epoch"),
+        ([{"step": 8}], r"phases\[0\]=.*: must have step or epoch, and one of"),
+        ([{"step": 1, "workers": 1, "momentum": 0.9}], r"phases\[0\]: unknown momentum; must have step or epoch"),
+        ([{"step": 1, "workers": 1}, {"epoch": 2, "workers": 2}], r"phases: must have step or epoch in all phases"),
+        ([{"step": 5, "workers": 1}, {"step": 5, "workers": 2}], r"phases: step=\[5, 5\]: must incr"),
+        ([{"step": -1, "workers": 1}], r"phases\[0\]\.step=-1: must be a whole number, at least 0"),
+        ([{"step": 1, "workers": 0}], r"phases\[0\]\.workers=0: must be a whole number, at least 1"),
+        ([{"step": 1, "batch_size": 8.5}], r"phases\[0\]\.batch_size=8\.5: must be"),
+        ([{"step": 1, "lr_scale": 0}], r"phases\[0\]\.lr_scale=0: must be a finite number above 0"),
+        ([{"step": 1, "lr_scale": math.inf}], r"phases\[0\]\.lr_scale=inf: must be"),
     ],
 )
 def test_schedule_phases_are_checked(phases: Any, message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -15,17 +14,7 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.elastic import state
-from kfuse.session import reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    reset()
-    yield
-    reset()
-    torch.set_num_threads(threads)
+from kfuse.elastic import state_transfer
 
 
 class Augmented(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -246,5 +235,5 @@ def test_a_loop_that_plans_nothing_is_warned_of(caplog: Any) -> None:
 
 def test_a_state_is_loaded_onto_the_receivers_device() -> None:
     with patch.object(torch, "load", return_value={}) as load:
-        state.decode(b"", torch.device("cuda", 3))
+        state_transfer.decode(b"", torch.device("cuda", 3))
     assert load.call_args.kwargs["map_location"] == torch.device("cuda", 3)

@@ -13,6 +13,7 @@ from distributed import WorkersFailed, run_workers
 from elastic_job import chaos, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import problem
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -22,17 +23,9 @@ from kfuse.comm.tail import digest, digest_from_slots, digest_slots
 from kfuse.data import as_dataset
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
-from kfuse.train.coordinator import Coordinator
 from kfuse.train.evaluation import params_sha256
-from kfuse.train.loop import Loop
-from kfuse.train.lr_schedule import LRSchedule
-from kfuse.train.progress import Settings
-
-
-def problem(count: int = 64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(count, 4, generator=generator)
-    return x, (x @ torch.randn(4, 3, generator=generator)).argmax(1)
+from kfuse.train.settings import Settings
+from kfuse.train.trainer import Trainer
 
 
 def network(rank: int) -> nn.Sequential:
@@ -302,23 +295,16 @@ def test_no_false_alarm_whoever_has_no_micro_batch() -> None:
 
 def start_that_fails(directory: str) -> None:
     """Rank 1 is lost after the optimizer was made, before rank 0 has read the checkpoint that it is to resume from."""
-    kf.init(timeout_s=20)
+    kf.init()
     net, train = network(kf.rank()), as_dataset(problem())
     checkpoints = CheckpointSettings(Path(directory), every_steps=5, resume="auto")
-    run = Coordinator(
-        net,
-        train,
-        kf.FusedSGD(net.parameters(), lr=0.1),
-        session=current(),
-        policy=kf.BasePolicy(),
-        schedule=LRSchedule(base_batch_size=8),
-        settings=Settings(8, 4, Bounds(4, 8, 1, 2), checkpoints=checkpoints),
-    )
+    settings = Settings(8, 4, Bounds(4, 8, 1, 2), checkpoints=checkpoints)
+    trainer = Trainer(net, train, kf.FusedSGD(net.parameters(), lr=0.1), settings, loss_fn=F.cross_entropy)
     if kf.rank() == 1:
         assert current().group.close(0.0)
         return
     with pytest.raises(CommError):
-        Loop(run, F.cross_entropy).run()
+        trainer.run()
 
 
 def test_a_start_that_fails_leaves_the_checkpoints_alone(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("launcher=torchrun workers.count=3", "workers.count=3: allowed is 2, as many as torchrun started"),
+        ("launcher=torchrun workers.count=3", "workers.count=3: must be 2, as many as torchrun started"),
         ("launcher=torchrun batch.size=0", "batch.size=0"),
         ("launcher=local", "allowed is launcher=torchrun"),
         ("-m launcher=torchrun seed=1,2", "-m: "),
@@ -160,7 +160,9 @@ def test_groups_end_before_the_interpreter_and_when_all_are_done(tmp_path: Path)
     script = tmp_path / "train.py"
     script.write_text(THREADS_AT_THE_END)
     command = [*TORCHRUN, str(script), str(tmp_path / "marker")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment()})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, **environment()}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["False True"] * 2
 
@@ -170,6 +172,8 @@ def test_warnings_of_rank_0_are_shown(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     settings = ["model._target_=unseeded.NotFinite", "train.steps=3", "workers.threads=1", "observe.tensorboard=false"]
     command = [*TORCHRUN, "-m", "kfuse", "launcher=torchrun", f"hydra.run.dir={directory}", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **environment()})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, **environment()}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("step 0: a gradient is not finite; the update was left out") == 1

@@ -226,12 +226,13 @@ def test_another_seed_has_other_bits() -> None:
 
 def silent(schedule: str, absent: int, done: str) -> str | None:
     """One rank never comes to the second step. The others' error, in words."""
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=0.0004), timeout_s=2)
+    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=0.0004))
     model = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 4))
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     opt.step()
     opt.zero_grad()
+    session.group.timeout_s = 2  # the first step, as processes come up, may take longer
     mark = Path(done)
     if session.group.rank == absent:
         while len(list(mark.iterdir())) < session.group.size - 1:
@@ -243,7 +244,7 @@ def silent(schedule: str, absent: int, done: str) -> str | None:
         return "no error"
     except kf.CommError as error:
         waited = time.monotonic() - started
-        return f"{error} [{'in time' if waited < 10 else 'late'}]"
+        return f"{error} [{'in time' if waited < 30 else 'late'}]"
     finally:
         (mark / str(session.group.rank)).touch()
 
@@ -253,7 +254,7 @@ def silent(schedule: str, absent: int, done: str) -> str | None:
 )
 @pytest.mark.full
 def test_a_rank_that_never_comes_is_named(schedule: str, workers: int, absent: int, tmp_path: Path) -> None:
-    for rank, message in enumerate(run_workers(workers, silent, schedule, absent, str(tmp_path), timeout_s=30)):
+    for rank, message in enumerate(run_workers(workers, silent, schedule, absent, str(tmp_path))):
         if rank == absent:
             continue
         assert message is not None and message.endswith("[in time]")
@@ -263,7 +264,7 @@ def test_a_rank_that_never_comes_is_named(schedule: str, workers: int, absent: i
 
 
 def dies(schedule: str) -> str:
-    kf.init(kf.CommOptions(schedule=schedule), timeout_s=4)
+    kf.init(kf.CommOptions(schedule=schedule))
     model = nn.Linear(4, 4)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -291,7 +292,7 @@ def alone() -> str:
         kf.init(timeout_s=2)
         return "no error"
     except kf.CommError as error:
-        return f"{error} [{'in time' if time.monotonic() - started < 10 else 'late'}]"
+        return f"{error} [{'in time' if time.monotonic() - started < 30 else 'late'}]"
 
 
 def test_a_worker_that_is_never_started_is_an_error_in_time() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_workers
@@ -14,19 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse.optim import refuse_wrapped
-from kfuse.session import reset
 
 DDP = (
     "is wrapped in DistributedDataParallel, which reduces gradients itself: give kfuse the inner model (model.module) "
     "and do not wrap it"
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 def refused(act: Any) -> str:

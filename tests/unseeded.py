@@ -9,7 +9,7 @@ import torch
 
 import kfuse as kf
 from kfuse.models import MLP
-from kfuse.session import current
+from kfuse.optim.base import latest_optimizer
 
 
 class UnseededMLP(MLP):
@@ -26,7 +26,7 @@ class SpoilsRank1(kf.BasePolicy):
 
     def after_step(self) -> None:
         self.step += 1
-        opt = current().latest_optimizer()
+        opt = latest_optimizer()
         if self.step == 13 and kf.rank() == 1 and opt is not None:
             opt.param_groups[0]["params"][0].data[0, 0] += 1e-6
 

@@ -23,13 +23,11 @@ def choose(schedule: str, reproducible: bool) -> str:
     if "." in schedule:
         return schedule
     if schedule not in ("auto", *NAMES):
-        raise ValueError(f"comm.schedule={schedule!r}: allowed are auto, {', '.join(NAMES)}")
+        raise ValueError(f"comm.schedule={schedule!r}: must be one of auto, {', '.join(NAMES)}")
     if schedule == "auto":
         return "all_to_all" if reproducible else "allreduce"
     if reproducible and schedule != "all_to_all":
-        raise ValueError(
-            f"comm.schedule={schedule}: its summation order is its own; comm.reproducible=true needs all_to_all"
-        )
+        raise ValueError(f"comm.schedule={schedule!r}: must be one of auto, all_to_all with comm.reproducible=true")
     return schedule
 
 

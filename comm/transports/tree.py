@@ -32,7 +32,7 @@ def parents(shape: str, hosts: Sequence[str]) -> list[int]:
             firsts = list({host: hosts.index(host) for host in hosts}.values())
             above = dict(zip(firsts, (firsts[max(0, i - 1) // 2] for i in range(len(firsts))), strict=True))
             return [above.get(r, hosts.index(hosts[r])) for r in ranks]
-    raise ValueError(f"comm.tree={shape!r}: allowed are {', '.join(TREES)}")
+    raise ValueError(f"comm.tree={shape!r}: must be one of {', '.join(TREES)}")
 
 
 def levels(parent: Sequence[int]) -> list[list[int]]:

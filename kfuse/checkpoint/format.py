@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kfuse.version import __version__
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout above."""
 
 _log = logging.getLogger("kfuse")

@@ -18,6 +18,8 @@ _NOTHING_TO_RESUME = (
     "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 )
 
+_LOG = logging.getLogger("kfuse")
+
 State = Callable[[], dict[str, Any]]
 
 
@@ -58,7 +60,7 @@ class Checkpoints:
                 self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._settings.directory)})
             return None
         state, path = found
-        self._written = state["position"]["step"]
+        self._written = state["progress"]["step"]
         self._report({"kind": "resumed", "step": self._written, "path": str(path)})
         _log.info("checkpoint of step %d loaded from %s", self._written, path)
         return state
@@ -101,4 +103,6 @@ class Checkpoints:
         return self._writer.save(step, state())
 
     def _report(self, event: dict[str, Any]) -> None:
+        facts = ", ".join(f"{name} {value}" for name, value in event.items() if name != "kind")
+        _LOG.info("%s: %s", event["kind"], facts)
         self._session.report("event", {"step": None, **event})

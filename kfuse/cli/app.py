@@ -22,10 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from kfuse import interrupt
 from kfuse.cli import torchrun
 from kfuse.config import instantiate
-from kfuse.config.check import validate
+from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.config.messages import explain, explain_flag
 from kfuse.config.schema import ConfigError
-from kfuse.config.settle import drop_replaced
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
@@ -138,7 +137,7 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
             cfg = hydra.compose(args.config_name or "config", overrides)
         except (ValueError, UserWarning) as error:  # Hydra's, without the key
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
-    drop_replaced(cfg, overrides)
+    drop_replaced_arguments(cfg, overrides)
     validate(cfg)
     if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
         raise ConfigError("launcher: torchrun started this process; allowed is launcher=torchrun")
@@ -181,7 +180,7 @@ def _run_hydra(sweep: Sweep | None) -> int:
 
 def _job(cfg: DictConfig, run_dir: Path) -> int:
     """One run, in the directory that Hydra made for it; returns its exit status."""
-    drop_replaced(cfg, list(HydraConfig.get().overrides.task))
+    drop_replaced_arguments(cfg, list(HydraConfig.get().overrides.task))
     OmegaConf.resolve(cfg)
     try:
         _claim(run_dir, cfg)

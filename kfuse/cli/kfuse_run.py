@@ -15,7 +15,10 @@ from kfuse.cli.run import supervise
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
-from kfuse.observe import Display, Recorder, RunDirectory
+from kfuse.observe.display import Display
+from kfuse.observe.logs import LEVELS, set_up_logging
+from kfuse.observe.recorder import Recorder
+from kfuse.observe.run_dir import RunDirectory
 from kfuse.version import __version__
 
 _EXAMPLES = """\
@@ -48,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
     recorder = Recorder(directory, Display(progress=not args.quiet))
+    set_up_logging(args.log_level, "supervisor", recorder.line)
     command = [sys.executable, str(args.script), *args.arguments]
     # A script that has called kf.init does not mind SIGTERM: it notices that the supervisor is gone.
     launcher: Launcher = LocalLauncher(command, at_our_end=signal.SIGTERM, share=args.max_workers)
@@ -56,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         launcher = HostsLauncher(command, host, port, args.token, args.slots, args.max_workers)
     replace = not args.no_replace
     elasticity = Elasticity(args.workers, args.min_workers, args.max_workers, replace=replace, script=True)
-    return supervise(launcher, {"run_dir": str(run_dir.absolute())}, recorder, elasticity)
+    job = {"run_dir": str(run_dir.absolute()), "observe": {"log_level": args.log_level}}
+    return supervise(launcher, job, recorder, elasticity)
 
 
 def _refuse(message: str) -> int:
@@ -90,6 +95,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-replace", action="store_true", help="restore lost workers only up to --min-workers")
     parser.add_argument("--run-dir", type=_path, help="new directory for metrics and events (default runs/DATE/TIME)")
     parser.add_argument("--quiet", action="store_true", help="show only the script's own output and the summary")
+    parser.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        default="warning",
+        help="lowest level of kfuse's log lines (default warning); a script that sets up logging gets them itself",
+    )
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")

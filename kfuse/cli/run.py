@@ -16,7 +16,10 @@ from kfuse.elastic.job import Elasticity, JobFailed
 from kfuse.elastic.launchers import Launcher, TorchrunLauncher
 from kfuse.elastic.protocol import NOT_TRAINED, STOP_STATUS
 from kfuse.elastic.supervisor import Supervisor
-from kfuse.observe import Display, Recorder, RunDirectory
+from kfuse.observe.display import Display
+from kfuse.observe.logs import set_up_logging
+from kfuse.observe.recorder import Recorder
+from kfuse.observe.run_dir import RunDirectory
 
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
@@ -30,7 +33,9 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
         Display(progress=observe["progress"]),
     )
     if isinstance(launcher, TorchrunLauncher):
+        set_up_logging(observe["log_level"], "worker 0")
         return torchrun.lead(launcher.meeting, job, recorder)
+    set_up_logging(observe["log_level"], "supervisor", recorder.line)
     elasticity = Elasticity(
         **{key: config["workers"][key] for key in ("count", "min", "max")},
         **config["elastic"],

@@ -14,10 +14,11 @@ from kfuse import session
 from kfuse.comm.group import CommError
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
-from kfuse.observe import Recorder
+from kfuse.observe.logs import set_up_logging
+from kfuse.observe.recorder import Recorder
 from kfuse.optim import ConsistencyError
-from kfuse.session import Record, Session
-from kfuse.train.build import build_loop, comm_options, set_threads
+from kfuse.session import Record
+from kfuse.train.build import build_trainer, comm_options, set_threads
 
 
 def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
@@ -45,7 +46,10 @@ def follow(meeting: Rendezvous) -> int:
     """Any other rank's part: trains as rank 0 says, in silence. Returns the exit status."""
     try:
         job = meeting.await_job()
-        return job if isinstance(job, int) else STOP_STATUS.get(_train(meeting, job) or "", 0)
+        if isinstance(job, int):
+            return job
+        set_up_logging(job["observe"]["log_level"], f"worker {meeting.rank}")
+        return STOP_STATUS.get(_train(meeting, job) or "", 0)
     except RuntimeError as error:
         if not isinstance(error, CommError | ConsistencyError):
             raise
@@ -56,22 +60,25 @@ def follow(meeting: Rendezvous) -> int:
 def _train(meeting: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
     """Returns why training ended. Raises CommError if a worker is lost."""
     set_threads(job)
-    own = session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
-    with _stopping(own):
-        summary = build_loop(job, own).run()
+    session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
+    with _signals_noted() as noted:
+        trainer = build_trainer(job)
+        trainer.decisions.stop_requests = noted
+        summary = trainer.run()
     return None if summary is None else summary["exit_reason"]
 
 
 @contextlib.contextmanager
-def _stopping(own: Session) -> Iterator[None]:
-    """Meanwhile Ctrl-C and SIGTERM end training at a step boundary, which the leader announces to all."""
+def _signals_noted() -> Iterator[list[str]]:
+    """Ctrl-C and SIGTERM as reasons to stop: training then ends at a step boundary, which the leader announces."""
+    noted: list[str] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        own.stop_asked = "interrupted" if number == signal.SIGINT else "terminated"
+        noted.append("interrupted" if number == signal.SIGINT else "terminated")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield noted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -9,7 +9,7 @@ import traceback
 from kfuse import session
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
-from kfuse.train.build import build_loop, comm_options, set_threads
+from kfuse.train.build import build_trainer, comm_options, set_threads
 
 
 def main() -> int:
@@ -18,10 +18,10 @@ def main() -> int:
     config = client.job
     timeout_s = config["comm"]["timeout_s"]
     set_threads(config)
-    own = session.connect(client, comm_options(config), timeout_s)
-    loop = build_loop(config, own)
+    session.connect(client, comm_options(config), timeout_s)
+    trainer = build_trainer(config)
     try:
-        loop.run()
+        trainer.run()
     except (ControlError, ConsistencyError) as error:
         print(f"kfuse: worker {client.worker} ends: {error}", file=sys.stderr)
         return 1

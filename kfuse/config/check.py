@@ -1,24 +1,28 @@
-"""Whether a composed configuration can be run, before anything starts or is written."""
+"""Checks a composed configuration before a worker starts or anything is written."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kfuse.config import instantiate
+from kfuse.config.instantiate import show
 from kfuse.config.messages import explain
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
 from kfuse.undecorated import undecorated
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
-_DATA_OPTIONS = {
+# The data sets that supply an argument of a model.
+_SUPPLIED_BY = {
     "vocab_size": "data=text",
     "block_size": "data=text",
     "input_shape": "data=digits|cifar10|image_folder",
@@ -27,8 +31,21 @@ _DATA_OPTIONS = {
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
+def drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Removes the arguments of a class that the command line replaces with another (`model._target_=my.Net`).
+
+    An option's arguments belong to the option's own class. Those that the command line gives too are kept.
+    """
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
+    for group in CLASS_GROUPS:
+        if f"{group}._target_" in given:
+            kept = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
+            with open_dict(cfg):
+                cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
+
+
 def validate(cfg: DictConfig) -> None:
-    """Raises ConfigError, naming the key, its value and what is allowed, for a configuration that cannot run.
+    """Raises ConfigError, which names the key, its value and what it must be, if the configuration cannot run.
 
     Imports the classes named by `_target_`, loads the data, and builds the model and the policy once, so that
     the errors of all of these come before a worker starts.
@@ -39,37 +56,26 @@ def validate(cfg: DictConfig) -> None:
         raise ConfigError(explain(error)) from error
     _check_keys(values)
     for setting in SETTINGS.values():
-        value = _get(values, setting.key)
+        section, _, name = setting.key.rpartition(".")
+        value = (values[section] if section else values)[name]
         if not setting.allows(value):
-            raise ConfigError(f"{setting.key}={instantiate.show(value)}: allowed is {setting.allowed}")
-    _check_together(values)
-    resume = values["checkpoint"]["resume"]
-    if resume not in ("never", "auto"):
-        path = Path(resume).expanduser()
-        if not resume or not path.exists():
-            raise ConfigError(f"checkpoint.resume={resume}: there is no such path; allowed are never, auto, or a path")
-        if not any(
-            next(path.glob(f"{where}manifest.json"), None) for where in ("", "*/", "checkpoints/", "checkpoints/*/")
-        ):
-            raise ConfigError(f"checkpoint.resume={resume}: no checkpoint there, nor in its folder checkpoints")
+            raise ConfigError(f"{setting.key}={show(value)}: must be {setting.allowed}")
+    _check_combinations(values)
+    _check_resume(values["checkpoint"]["resume"])
     _check_transport(values["comm"]["_target_"])
     _check_optimizer(values["optimizer"], values["lr"]["base"])
-    _check_policy(values["policy"])
-    _check_launcher(values["launcher"], values["workers"]["count"])
-    split, samples = _check_data(values["data"])
-    _check_model(values["model"], split.spec)
+    if not hasattr(policy := _make("policy", values["policy"]), "decide"):
+        raise _wrong_result("policy", values["policy"], policy, "kfuse.BasePolicy")
+    fixed = getattr(_make("launcher", values["launcher"]), "workers", None)
+    if fixed not in (None, values["workers"]["count"]):
+        raise ConfigError(f"workers.count={values['workers']['count']}: must be {fixed}, as many as torchrun started")
+    spec, samples = _check_data(values["data"])
+    _check_model(values["model"], spec)
     _check_decay(values, samples)
 
 
-def _get(values: Mapping[str, Any], key: str) -> Any:
-    node: Any = values
-    for name in key.split("."):
-        node = node[name]
-    return node
-
-
 def _check_keys(values: Mapping[str, Any]) -> None:
-    """Unknown keys, which `+key=value` lets in, and absent ones, which `~key` leaves."""
+    """Refuses unknown keys, which `+key=value` adds, and missing ones, which `~key` removed."""
     found = {name for name in values if name not in _SECTIONS}
     for section in _SECTIONS:
         if not isinstance(values.get(section), Mapping):
@@ -82,42 +88,37 @@ def _check_keys(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"{key}: missing, and needed")
 
 
-def _check_together(values: Mapping[str, Any]) -> None:
-    """What no setting can tell alone."""
+def _check_combinations(values: Mapping[str, Any]) -> None:
+    """Refuses values that are allowed each, but not together."""
     batch, workers, train, comm = (values[name] for name in ("batch", "workers", "train", "comm"))
     for section, name, at_first in (("batch", "size", batch), ("workers", "count", workers)):
         low, value, high = at_first["min"], at_first[name], at_first["max"]
         if low > high:
-            raise ConfigError(f"{section}.min={low}: allowed is at most {section}.max={high}")
+            raise ConfigError(f"{section}.min={low}: must be at most {section}.max={high}")
         if not low <= value <= high:
-            raise ConfigError(f"{section}.{name}={value}: allowed is {section}.min={low} to {section}.max={high}")
+            raise ConfigError(f"{section}.{name}={value}: must be {section}.min={low} to {section}.max={high}")
     if batch["micro"] > batch["size"]:
-        raise ConfigError(f"batch.micro={batch['micro']}: allowed is at most batch.size={batch['size']}")
+        raise ConfigError(f"batch.micro={batch['micro']}: must be at most batch.size={batch['size']}")
     if train["epochs"] is None and train["steps"] is None:
         raise ConfigError("train.epochs=null, train.steps=null: at least one of them must be a number")
-    if comm["reproducible"] and comm["schedule"] not in ("auto", "all_to_all"):
-        raise ConfigError(
-            f"comm.schedule={comm['schedule']}: its order of summation is its own; "
-            "comm.reproducible=true allows auto, all_to_all"
-        )
-    if comm["reproducible"] and comm["sync_every"] > 1:
-        raise ConfigError(f"comm.sync_every={comm['sync_every']}: comm.reproducible=true allows 1")
-    if comm["reproducible"] and comm["dtype"] != "fp32":
-        raise ConfigError(f"comm.dtype={comm['dtype']}: comm.reproducible=true allows fp32")
+    for name, allowed, words in (
+        ("schedule", ("auto", "all_to_all"), "one of auto, all_to_all"),
+        ("sync_every", (1,), "1"),
+        ("dtype", ("fp32",), "fp32"),
+    ):
+        if comm["reproducible"] and comm[name] not in allowed:
+            raise ConfigError(f"comm.{name}={comm[name]}: must be {words} with comm.reproducible=true")
 
 
-def _check_class(
-    group: str, node: Any, supplied: Collection[str] = (), first: Collection[str] = (), always: Collection[str] = ()
-) -> Any:
-    """Returns what the group's `_target_` names, its arguments being right."""
-    if not isinstance(node, Mapping) or node.get("_target_") is None:
-        raise ConfigError(f"{group}._target_: missing; allowed is the dotted path of a class or function")
-    try:
-        return instantiate.check_arguments(node, supplied, first, always)
-    except ValueError as error:
-        # Messages that start with an argument's name become the key.
-        dot = str(error).split("=", 1)[0] in node
-        raise ConfigError(f"{group}{'.' if dot else ': '}{error}") from error
+def _check_resume(resume: str) -> None:
+    if resume in ("never", "auto"):
+        return
+    path = Path(resume).expanduser()
+    if not resume or not path.exists():
+        raise ConfigError(f"checkpoint.resume={resume}: must be never, auto, or a path; there is no such path")
+    # A checkpoint, a folder of checkpoints, or a run directory.
+    if not any(next(path.glob(f"{at}manifest.json"), None) for at in ("", "*/", "checkpoints/", "checkpoints/*/")):
+        raise ConfigError(f"checkpoint.resume={resume}: no checkpoint there, nor in its folder checkpoints")
 
 
 def _check_transport(path: str | None) -> None:
@@ -127,13 +128,39 @@ def _check_transport(path: str | None) -> None:
         factory = instantiate.locate(path)
     except ValueError as error:
         raise ConfigError(f"comm.{error}") from error
-    missing = [name for name in ("plan", "launch", "poll", "wait") if not hasattr(factory, name)]
+    missing = ", ".join(name for name in ("plan", "launch", "poll", "wait") if not hasattr(factory, name))
     if missing:
-        raise ConfigError(f"comm._target_={path}: a kfuse.comm.transports.Transport has {', '.join(missing)}, too")
+        raise ConfigError(f"comm._target_={path}: must be a kfuse.comm.transports.Transport, which also has {missing}")
+
+
+def _check_class(
+    group: str, node: Any, supplied: Collection[str] = (), first: Collection[str] = (), always: Collection[str] = ()
+) -> Any:
+    """Returns the class or function that the group's `_target_` names, once its arguments are known to be right."""
+    if not isinstance(node, Mapping) or node.get("_target_") is None:
+        raise ConfigError(f"{group}._target_: must be the dotted path of a class or function")
+    try:
+        return instantiate.check_arguments(node, supplied, first, always)
+    except ValueError as error:
+        # Messages that start with an argument's name become the key.
+        dot = str(error).split("=", 1)[0] in node
+        missing = error.names if isinstance(error, instantiate.MissingArguments) else ()
+        fitting = dict.fromkeys(_SUPPLIED_BY[name] for name in missing if name in _SUPPLIED_BY)
+        hint = f"; it fits {', '.join(fitting)}" if fitting else ""
+        raise ConfigError(f"{group}{'.' if dot else ': '}{error}{hint}") from error
+
+
+def _make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> Any:
+    """Returns what the group's `_target_` makes of its arguments."""
+    _check_class(group, node, supplied or {})
+    try:
+        return instantiate.build(node, **(supplied or {}))
+    except Exception as error:  # a user's class may raise anything
+        raise _failed(group, node, error) from error
 
 
 def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The error of a call, put down to the argument that it speaks of."""
+    """The error of a call, which names the argument that its message speaks of."""
     message = " ".join(str(error).split()) if isinstance(error, ValueError) else instantiate.one_line(error)
     given = instantiate.arguments(node)
     if message.startswith((f"{group}.", f"{group}=")):
@@ -143,34 +170,21 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     for name, value in given.items():
         says_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
         if says_value or re.search(rf"\b{re.escape(name)}\b", message):
-            return ConfigError(f"{group}.{name}={instantiate.show(value)}: {message}")
-    call = ", ".join(f"{name}={instantiate.show(value)}" for name, value in given.items())
+            return ConfigError(f"{group}.{name}={show(value)}: {message}")
+    call = ", ".join(f"{name}={show(value)}" for name, value in given.items())
     return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
 
 
-def _check_launcher(node: Any, count: int) -> None:
-    _check_class("launcher", node)
-    try:
-        launcher = instantiate.build(node)
-    except Exception as error:  # a user's constructor may raise anything
-        raise _failed("launcher", node, error) from error
-    fixed = getattr(launcher, "workers", None)
-    if fixed not in (None, count):
-        raise ConfigError(f"workers.count={count}: allowed is {fixed}, as many as torchrun started")
+def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -> ConfigError:
+    return ConfigError(f"{group}._target_={node['_target_']}: must make a {needed}, not a {type(made).__name__}")
 
 
-def _check_data(node: Any) -> tuple[Any, int]:
-    """Loads the data; returns the split, and how many samples there are to train on."""
-    _check_class("data", node)
-    try:
-        split = instantiate.build(node)
-    except Exception as error:  # a user's loader may raise anything
-        raise _failed("data", node, error) from error
+def _check_data(node: Any) -> tuple[Mapping[str, Any], int]:
+    """Loads the data; returns what they tell a model, and the number of samples to train on."""
+    split = _make("data", node)
     if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
-        raise ConfigError(
-            f"data._target_={node['_target_']}: returns a {type(split).__name__}, not a kfuse.data.DataSplit"
-        )
-    as_dataset = instantiate.locate("kfuse.data.as_dataset")  # by its path: configuration and data stand apart
+        raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
+    as_dataset = instantiate.locate("kfuse.data.as_dataset")  # by its path: kfuse.config does not import kfuse.data
     lengths = {}
     for part in ("train", "heldout"):
         try:
@@ -179,76 +193,50 @@ def _check_data(node: Any) -> tuple[Any, int]:
             raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
         if lengths[part] == 0:
             raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
-    return split, lengths["train"]
+    return split.spec, lengths["train"]
 
 
 def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     import torch  # after the cheap checks: it takes a second
 
-    try:
-        _check_class("model", node, spec)
-    except ConfigError as error:
-        missing = error.__cause__.names if isinstance(error.__cause__, instantiate.MissingArguments) else ()
-        if options := dict.fromkeys(_DATA_OPTIONS[name] for name in missing if name in _DATA_OPTIONS):
-            raise ConfigError(f"{error}; it fits {', '.join(options)}") from error
-        raise
-    try:
-        try:
-            with torch.device("meta"):  # no memory, no initialisation; but not every model can
-                model = instantiate.build(node, **spec)
-        except Exception:
-            model = instantiate.build(node, **spec)
-    except Exception as error:  # a user's constructor may raise anything
-        raise _failed("model", node, error) from error
+    _check_class("model", node, spec)
+    model = None
+    with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
+        model = instantiate.build(node, **spec)
+    if model is None:
+        model = _make("model", node, spec)
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model._target_={node['_target_']}: makes a {type(model).__name__}, not a torch.nn.Module")
+        raise _wrong_result("model", node, model, "torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
 
 
-def _check_policy(node: Any) -> None:
-    _check_class("policy", node)
-    try:
-        policy = instantiate.build(node)
-    except Exception as error:  # a user's constructor may raise anything
-        raise _failed("policy", node, error) from error
-    if not hasattr(policy, "decide"):
-        raise ConfigError(
-            f"policy._target_={node['_target_']}: makes a {type(policy).__name__}, not a kfuse.BasePolicy"
-        )
-
-
 def _check_optimizer(node: Any, lr: float) -> None:
-    """Tries the arguments on the torch optimizer that the class is, or is derived from, and one parameter."""
+    """Tries the arguments with one parameter, on the torch optimizer that the class is or is derived from."""
     import torch
 
     for name, where in _SET_ELSEWHERE.items():
         if isinstance(node, Mapping) and name in node:
-            raise ConfigError(f"optimizer.{name}={instantiate.show(node[name])}: not set here but by {where}")
+            raise ConfigError(f"optimizer.{name}={show(node[name])}: not set here but by {where}")
     factory = _check_class("optimizer", node, first=("params",), always=("lr",))
+    path = f"optimizer._target_={node['_target_']}"
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
-        raise ConfigError(f"optimizer._target_={node['_target_']}: allowed is a torch.optim.Optimizer's class")
+        raise ConfigError(f"{path}: must be the class of a torch.optim.Optimizer")
     if issubclass(factory, torch.optim.LBFGS | torch.optim.SparseAdam):
         lbfgs = issubclass(factory, torch.optim.LBFGS)
         why = "evaluates the loss several times a step" if lbfgs else "takes sparse gradients only"
-        raise ConfigError(f"optimizer._target_={node['_target_']}: {why}; allowed is one that steps on dense gradients")
-    quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
+        raise ConfigError(f"{path}: must step once on dense gradients; this one {why}")
     weight = torch.nn.Parameter(torch.zeros(1, 1))
-    for base in factory.__mro__:
-        if base.__module__.startswith("torch.optim.") and base is not torch.optim.Optimizer:
-            known = inspect.signature(base).parameters
-            given = {name: value for name, value in instantiate.arguments(node).items() if name in known}
-            try:
-                type(base.__name__, (base,), quick)(params=[weight], lr=lr, **given)
-            except Exception as error:
-                raise _failed("optimizer", node, error) from error
-            break
-    if check := getattr(factory, "check_arguments", None):
-        known = inspect.signature(check).parameters
-        try:
-            check(lr=lr, **{name: value for name, value in instantiate.arguments(node).items() if name in known})
-        except Exception as error:
-            raise _failed("optimizer", node, error) from error
+    # Not torch's own add_param_group: its decorator imports torch's compiler, which takes seconds.
+    quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
+    base = next(base for base in factory.__mro__ if base.__module__.startswith("torch.optim."))
+    try:
+        if base is not torch.optim.Optimizer:
+            type(base.__name__, (base,), quick)(params=[weight], lr=lr, **_known_to(base, node))
+        if check := getattr(factory, "check_arguments", None):
+            check(lr=lr, **_known_to(check, node))
+    except Exception as error:
+        raise _failed("optimizer", node, error) from error
     # A class of the user's own may hand on **kwargs that its base refuses. Ours are not built in this process.
     if not any(base.__module__.startswith("kfuse.") for base in factory.__mro__):
         try:
@@ -259,12 +247,18 @@ def _check_optimizer(node: Any, lr: float) -> None:
             return  # it may need more than this one weight
 
 
+def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
+    """The node's arguments that are in the signature of `factory`."""
+    known = inspect.signature(factory).parameters
+    return {name: value for name, value in instantiate.arguments(node).items() if name in known}
+
+
 def _check_decay(values: Mapping[str, Any], samples: int) -> None:
-    """A cosine needs steps after the warmup; the run's length is counted in steps of the first batch size."""
+    """A cosine needs steps after the warmup. The run's length is counted in steps of the first batch size."""
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
     total = min(length for length in lengths if length is not None)
     if lr["decay"] == "cosine" and lr["warmup_steps"] >= total:
         raise ConfigError(
-            f"lr.warmup_steps={lr['warmup_steps']}: lr.decay=cosine allows less than all {total:.0f} steps"
+            f"lr.warmup_steps={lr['warmup_steps']}: must be below the run's {total:.0f} steps with lr.decay=cosine"
         )

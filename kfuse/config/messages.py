@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors in one line: the key, its value, and what is allowed."""
+"""Hydra's and OmegaConf's errors in one line: the key, its value, and what it must be."""
 
 from __future__ import annotations
 
@@ -6,51 +6,14 @@ import difflib
 import re
 from collections.abc import Mapping
 
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from kfuse.config.instantiate import did_you_mean, one_line
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS
 
-
-def explain(error: BaseException) -> str:
-    """One line for an error raised while a configuration is composed or read."""
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read; allowed is key=value, quoted where it holds spaces or ,[]{{}}"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
-        return _missing_option(error)
-    if isinstance(error, OmegaConfBaseException):
-        return _omegaconf(error, "")
-    if isinstance(error, ConfigCompositionException):
-        first = _lines(error)[0]
-        if isinstance(error.__cause__, OmegaConfBaseException):
-            override = re.match(r"Error merging override (.*)", first)
-            return _omegaconf(error.__cause__, override.group(1) if override else "")
-        if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", first):
-            return f"{ambiguous.group(1)}: allowed is one value; a list needs [brackets], a sweep -m"
-        if twice := re.match(r"Multiple values for ([^. ]+)", first):
-            group = twice.group(1)
-            return f"{group}: has a value already; allowed is {group}=OPTION, without a plus"
-        return " ".join(_lines(error))
-    if isinstance(error, OSError):
-        where = "hydra.run.dir=DIR, of a sweep hydra.sweep.dir=DIR"
-        return f"{error.filename}: cannot be written: {error.strerror}; allowed is a run directory elsewhere, {where}"
-    if isinstance(error, HydraException | ValueError):
-        return " ".join(_lines(error))
-    return one_line(error)
-
-
+# What other tools call a setting.
 _ALIASES = {
     "learning_rate": "lr.base",
     "lr": "lr.base",
@@ -66,8 +29,41 @@ _ALIASES = {
 }
 
 
+def explain(error: BaseException) -> str:
+    """Returns one line for an error raised while a configuration is composed or read."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: must be key=value, quoted where it holds spaces or ,[]{{}}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if not error.options:
+            return _lines(error)[0]
+        return f"{group}={option}: must be one of {', '.join(error.options)}{did_you_mean(option, error.options)}"
+    if isinstance(error, OmegaConfBaseException):
+        return _omegaconf(error, "")
+    if isinstance(error, ConfigCompositionException):
+        first = _lines(error)[0]
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            override = re.match(r"Error merging override (.*)", first)
+            return _omegaconf(error.__cause__, override.group(1) if override else "")
+        if ambiguous := re.match(r"Ambiguous value for argument '(.*)'", first):
+            return f"{ambiguous.group(1)}: must be one value; a list needs [brackets], a sweep -m"
+        if twice := re.match(r"Multiple values for ([^. ]+)", first):
+            group = twice.group(1)
+            return f"{group}: has a value already; must be {group}=OPTION, without a plus"
+        return " ".join(_lines(error))
+    if isinstance(error, OSError):
+        where = "another run directory: hydra.run.dir=DIR, for a sweep hydra.sweep.dir=DIR"
+        return f"{error.filename}: cannot be written: {error.strerror}; choose {where}"
+    if isinstance(error, HydraException | ValueError):
+        return " ".join(_lines(error))
+    return one_line(error)
+
+
 def explain_flag(flag: str, after: str | None) -> str:
-    """One line for `--epochs 5` or `--epochs=5`: the setting that may be meant. after: the next argument, if any."""
+    """Returns one line for `--epochs 5` or `--epochs=5`, with the setting that may be meant.
+
+    after: the next argument of the command line, if there is one.
+    """
     name, equals, value = flag.lstrip("-").partition("=")
     if not equals and after is not None and not after.startswith("-") and "=" not in after:
         value = after
@@ -77,21 +73,10 @@ def explain_flag(flag: str, after: str | None) -> str:
     last = [key.rpartition(".")[2] for key in SETTINGS]
     known |= {name: key for name, key in zip(last, SETTINGS, strict=True) if last.count(name) == 1}
     known |= _ALIASES
-    if name not in SETTINGS:
-        close = word if word in known else next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.75)), None)
-        key = known[close] if close else None
-    else:
-        key = name
+    close = [word] if word in known else difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    key = name if name in SETTINGS else known[close[0]] if close else None
     meant = f" (did you mean {key}={value or '...'}?)" if key else ""
-    return f"{flag}: no such flag; allowed is key=value, without dashes{meant}"
-
-
-def _missing_option(error: MissingConfigException) -> str:
-    group, _, option = str(error.missing_cfg_file).rpartition("/")
-    options = [str(name) for name in error.options or ()]
-    if not options:
-        return " ".join(_lines(error)[:1])
-    return f"{group}={option}: allowed is {', '.join(options)}{did_you_mean(option, options)}"
+    return f"{flag}: no such flag; must be key=value, without dashes{meant}"
 
 
 def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
@@ -102,10 +87,10 @@ def _omegaconf(error: OmegaConfBaseException, override: str) -> str:
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return _unknown_key(error, key)
     if key in SETTINGS and override:
-        return f"{override}: allowed is {SETTINGS[key].allowed}"
+        return f"{override}: must be {SETTINGS[key].allowed}"
     below = [name for name in SETTINGS if name.startswith(f"{key}.")]
     if below and override:
-        return f"{override}: {key} is a section; allowed is to set its keys, {', '.join(below)}"
+        return f"{override}: {key} is a section; set its keys: {', '.join(below)}"
     return f"{override or key}: {reason}"
 
 
@@ -118,8 +103,8 @@ def _unknown_key(error: OmegaConfBaseException, key: str) -> str:
     at_home = [k for k in SETTINGS if k.rpartition(".")[2] == name]
     if not suggestion and at_home:
         suggestion = f" (did you mean {at_home[0]}?)"
-    allowed = f"; allowed under {parent}: {', '.join(siblings)}" if parent else ""
-    return f"{key}: no such key{suggestion or did_you_mean(key, everywhere)}{allowed}"
+    there = f"; keys of {parent}: {', '.join(siblings)}" if parent else ""
+    return f"{key}: no such key{suggestion or did_you_mean(key, everywhere)}{there}"
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -1,110 +1,146 @@
-"""Every setting: its type, default, what is allowed, and a line of help. Groups of classes stay open."""
+"""Every setting of the command line: its type, default, bounds and help. Groups of classes stay open."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 import typing
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+CLASS_GROUPS = ("model", "data", "optimizer", "policy", "launcher")
+
 
 class ConfigError(ValueError):
-    """A setting cannot be used. The message is one line: the key, its value, and what is allowed."""
+    """A setting cannot be used. The message is one line: the key, its value, and what it must be."""
 
 
-def setting(
-    default: Any,
-    text: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """A dataclass field with a line of help, and bounds: `least` and `most` are allowed, `above` is not."""
-    bounds = {"text": text, "least": least, "above": above, "most": most, "choices": choices}
-    return field(default=default, metadata=bounds)
+def setting(default: Any, text: str, **bounds: Any) -> Any:
+    """A dataclass field with its help. bounds: `least`, `above`, `most` and `choices` of `Setting`."""
+    return field(default=default, metadata={"text": text, **bounds})
 
 
 @dataclass
 class Batch:
-    size: int = setting(32, "samples in an optimizer step, at first", least=1)
-    micro: int = setting(8, "samples in a forward and backward pass", least=1)
-    min: int = setting(8, "policies never go below it", least=1)
-    max: int = setting(256, "policies never go above it", least=1, most=2**24)
+    """Samples: how many make a step and a micro-batch."""
+
+    size: int = setting(32, "samples of the first optimizer steps; policies may change it", least=1)
+    micro: int = setting(8, "samples of a micro-batch: one forward and backward pass; sets the memory needed", least=1)
+    min: int = setting(8, "samples; policies never go below", least=1)
+    max: int = setting(256, "samples; policies never go above", least=1, most=2**24)
 
 
 @dataclass
 class Workers:
-    count: int = setting(1, "worker processes, at first", least=1, most=2**20)
-    min: int = setting(1, "lost workers are replaced up to it", least=1, most=2**20)
-    max: int = setting(2, "policies never go above it", least=1, most=2**20)
-    balance: bool = setting(True, "give slower workers fewer micro-batches")
-    threads: int | None = setting(None, "CPU threads of a worker; null: the cores, shared out", least=1, most=2**12)
+    """Worker processes, one a device."""
+
+    count: int = setting(1, "worker processes of the first steps; policies may change it", least=1, most=2**20)
+    min: int = setting(1, "worker processes; lost ones are replaced up to it in any case", least=1, most=2**20)
+    max: int = setting(2, "worker processes; policies never go above", least=1, most=2**20)
+    balance: bool = setting(True, "give slower workers fewer micro-batches, so that none waits long")
+    threads: int | None = setting(
+        None,
+        "CPU threads of each worker; null: the cores divided by workers.max, or 1 with comm.reproducible=true",
+        least=1,
+        most=2**12,
+    )
 
 
 @dataclass
 class LR:
-    base: float = setting(0.001, "learning rate at the first batch size", above=0)
-    scaling: str = setting("sqrt", "how it follows the batch size", choices=("none", "linear", "sqrt", "adascale"))
-    warmup_steps: int = setting(0, "steps of linear warmup", least=0)
-    decay: str = setting("none", "what follows the warmup", choices=("none", "cosine"))
+    """The learning rate."""
+
+    base: float = setting(0.001, "learning rate at the first batch size; the default suits AdamW", above=0)
+    scaling: str = setting(
+        "sqrt",
+        "how the rate follows the batch size; the default suits Adam-like optimizers, linear suits SGD",
+        choices=("none", "linear", "sqrt", "adascale"),
+    )
+    warmup_steps: int = setting(0, "steps of linear warmup; 0: none", least=0)
+    decay: str = setting("none", "how the rate falls after the warmup", choices=("none", "cosine"))
 
 
 @dataclass
 class Train:
-    epochs: int | None = setting(100, "passes over the data; null: by train.steps", least=1)
-    steps: int | None = setting(None, "optimizer steps at most; null: by train.epochs", least=1)
-    target_accuracy: float | None = setting(None, "stop once an evaluation reaches it", above=0, most=1)
+    """How long to train, how to evaluate, and in which precision."""
+
+    epochs: int | None = setting(100, "passes over the data; null: train.steps alone ends the run", least=1)
+    steps: int | None = setting(None, "optimizer steps at most; null: train.epochs alone ends the run", least=1)
+    target_accuracy: float | None = setting(
+        None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, most=1
+    )
     eval_every: int | None = setting(None, "steps between evaluations; null: once an epoch", least=1)
-    precision: str = setting("fp32", "of forward and backward", choices=("fp32", "bf16"))
-    clip_norm: float | None = setting(None, "largest norm of the mean gradient", above=0)
+    precision: str = setting("fp32", "arithmetic of forward and backward; bf16: autocast", choices=("fp32", "bf16"))
+    clip_norm: float | None = setting(None, "largest norm of the mean gradient; null: no clipping", above=0)
 
 
 @dataclass
 class Comm:
-    _target_: str | None = setting(None, "a class of your own that reduces buckets, in place of comm.schedule")
-    schedule: str = setting("auto", "how gradients are reduced", choices=("auto", "allreduce", "all_to_all", "tree"))
-    tree: str = setting("binary", "the shape of comm.schedule=tree", choices=("binary", "star", "host"))
-    sync_every: int = setting(1, "steps between synchronisations; above 1: local SGD", least=1, most=2**20)
-    dtype: str = setting("fp32", "of gradients on the wire", choices=("fp32", "bf16"))
-    bucket_mb: float = setting(25.0, "gradients that travel together, MiB", above=0)
+    """How gradients are reduced over the workers."""
+
+    _target_: str | None = setting(None, "your own transport class, in place of comm.schedule; null: none")
+    schedule: str = setting(
+        "auto",
+        "how gradients are reduced; auto: allreduce, or all_to_all with comm.reproducible=true",
+        choices=("auto", "allreduce", "all_to_all", "tree"),
+    )
+    tree: str = setting("binary", "shape of comm.schedule=tree", choices=("binary", "star", "host"))
+    sync_every: int = setting(
+        1, "steps between synchronisations; 1: every step's gradients; more: local SGD", least=1, most=2**20
+    )
+    dtype: str = setting("fp32", "type of gradients on the wire; bf16 halves the bytes", choices=("fp32", "bf16"))
+    bucket_mb: float = setting(
+        25.0, "MiB of gradients reduced together; the default, DDP's, lets reductions overlap with backward", above=0
+    )
     reproducible: bool = setting(False, "the same bits for any number of workers")
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
-    timeout_s: float = setting(30.0, "after which a silent worker is given up, seconds", above=0, most=10**6)
+    timeout_s: float = setting(30.0, "seconds without an answer, after which a worker is given up", above=0, most=10**6)
 
 
 @dataclass
 class Checkpoint:
+    """When checkpoints are written, and where the first state comes from."""
+
     every_steps: int | None = setting(None, "steps between checkpoints; null: none are written", least=1)
-    keep: int = setting(3, "how many of the newest stay", least=1)
+    keep: int = setting(3, "how many of the newest are kept; more than one, in case one is damaged", least=1)
     resume: str = setting("never", "never, auto (the run directory's newest good one), or a path")
 
 
 @dataclass
 class Elastic:
-    replace: bool = setting(True, "start a new worker for each that was lost; else only up to workers.min")
+    """What happens when workers are lost or do not come up."""
+
+    replace: bool = setting(True, "start a new worker for each lost one; false: only up to workers.min")
     heartbeat_timeout_s: float = setting(
-        10.0, "seconds without a heartbeat, after which a worker is killed", above=1, most=10**6
+        10.0, "seconds without a heartbeat (sent each 0.5 s), after which a worker is killed", above=1, most=10**6
     )
-    boot_timeout_s: float = setting(120.0, "for a new worker to come up, seconds", above=0, most=10**6)
-    max_failures: int = setting(5, "workers lost in a row, no step between, after which the job ends", least=1)
+    boot_timeout_s: float = setting(120.0, "seconds within which a new worker must be ready", above=0, most=10**6)
+    max_failures: int = setting(5, "losses without a step completed in between, after which the job ends", least=1)
 
 
 @dataclass
 class Observe:
+    """What a run shows and records."""
+
     progress: bool = setting(True, "show progress while training")
     tensorboard: bool = setting(True, "write tb/ in the run directory")
-    ledger: bool = setting(False, "write which samples each micro-batch used")
+    ledger: bool = setting(False, "write ledger.jsonl: the samples of each micro-batch")
+    log_level: str = setting(
+        "warning",
+        "lowest level of kfuse's own log lines, from the supervisor and each worker",
+        choices=("debug", "info", "warning", "error", "off"),
+    )
 
 
 @dataclass
 class Config:
-    seed: int = setting(0, "of the initial parameters, data order and dropout", least=0, most=2**32 - 1)
+    """The whole configuration. A group of classes has `_target_`, a dotted path, and the arguments of that class."""
+
+    seed: int = setting(0, "of the initial parameters, data order, augmentation and dropout", least=0, most=2**32 - 1)
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -120,22 +156,25 @@ class Config:
     observe: Observe = field(default_factory=Observe)
 
 
-CLASS_GROUPS = ("model", "data", "optimizer", "policy", "launcher")
-
-
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of the schema: `batch.size` and what it allows."""
+    """One setting, for example `batch.size`."""
 
     key: str
     kind: type
     optional: bool
+    """Whether null is allowed."""
     default: Any
     text: str
-    least: float | None
-    above: float | None
-    most: float | None
-    choices: tuple[str, ...]
+    """Its help: what it is, its unit, special values."""
+    least: float | None = None
+    """The smallest value allowed."""
+    above: float | None = None
+    """In place of `least`: every value above this one is allowed."""
+    most: float | None = None
+    """The largest value allowed."""
+    choices: tuple[str, ...] = ()
+    """If not empty: the values allowed."""
 
     def allows(self, value: Any) -> bool:
         """Whether a value of the right type is within bounds. NaN and infinity never are."""
@@ -154,50 +193,49 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """What is allowed, in words."""
-        kind = {int: "a whole number ", float: "a number "}.get(self.kind, "")
+        """What a value must be, in words: "a whole number, at least 1"."""
+        kind = {int: "a whole number, ", float: "a number, "}.get(self.kind, "one of " if self.choices else "")
         return kind + self.range
 
     @property
     def range(self) -> str:
-        """What is allowed, without the kind of number."""
+        """What a value must be, without the kind of number: "at least 1"."""
         if self.choices:
             words = ", ".join(self.choices)
-        elif self.kind is bool:
-            words = "true, false"
-        elif self.kind is str:
-            words = "text"
+        elif self.kind in (bool, str):
+            words = "true or false" if self.kind is bool else "text"
+        elif self.above is not None:
+            words = f"above {self.above}" + (f", at most {self.most}" if self.most is not None else "")
         else:
-            words = f"above {self.above}" if self.above is not None else f"from {self.least}"
-            words += f" to {self.most}" if self.most is not None else ""
+            words = f"{self.least} to {self.most}" if self.most is not None else f"at least {self.least}"
         return words + (", or null" if self.optional else "")
 
 
-def _leaves(cls: type, prefix: str = "") -> Iterator[Setting]:
+def _settings(cls: type, prefix: str = "") -> Iterator[Setting]:
     hints = typing.get_type_hints(cls)
     for f in fields(cls):
         hint = hints[f.name]
         if is_dataclass(hint):
-            yield from _leaves(typing.cast(type, hint), f"{prefix}{f.name}.")
+            yield from _settings(typing.cast(type, hint), f"{prefix}{f.name}.")
         elif f.metadata:
-            yield _setting(prefix + f.name, f, hint)
+            kinds = [arg for arg in typing.get_args(hint) or (hint,) if arg is not type(None)]
+            optional = len(typing.get_args(hint)) > 1
+            yield Setting(f"{prefix}{f.name}", kinds[0], optional, f.default, **f.metadata)
 
 
-def _setting(key: str, f: Field[Any], hint: Any) -> Setting:
-    kinds = [arg for arg in typing.get_args(hint) or (hint,) if arg is not type(None)]
-    return Setting(key=key, kind=kinds[0], optional=len(typing.get_args(hint)) > 1, default=f.default, **f.metadata)
-
-
-SETTINGS = {leaf.key: leaf for leaf in _leaves(Config)}
+SETTINGS = {leaf.key: leaf for leaf in _settings(Config)}
 
 
 def settings_help() -> str:
-    """A line for each setting: `key=default`, what it is, what is allowed."""
+    """Returns each setting's `key=default`, help and range, in lines of at most 120 characters."""
     defaults = [OmegaConf.to_yaml({"x": leaf.default}).removeprefix("x: ").strip() for leaf in SETTINGS.values()]
     keys = [f"{leaf.key}={default}" for leaf, default in zip(SETTINGS.values(), defaults, strict=True)]
     width = max(map(len, keys))
-    texts = [f"{leaf.text} ({leaf.range})" for leaf in SETTINGS.values()]
-    return "\n".join(f"  {key:<{width}}  {text}" for key, text in zip(keys, texts, strict=True))
+    lines: list[str] = []
+    for key, leaf in zip(keys, SETTINGS.values(), strict=True):
+        first, *rest = textwrap.wrap(f"{leaf.text} ({leaf.range})", 120 - width - 4, break_on_hyphens=False)
+        lines += [f"  {key:<{width}}  {first}", *(" " * (width + 4) + line for line in rest)]
+    return "\n".join(lines)
 
 
 ConfigStore.instance().store("schema", Config)

@@ -1,12 +1,17 @@
-"""Data sets, and which of their samples each step and worker uses."""
+"""Data sets, and which of their samples each step and worker uses.
 
-from kfuse.data.adapters import MapData, TensorData, as_dataset
-from kfuse.data.base import DataError, Dataset, DataSplit
-from kfuse.data.cifar10 import load_cifar10
-from kfuse.data.digits import load_digits
-from kfuse.data.image_folder import load_image_folder
+The loaders (`load_digits`, ...) are imported when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, TensorData, as_dataset
 from kfuse.data.sampler import EpochSampler, micro_batch_sizes, worker_range
-from kfuse.data.text import load_text
+
+if TYPE_CHECKING:
+    from kfuse.data.images import load_cifar10, load_digits, load_image_folder
+    from kfuse.data.text import load_text
 
 __all__ = [
     "DataError",
@@ -23,3 +28,13 @@ __all__ = [
     "micro_batch_sizes",
     "worker_range",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(f"kfuse.data.{'text' if name == 'load_text' else 'images'}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")
+
+
+def __dir__() -> list[str]:
+    return __all__

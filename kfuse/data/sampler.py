@@ -17,7 +17,7 @@ import numpy as np
 
 
 def permutation(length: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Return the order of `length` samples in `epoch`, int64 `[length]`, the same on every machine.
+    """Returns the order of `length` samples in `epoch`, int64 `[length]`, the same on every machine.
 
     Sorts raw 64-bit outputs of PCG64: NumPy keeps a bit generator's stream stable between versions, which it
     does not promise for `Generator.permutation` (NEP 19). Workers may then run different versions of NumPy.
@@ -36,22 +36,22 @@ class EpochSampler:
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
-            raise ValueError(f"length={length}: a data set must have at least one sample")
+            raise ValueError(f"length={length}: must be at least 1")
         if seed < 0:
-            raise ValueError(f"seed={seed}: a seed must be a non-negative integer")
+            raise ValueError(f"seed={seed}: must be at least 0")
         self.length = length
         self.seed = seed
         self._cached = (-1, np.empty(0, dtype=np.int64))
 
     def indices(self, epoch: int, cursor: int, count: int) -> np.ndarray:
-        """Return the samples at positions `cursor..cursor+count-1` of `epoch`, int64; fewer at its end.
+        """Returns the samples at positions `cursor..cursor+count-1` of `epoch`, int64; fewer at its end.
 
         Raises ValueError for a negative epoch or count, or a cursor outside 0..length.
         """
         if epoch < 0 or count < 0:
-            raise ValueError(f"epoch={epoch}, count={count}: neither may be negative")
+            raise ValueError(f"epoch={epoch}, count={count}: must be at least 0")
         if not 0 <= cursor <= self.length:
-            raise ValueError(f"cursor={cursor} is outside the epoch: it must lie in 0..{self.length}")
+            raise ValueError(f"cursor={cursor}: must be 0 to {self.length}")
         # Epoch and order in one object, so that a thread that reads ahead never sees one without the other.
         cached_epoch, order = self._cached
         if epoch != cached_epoch:
@@ -61,7 +61,7 @@ class EpochSampler:
 
 
 def micro_batch_sizes(count: int, micro: int) -> list[int]:
-    """Cut `count` samples into micro-batches of `micro` samples, the last one smaller where it must be."""
+    """Cuts `count` samples into micro-batches of `micro` samples, the last one smaller where it must be."""
     if count < 0 or micro < 1:
         raise ValueError(f"count={count}, micro={micro}: count must be at least 0 and micro at least 1")
     full, rest = divmod(count, micro)
@@ -69,7 +69,7 @@ def micro_batch_sizes(count: int, micro: int) -> list[int]:
 
 
 def worker_range(micro_batches: int, workers: int, rank: int, weights: Sequence[float] | None = None) -> range:
-    """Return the contiguous range of micro-batches of worker `rank`; together they cover each exactly once.
+    """Returns the contiguous range of micro-batches of worker `rank`; together they cover each exactly once.
 
     Without `weights` (or with equal ones) the shares differ by at most one. With them, shares are in
     proportion and less than one micro-batch off. Rank 0, the leader, always has one; other shares may be empty.
@@ -79,14 +79,14 @@ def worker_range(micro_batches: int, workers: int, rank: int, weights: Sequence[
     if micro_batches < 0 or not 0 <= rank < workers:
         raise ValueError(
             f"micro_batches={micro_batches}, workers={workers}, rank={rank}: "
-            "micro_batches must be at least 0 and rank in 0..workers-1"
+            "micro_batches must be at least 0, and rank 0 to workers - 1"
         )
     if weights is None:
         return range(-(-micro_batches * rank // workers), -(-micro_batches * (rank + 1) // workers))
     if len(weights) != workers:
         raise ValueError(f"{len(weights)} weights for {workers} workers: one each is needed")
     if not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ValueError(f"weights={list(weights)}: each must be finite and above 0")
+        raise ValueError(f"weights={list(weights)}: must be finite and above 0")
     bounds = list(accumulate((Fraction(w) for w in weights), initial=Fraction(0)))
     start, stop = (math.ceil(micro_batches * b / bounds[-1]) for b in bounds[rank : rank + 2])
     return range(start, stop)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kfuse.data.base import DataError, DataSplit, read_bytes
+from kfuse.data.dataset import DataError, DataSplit
+from kfuse.data.loading import check_heldout, read_bytes
 
 STDLIB_BYTES = 4_000_000
 # Not the library itself, tests of it, or tables and prose written by programs.
@@ -32,14 +33,14 @@ class TextBlocks:
         return (len(self.tokens) - 1) // self.block_size
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return blocks and their next bytes. There is no augmentation."""
+        """Returns blocks and their next bytes. There is no augmentation."""
         positions = np.asarray(indices)[:, None] * self.block_size + np.arange(self.block_size + 1)
         windows = torch.from_numpy(self.tokens[positions].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, heldout: float = 0.1) -> DataSplit:
-    """Return the bytes of a UTF-8 file as tokens, the last fraction `heldout` of them held out.
+    """Returns the bytes of a UTF-8 file as tokens, the last fraction `heldout` of them held out.
 
     The file is held in memory, a byte a token. With no path: Python's standard library (`stdlib_source`).
     `spec["unigram_entropy"]` is what a model without context reaches at best on the held-out bytes.
@@ -47,9 +48,8 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
     short for a block in each part.
     """
     if block_size < 1:
-        raise DataError(f"block_size={block_size}: a block needs at least one byte")
-    if not 0.0 < heldout < 1.0:
-        raise DataError(f"heldout={heldout} is not a fraction of the text: it must lie between 0 and 1")
+        raise DataError(f"block_size={block_size}: must be at least 1")
+    check_heldout(heldout)
     data = stdlib_source() if path is None else read_utf8(Path(path).expanduser())
     name = "the standard library" if path is None else str(path)
     tokens = np.frombuffer(data, dtype=np.uint8)
@@ -68,7 +68,7 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Return the entropy in nats per byte of how often each byte occurs in `tokens` (uint8 `[N]`, N >= 1).
+    """Returns the entropy in nats per byte of how often each byte occurs in `tokens` (uint8 `[N]`, N >= 1).
 
     It is the smallest mean cross entropy on these bytes of any model that ignores context.
     """
@@ -78,7 +78,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
 
 def read_utf8(path: Path) -> bytes:
-    """Return the bytes of a UTF-8 file. Raises DataError, naming the first bad byte's offset."""
+    """Returns the bytes of a UTF-8 file. Raises DataError, naming the first bad byte's offset."""
     data = read_bytes(path)
     try:
         data.decode("utf-8")
@@ -90,7 +90,7 @@ def read_utf8(path: Path) -> bytes:
 
 
 def stdlib_source(limit: int = STDLIB_BYTES) -> bytes:
-    """Return the first `limit` bytes of the Python standard library's source, files in order of their path.
+    """Returns the first `limit` bytes of the Python standard library's source, files in order of their path.
 
     The same for every process of one Python installation. Raises DataError where the source is not installed.
     """

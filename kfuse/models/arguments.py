@@ -13,4 +13,4 @@ def check_sizes(**sizes: int) -> None:
 def check_dropout(dropout: float) -> None:
     """Raises ValueError for what is no probability below 1."""
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout}: must lie between 0 and 1, and below 1")
+        raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")

@@ -74,7 +74,7 @@ class GPT(nn.Module):
         check_sizes(layers=layers, heads=heads, width=width)
         check_dropout(dropout)
         if width % heads != 0:
-            raise ValueError(f"width={width} is not a multiple of heads={heads}")
+            raise ValueError(f"width={width}: must be a multiple of heads={heads}")
         self.block_size = block_size
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(block_size, width)

@@ -27,7 +27,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         if any(width < 1 for width in hidden):
-            raise ValueError(f"hidden={list(hidden)}: each must be at least 1")
+            raise ValueError(f"hidden={list(hidden)}: must be at least 1")
         check_dropout(dropout)
         widths = [math.prod(input_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]

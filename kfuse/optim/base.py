@@ -7,6 +7,8 @@ global batch (a view of its bucket), as with DistributedDataParallel. `step()` t
 from __future__ import annotations
 
 import logging
+import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from torch.nn import Parameter
 
 from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine, owner
-from kfuse.comm.group import CommError
+from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
     ConsistencyError,
@@ -44,6 +46,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     """
+    absorbs_losses: bool = False
+    """Set by a training loop whose body is the user's: there a lost worker ends the step without an error."""
+    _lost: CommError | None = None
+    """What the step under way was given up for."""
 
     def _attach(self, clip_norm: float | None, skip_nonfinite: bool) -> None:
         """Called by subclasses once `param_groups` exist. Raises ValueError for a clip_norm that is not positive."""
@@ -55,7 +61,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._had_gradients = self._was_nonfinite = self._was_local = False
         self._tracked: nn.Module | None = None
         self._build_engine()
-        self._session.register(self)
+        self._session.on_group_change(self._set_group)
+        global _latest
+        _latest = weakref.ref(self)
         if not self._session.elastic:  # in an elastic job the training loop shares all of the state
             self._share_parameters(self.param_groups)
 
@@ -80,15 +88,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         refuse_sharded(self._named_parameters())
         self._check_layout()
         self.engine = Engine(groups, session.group, session.comm, names, self._choose_lane(groups))
-        if session.topology is not None or session.tree is not None:  # a decision's
-            self.engine.set_group(session.group, session.topology, session.tree)
         if old is not None:
+            self.engine.use_transport(old.topology, old.tree)
             old.close()
             self.engine.step = old.step
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
-        self.engine.control = session.take_control
         self.engine.digest_salt = lambda: rates_salt(self.learning_rates())
         self._group_of = [g for g, params in enumerate(groups) for _ in params]
         self._trainable = {id(p) for p in self.engine.params}
@@ -198,6 +204,21 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
+    def _set_group(self, group: Group) -> None:
+        self.engine.set_group(group)
+
+    def absorb(self, error: CommError) -> bool:
+        """Whether a training loop will deal with the loss of a worker: then the step under way is given up."""
+        if self.absorbs_losses:
+            self._lost = error
+            self.engine.abort()
+        return self.absorbs_losses
+
+    def take_lost(self) -> CommError | None:
+        """What ended the last step's body early, once."""
+        lost, self._lost = self._lost, None
+        return lost
+
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
         self.engine.check_owner()
@@ -226,7 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         reduced = self.engine.reduced
         if reduced is None:
             return
-        used = None if reduced.all_used_here else reduced.used.tolist()
+        used = None if reduced.used is None else reduced.used.tolist()
         self._had_gradients = self._had_gradients or used is None or any(used)
         for bucket in self.engine.of_params:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
@@ -259,15 +280,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             )
         if self.engine.reduced is None:
             try:
-                if self._session.failure is None and any(p.grad is not None for p in self.engine.params):
+                if self._lost is None and any(p.grad is not None for p in self.engine.params):
                     self._take_gradients_set_by_hand()
                 self.synchronize()
             except CommError as error:
-                if not self._session.absorb(error):
+                if not self.absorb(error):
                     raise
-                self.engine.abort()
         reduced, self.engine.reduced = self.engine.reduced, None
-        if not self._had_gradients and self._session.failure is None:
+        if not self._had_gradients and self._lost is None:
             self._warn_of_no_gradients()
         if reduced is None:
             return loss
@@ -279,13 +299,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             )
         self._take_back_gradients()
         record, scale, found_inf, finite = self._verdict(reduced)
-        skipped = torch.zeros(1, dtype=torch.float64, device=record.device) if found_inf is None else found_inf.double()
         self._update(reduced, scale, found_inf)
-        self._session.control_sent()
         if reduced.local:
-            record[t.TAIL_SLOTS] = torch.nan  # of the workers' mean gradient nothing is known
+            record[t.GRAD_SQ] = torch.nan  # of the workers' mean gradient nothing is known
+        if found_inf is not None:
+            record[t.SKIPPED] = found_inf
         unit = "micro-batches" if reduced.implicit else self._unit
-        record = torch.cat([record, skipped.reshape(1), reduced.of_ranks.reshape(-1).double()])
         self.statistics.push(self.engine.step - 1, unit, record)
         self._warn_of_nonfinite(self.engine.step - 1, finite, reduced.local)
         self._check_consistency()
@@ -293,9 +312,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_consistency(self) -> None:
         """Raises ConsistencyError, on every rank, if the ranks' parameters differed in the newest step read."""
-        stats = self.statistics.latest
-        if stats is None or len(set(stats.digests)) < 2:
+        if len(set(self.statistics.digests)) < 2:
             return
+        stats = self.statistics.latest
+        assert stats is not None
         params, names = self.engine.params, self.engine.names
         if self._tracked is not None:
             known = {id(p): f"parameter {name}" for name, p in self._tracked.named_parameters()}
@@ -362,9 +382,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
         self._build_engine()
 
-    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | bool]:
         """The record in units of the true gradient; what gradients are multiplied with; whether to skip; whether
-        gradients are finite. All on the device.
+        gradients are finite, which the host knows on the CPU. All else on the device.
         """
         record = reduced.record
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -375,13 +395,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             record = record.clone()
             squared = torch.nan if loss_scale is None else loss_scale.double() ** 2  # unscaled by hand: not known
             record[t.SUM_SQUARES] /= squared
-            record[t.TAIL_SLOTS] /= squared
+            record[t.GRAD_SQ] /= squared
             squared_norm = squared_norm / squared
             if self.clip_norm is not None and loss_scale is not None:
                 # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
                 found_inf = torch.maximum(found_inf, (~torch.isfinite(squared_norm)).to(torch.float32))
         elif self.skip_nonfinite and (record.device.type == "cuda" or not finite):
-            found_inf = (~finite).to(torch.float32)
+            found_inf = (~torch.as_tensor(finite)).to(torch.float32)
         scale = None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
         if self.clip_norm is not None:
             if hasattr(self, "found_inf") and loss_scale is None:  # p.grad was unscaled, perhaps changed, by the user
@@ -390,19 +410,21 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             scale = coefficient if scale is None else scale * coefficient
         return record, scale, found_inf, finite
 
-    def _squared_norm(self, reduced: Reduced) -> tuple[Tensor, Tensor]:
-        """|gbar|^2 (float64), and whether the gradients are finite, on the device.
+    def _squared_norm(self, reduced: Reduced) -> tuple[Tensor, Tensor | bool]:
+        """|gbar|^2 (float64, on the device), and whether the gradients are finite.
 
         The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
         gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
         """
         record = reduced.record
-        squared_norm = record[t.TAIL_SLOTS]
-        finite = torch.isfinite(record[t.SUM_SQUARES] + squared_norm)
-        if record.device.type != "cuda" and not finite:
+        squared_norm = record[t.GRAD_SQ]
+        if record.device.type == "cuda":
+            return squared_norm, torch.isfinite(record[t.SUM_SQUARES] + squared_norm)
+        finite = math.isfinite(record[t.SUM_SQUARES].item() + squared_norm.item())
+        if not finite:
             squared_norm = self._squared_norm_of_gradients()
             if not reduced.local:  # else the others must skip too, and have other gradients
-                finite = torch.isfinite(squared_norm)
+                finite = math.isfinite(squared_norm.item())
         return squared_norm, finite
 
     def _squared_norm_of_gradients(self) -> Tensor:
@@ -410,12 +432,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         squares = [p.grad.double().square().sum() for p in self.engine.params if p.grad is not None]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
-    def _warn_of_nonfinite(self, step: int, finite: Tensor, local: bool) -> None:
+    def _warn_of_nonfinite(self, step: int, finite: Tensor | bool, local: bool) -> None:
         """Rank 0 names the first of a run of steps whose gradients are not finite; on CUDA one step later."""
         if hasattr(self, "found_inf"):  # GradScaler's: there skips are how it finds its scale
             return
         was_local, self._was_local = self._was_local, local
-        if finite.device.type == "cuda":
+        if not isinstance(finite, bool):
             stats = self.statistics.latest
             if stats is None:
                 return
@@ -450,6 +472,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def stats(self) -> StepStats | None:
         """The latest step's statistics, None before the first. Waits for the device."""
         return self.statistics.wait()
+
+
+_latest: weakref.ref[DistributedOptimizer] | None = None
+
+
+def latest_optimizer() -> DistributedOptimizer | None:
+    """The one that was made last in this session, while it lives."""
+    found = None if _latest is None else _latest()
+    return found if found is not None and found._session is current() else None
 
 
 def check_clip_norm(clip_norm: float | None) -> None:

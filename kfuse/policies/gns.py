@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kfuse.policies.base import BasePolicy
-from kfuse.policies.signals import Decision, Signals
+from kfuse.policies.signals import BasePolicy, Decision, Signals, check_positive, check_whole
 
 
 class GNSPolicy(BasePolicy):
@@ -28,25 +27,18 @@ class GNSPolicy(BasePolicy):
     """
 
     def __init__(
-        self,
-        factor: float = 1.0,
-        every: int = 20,
-        micro_batches_per_worker: int = 4,
-        allow_shrink: bool = False,
+        self, factor: float = 1.0, every: int = 20, micro_batches_per_worker: int = 4, allow_shrink: bool = False
     ) -> None:
-        if not _is_number(factor, float) or not (math.isfinite(factor) and factor > 0):
-            raise ValueError(f"policy.factor={factor!r}: allowed is a finite number above 0")
-        for name, value in (("every", every), ("micro_batches_per_worker", micro_batches_per_worker)):
-            if not _is_number(value, int) or value < 1:
-                raise ValueError(f"policy.{name}={value!r}: allowed is a whole number from 1")
+        check_positive("policy.factor", factor)
+        check_whole("policy.every", every, 1)
+        check_whole("policy.micro_batches_per_worker", micro_batches_per_worker, 1)
         if not isinstance(allow_shrink, bool):
-            raise ValueError(f"policy.allow_shrink={allow_shrink!r}: allowed are true and false")
-        self.factor = factor
-        self.every = every
-        self.micro_batches_per_worker = micro_batches_per_worker
-        self.allow_shrink = allow_shrink
+            raise ValueError(f"policy.allow_shrink={allow_shrink!r}: must be true or false")
+        self.factor, self.every = factor, every
+        self.micro_batches_per_worker, self.allow_shrink = micro_batches_per_worker, allow_shrink
 
     def decide(self, signals: Signals) -> Decision | None:
+        """Returns the batch size and worker count to move to; None at other steps, and where none is to change."""
         if signals.step % self.every:
             return None
         batch_size = self._batch_size(signals)
@@ -60,7 +52,7 @@ class GNSPolicy(BasePolicy):
         return None if decision.is_empty else decision
 
     def _batch_size(self, signals: Signals) -> int | None:
-        """The batch size wanted, which may be the one in force; None while the noise scale is unknown."""
+        """The batch size to have, which may be the one in force; None while the noise scale is unknown."""
         noise, low, high = signals.noise_scale, signals.noise_scale_low, signals.noise_scale_high
         known = [value for value in (noise, low, high) if value is not None]
         if low is None or len(known) == 2 or not all(map(math.isfinite, known)):
@@ -78,6 +70,7 @@ class GNSPolicy(BasePolicy):
         return batch
 
     def _workers(self, signals: Signals, batch_size: int) -> int:
+        """The worker count for this batch size, within bounds."""
         micro_batches = math.ceil(batch_size / signals.micro_batch)
         wanted = math.ceil(micro_batches / self.micro_batches_per_worker)
         if not self.allow_shrink:
@@ -87,7 +80,3 @@ class GNSPolicy(BasePolicy):
     def state_dict(self) -> dict[str, Any]:
         """Empty: decisions depend on the signals alone, and the options belong to the configuration."""
         return {}
-
-
-def _is_number(value: object, kind: type[int] | type[float]) -> bool:
-    return isinstance(value, int | kind) and not isinstance(value, bool)

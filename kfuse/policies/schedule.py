@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kfuse.policies.base import BasePolicy
-from kfuse.policies.signals import Decision, Signals
+from kfuse.policies.signals import BasePolicy, Decision, Signals, check_positive, check_whole
 
 _UNITS = {"step", "epoch"}
 _SETTINGS = {"batch_size", "lr_scale", "workers"}
-
-
-@dataclass(frozen=True)
-class _Phase:
-    start: int
-    settings: Decision
+_NAMES = ", ".join(sorted(_SETTINGS))
 
 
 class SchedulePolicy(BasePolicy):
@@ -38,21 +31,24 @@ class SchedulePolicy(BasePolicy):
 
     def __init__(self, phases: Sequence[Mapping[str, Any]]) -> None:
         if isinstance(phases, str) or not isinstance(phases, Sequence):
-            raise ValueError(f"policy.phases={phases!r}: allowed is a list of mappings")
+            raise ValueError(f"policy.phases={phases!r}: must be a list of mappings")
         units = {unit for phase in phases if isinstance(phase, Mapping) for unit in phase.keys() & _UNITS}
         if len(units) > 1:
-            raise ValueError("policy.phases: allowed is either step or epoch for all phases, not both")
+            raise ValueError("policy.phases: must have step or epoch in all phases, not both")
         self._unit = units.pop() if units else "step"
+        # The step or epoch at which each phase starts, and what it sets.
         self._phases = [_parse(index, phase, self._unit) for index, phase in enumerate(phases)]
-        starts = [phase.start for phase in self._phases]
+        starts = [start for start, _ in self._phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
-            raise ValueError(f"policy.phases: {self._unit}={starts}: allowed is increasing order")
+            raise ValueError(f"policy.phases: {self._unit}={starts}: must increase")
 
     def initial(self) -> Decision | None:
+        """Returns the settings of a phase that starts at step or epoch 0."""
         asked = self._asked(0)
         return None if asked.is_empty else asked
 
     def decide(self, signals: Signals) -> Decision | None:
+        """Returns the settings of the phases under way that are not in force yet."""
         asked = self._asked(signals.in_force_at if self._unit == "step" else signals.epoch)
         # Compare what can be reached: otherwise a setting out of bounds would be asked for at every step.
         goal, _ = asked.clipped(signals.bounds)
@@ -66,9 +62,9 @@ class SchedulePolicy(BasePolicy):
     def _asked(self, now: int) -> Decision:
         """The settings of all phases that have started at step or epoch `now`; later ones win."""
         asked = Decision()
-        for phase in self._phases:
-            if phase.start <= now:
-                asked = asked.merged(phase.settings)
+        for start, settings in self._phases:
+            if start <= now:
+                asked = asked.merged(settings)
         return asked
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,22 +72,17 @@ class SchedulePolicy(BasePolicy):
         return {}
 
 
-def _parse(index: int, phase: Mapping[str, Any], unit: str) -> _Phase:
-    """One phase of the configuration. Raises ValueError that names the key, the value and what is allowed."""
+def _parse(index: int, phase: Mapping[str, Any], unit: str) -> tuple[int, Decision]:
+    """The start of one phase of the configuration, and what it sets. Raises ValueError, which names the key."""
     key = f"policy.phases[{index}]"
     if not isinstance(phase, Mapping) or unit not in phase or not phase.keys() & _SETTINGS:
-        raise ValueError(f"{key}={phase!r}: allowed is step or epoch with one of {sorted(_SETTINGS)}")
+        raise ValueError(f"{key}={phase!r}: must have step or epoch, and one of {_NAMES}")
     if unknown := sorted(set(phase) - _UNITS - _SETTINGS):
-        raise ValueError(f"{key}: unknown {unknown}; allowed are step or epoch, and {sorted(_SETTINGS)}")
+        raise ValueError(f"{key}: unknown {', '.join(unknown)}; must have step or epoch, and some of {_NAMES}")
     for name, least in ((unit, 0), ("batch_size", 1), ("workers", 1)):
-        value = phase.get(name, least)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{key}.{name}={value!r}: allowed is a whole number from {least}")
-    scale = phase.get("lr_scale", 1.0)
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"{key}.lr_scale={scale!r}: allowed is a finite number above 0")
-    settings = Decision(phase.get("batch_size"), phase.get("lr_scale"), phase.get("workers"))
-    return _Phase(phase[unit], settings)
+        check_whole(f"{key}.{name}", phase.get(name, least), least)
+    check_positive(f"{key}.lr_scale", phase.get("lr_scale", 1.0))
+    return phase[unit], Decision(phase.get("batch_size"), phase.get("lr_scale"), phase.get("workers"))
 
 
 def _same_scale(goal: float | None, now: float) -> bool:

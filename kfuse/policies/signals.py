@@ -1,10 +1,12 @@
-"""What policies see (`Signals`) and what they may ask for (`Decision`): plain frozen values."""
+"""What policies see (`Signals`), what they may ask for (`Decision`), and their interface (`BasePolicy`)."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from kfuse.statistics.figures import Measured, StepSettings
 
@@ -29,9 +31,9 @@ class Bounds:
         for name in ("batch", "workers"):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not 1 <= low <= high:
-                raise ValueError(f"{name}.min={low}, {name}.max={high}: allowed is 1 <= min <= max")
+                raise ValueError(f"{name}.min={low}, {name}.max={high}: must be 1 <= min <= max")
         if self.batch_max > BATCH_MAX:
-            raise ValueError(f"batch.max={self.batch_max}: allowed is at most {BATCH_MAX}")
+            raise ValueError(f"batch.max={self.batch_max}: must be at most {BATCH_MAX}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class Decision:
             try:
                 object.__setattr__(self, name, operator.index(value))
             except TypeError:
-                raise TypeError(f"Decision {name}={value!r}: allowed is a whole number or None") from None
+                raise TypeError(f"Decision {name}={value!r}: must be a whole number or None") from None
         if self.lr_scale is not None:
             object.__setattr__(self, "lr_scale", float(self.lr_scale))
 
@@ -115,9 +117,102 @@ class Decision:
         return replace(self, batch_size=batch_size, workers=workers, sync=sync, lr_scale=lr_scale), notes
 
 
+class BasePolicy:
+    """A rule that adapts training while it runs. Override any hook, `decide`, or both.
+
+    The hooks run on every worker, at the same steps, and may use kfuse's module-level verbs
+    (`kf.allreduce`, `kf.resize`, ...). `decide` is a pure function of the signals and the policy's
+    attributes: it has no side effects, so that a policy can be replayed offline and a step that is
+    redone after a failure is decided in the same way.
+    """
+
+    def before_train(self) -> None:
+        """Called once, before the first step."""
+
+    def before_epoch(self) -> None:
+        """Called before the first step of each epoch."""
+
+    def before_step(self) -> None:
+        """Called before each optimizer step."""
+
+    def after_step(self) -> None:
+        """Called after each optimizer step."""
+
+    def after_epoch(self) -> None:
+        """Called after the last step of each epoch."""
+
+    def after_train(self) -> None:
+        """Called once, after the last step."""
+
+    def initial(self) -> Decision | None:
+        """What to begin with: called once, on rank 0, before the first step of a run that does not resume another.
+
+        Batch size, learning-rate factor and synchronisation are in force from the first step; more workers are asked
+        for, and join when they are ready.
+        """
+        return None
+
+    def decide(self, signals: Signals) -> Decision | None:
+        """What to change, given one finished step; None for nothing.
+
+        A change takes some steps to appear in the signals (a new worker has to start), and asking for
+        the same thing again meanwhile does no harm.
+        """
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a joining worker or a resumed run needs to carry on: a copy of the instance attributes
+        that are plain values (None, bool, int, float, str, and lists, tuples and dicts of those).
+
+        Attributes of other types are left out: a policy that keeps its state in them overrides this.
+        """
+        state = {}
+        for name, value in vars(self).items():
+            try:
+                state[name] = _plain(value)
+            except TypeError:
+                continue
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the attributes that `state_dict` returned, here or in another process."""
+        for name, value in state.items():
+            setattr(self, name, _plain(value))
+
+
+class NoPolicy(BasePolicy):
+    """Leaves batch size, learning rate and worker count as configured."""
+
+
+def check_whole(key: str, value: object, least: int) -> None:
+    """Raises ValueError, which names `key`, unless the value is a whole number, at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{key}={value!r}: must be a whole number, at least {least}")
+
+
+def check_positive(key: str, value: object) -> None:
+    """Raises ValueError, which names `key`, unless the value is a finite number above 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{key}={value!r}: must be a finite number above 0")
+
+
 def _clip(name: str, value: int | None, low: int, high: int, notes: list[str]) -> int | None:
     if value is None or low <= value <= high:
         return value
-    allowed = min(max(value, low), high)
-    notes.append(f"{name} {value} clipped to {allowed}: allowed is {low} to {high}")
-    return allowed
+    nearest = min(max(value, low), high)
+    notes.append(f"{name} {value} clipped to {nearest}: must be {low} to {high}")
+    return nearest
+
+
+def _plain(value: Any) -> Any:
+    """A copy of `value` in builtin types only. Raises TypeError where that cannot be."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):  # a subclass (numpy.float64 is a float) becomes its builtin
+        if isinstance(value, kind):
+            return kind(value)
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    raise TypeError(f"{type(value).__name__} is not a plain value")

@@ -129,7 +129,7 @@ class NoiseScale:
 
     def __init__(self, decay: float = 0.99) -> None:
         if not 0 <= decay < 1:
-            raise ValueError(f"noise scale decay={decay}: allowed is 0 <= decay < 1")
+            raise ValueError(f"noise scale decay={decay}: must be at least 0 and below 1")
         self._decay = decay
         self._max_block = max(1, round((1 + decay) / (1 - decay) / _BLOCKS))
         self._window = self._max_block * _BLOCKS

@@ -1,8 +1,7 @@
-"""From a configuration (plain values) to a training loop: what a worker builds."""
+"""From a configuration (plain values) to a trainer: what a worker builds."""
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,9 @@ from kfuse.data import DataSplit, as_dataset
 from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.policies.signals import Bounds
-from kfuse.session import Session
-from kfuse.train.coordinator import Coordinator
-from kfuse.train.loop import Loop
-from kfuse.train.loss import default_loss
-from kfuse.train.lr_schedule import LRSchedule
-from kfuse.train.progress import Settings
+from kfuse.session import current
+from kfuse.train.settings import WORKERS_MAX, Settings
+from kfuse.train.trainer import Trainer
 
 
 def comm_options(config: dict[str, Any]) -> CommOptions:
@@ -42,55 +38,44 @@ def set_threads(config: dict[str, Any]) -> None:
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 
-def build_loop(config: dict[str, Any], session: Session) -> Loop:
-    """Data, model, policy and optimizer as configured, in a loop ready to run. Needs no other worker."""
+def build_trainer(config: dict[str, Any]) -> Trainer:
+    """Data, model, policy and optimizer as configured, ready to run. Needs a session, and no other worker."""
     torch.manual_seed(config["seed"])
     split: DataSplit = instantiate.build(config["data"])
-    train_set = as_dataset(split.train)
     model: torch.nn.Module = instantiate.build(config["model"], **split.spec)
+    session = current()
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
     # Where the number is fixed a policy may still ask for another, and is told so: within bounds it would not ask.
-    workers_bounds = (workers["min"], workers["max"]) if session.elastic else (1, 2**20)
-    run = Coordinator(
-        model,
-        train_set,
-        _optimizer(config, model),
-        session=session,
-        policy=instantiate.build(config["policy"]),
-        schedule=LRSchedule(
-            scaling=lr["scaling"],
-            warmup_steps=lr["warmup_steps"],
-            decay=lr["decay"],
-            base_batch_size=batch["size"],
-            total=total_steps(config, len(train_set)),
-        ),
-        settings=Settings(
-            batch_size=batch["size"],
-            micro_batch=batch["micro"],
-            bounds=Bounds(batch["min"], batch["max"], *workers_bounds),
-            epochs=train["epochs"],
-            steps=train["steps"],
-            target_accuracy=train["target_accuracy"],
-            eval_every=train["eval_every"],
-            precision=train["precision"],
-            seed=config["seed"],
-            base_lr=lr["base"],
-            balance=workers["balance"],
-            sync_every=config["comm"]["sync_every"],
-            ledger=config["observe"]["ledger"],
-            checkpoints=CheckpointSettings(Path(config["run_dir"], "checkpoints"), **config["checkpoint"]),
-        ),
+    workers_bounds = (workers["min"], workers["max"]) if session.elastic else (1, WORKERS_MAX)
+    settings = Settings(
+        batch_size=batch["size"],
+        micro_batch=batch["micro"],
+        bounds=Bounds(batch["min"], batch["max"], *workers_bounds),
+        epochs=train["epochs"],
+        steps=train["steps"],
+        target_accuracy=train["target_accuracy"],
+        eval_every=train["eval_every"],
+        lr_scaling=lr["scaling"],
+        warmup_steps=lr["warmup_steps"],
+        decay=lr["decay"],
+        precision=train["precision"],
+        seed=config["seed"],
+        base_lr=lr["base"],
+        balance=workers["balance"],
+        sync_every=config["comm"]["sync_every"],
+        ledger=config["observe"]["ledger"],
+        checkpoints=CheckpointSettings(Path(config["run_dir"], "checkpoints"), **config["checkpoint"]),
     )
-    facts = {name: value for name, value in split.spec.items() if isinstance(value, float)}
-    return Loop(run, default_loss, as_dataset(split.heldout), facts)
-
-
-def total_steps(config: dict[str, Any], samples: int) -> float:
-    """The run's length in steps of the first batch size: by epochs or by steps, whichever ends first."""
-    train = config["train"]
-    epochs = math.inf if train["epochs"] is None else train["epochs"] * samples / config["batch"]["size"]
-    return float(min(epochs, math.inf if train["steps"] is None else train["steps"]))
+    return Trainer(
+        model,
+        as_dataset(split.train),
+        _optimizer(config, model),
+        settings,
+        policy=instantiate.build(config["policy"]),
+        heldout=as_dataset(split.heldout),
+        facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
+    )
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:

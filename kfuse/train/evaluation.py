@@ -1,4 +1,4 @@
-"""Held-out loss and accuracy over all workers, and the parameters' fingerprint."""
+"""The default loss, held-out loss and accuracy over all workers, and the parameters' fingerprint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,36 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfuse.comm.group import Group
 from kfuse.data import Dataset
 
 _CHUNK = 256  # samples; fixed, so that the result does not depend on the number of workers
+
+
+def default_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return cross entropy for integer targets and mean squared error for floating ones, a mean, fp32 scalar.
+
+    Classes are the last dimension of `output`: `[B, C]` with targets `[B]`, or `[B, T, V]` with `[B, T]`,
+    where the mean is over all tokens. Raises ValueError for shapes that do not match (nothing is broadcast).
+    """
+    if target.is_floating_point():
+        if output.shape != target.shape:
+            raise ValueError(
+                f"output of shape {tuple(output.shape)} for floating targets of shape {tuple(target.shape)}: "
+                "mean squared error needs equal shapes"
+            )
+        return F.mse_loss(output.float(), target.float())
+    if target.dtype == torch.bool or target.is_complex():
+        raise ValueError(f"targets of {target.dtype}: they must be integers (classes) or floating")
+    if output.shape[:-1] != target.shape:
+        raise ValueError(
+            f"output of shape {tuple(output.shape)} for integer targets of shape {tuple(target.shape)}: "
+            "cross entropy needs the targets' shape and one dimension of classes after it"
+        )
+    return F.cross_entropy(output.flatten(0, -2).float(), target.flatten().long())
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import nn
 
-from kfuse.data import Dataset, as_dataset
+from kfuse.data import as_dataset
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
-from kfuse.optim.base import check_clip_norm
 from kfuse.policies import BasePolicy
-from kfuse.policies.signals import BATCH_MAX, Bounds
 from kfuse.session import current
-from kfuse.train.coordinator import Coordinator
-from kfuse.train.loop import Loop, LossFunction
-from kfuse.train.loss import default_loss
-from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
-from kfuse.train.progress import Settings
-from kfuse.train.user_schedule import Interval, UserSchedule, has_scheduler
+from kfuse.train.evaluation import default_loss
+from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
+from kfuse.train.settings import user_settings
+from kfuse.train.trainer import LossFunction, Trainer
 
 
 class Hook:
@@ -86,125 +81,42 @@ def fit(
             "a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=, or make a "
             "new optimizer to train without it"
         )
-    run = plan_run(
-        model,
-        train,
-        opt,
-        hook.policy if hook is not None else BasePolicy(),
-        epochs=epochs,
-        steps=steps,
+    check_arguments("kf.fit", model, opt, scheduler)
+    settings = user_settings(
         batch_size=batch_size,
         micro_batch=micro_batch,
         max_batch_size=max_batch_size,
+        epochs=epochs,
+        steps=steps,
+        seed=seed,
+        eval_every=eval_every,
         lr_scaling=lr_scaling,
         warmup_steps=warmup_steps,
         decay=decay,
-        scheduler=scheduler,
-        scheduler_interval=scheduler_interval,
         clip_norm=clip_norm,
-        seed=seed,
-        eval_every=eval_every,
         target_accuracy=target_accuracy,
         precision=precision,
     )
-    return Loop(run, loss_fn, None if heldout is None else as_dataset(heldout)).run()
+    trainer = Trainer(
+        model,
+        train,
+        opt,
+        settings,
+        policy=None if hook is None else hook.policy,
+        scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
+        loss_fn=loss_fn,
+        heldout=None if heldout is None else as_dataset(heldout),
+    )
+    return trainer.run()
 
 
-def plan_run(
-    model: nn.Module,
-    train: Dataset,
-    opt: DistributedOptimizer,
-    policy: BasePolicy,
-    *,
-    epochs: int | None,
-    steps: int | None,
-    batch_size: int,
-    micro_batch: int | None,
-    max_batch_size: int | None,
-    lr_scaling: Scaling,
-    warmup_steps: int,
-    decay: Decay,
-    scheduler: Any,
-    scheduler_interval: Interval,
-    clip_norm: float | None,
-    seed: int,
-    eval_every: int | None = None,
-    target_accuracy: float | None = None,
-    precision: str = "fp32",
-) -> Coordinator:
-    """The coordinator of a run in a user's script: kf.fit's and kf.DataLoader's arguments, checked."""
+def check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) -> None:
+    """Raises TypeError for an optimizer that is not kfuse's, ValueError for a wrapped model or a scheduler left out."""
     if not isinstance(opt, DistributedOptimizer):
-        raise TypeError(f"kf.fit takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
+        raise TypeError(f"{caller} takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
     refuse_wrapped(model)
-    batch_size, seed = _whole("batch_size", batch_size), _whole("seed", seed)
-    micro_batch = None if micro_batch is None else _whole("micro_batch", micro_batch)
-    max_batch_size = None if max_batch_size is None else _whole("max_batch_size", max_batch_size)
-    epochs = None if epochs is None else _whole("epochs", epochs)
-    steps = None if steps is None else _whole("steps", steps)
-    eval_every = None if eval_every is None else _whole("eval_every", eval_every)
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: must be at least 1")
-    micro_batch = max(1, batch_size // 4) if micro_batch is None else micro_batch
-    if not 1 <= micro_batch <= batch_size:
-        raise ValueError(f"micro_batch={micro_batch}: allowed is 1 to batch_size={batch_size}")
-    max_batch_size = min(64 * batch_size, BATCH_MAX) if max_batch_size is None else max_batch_size
-    if not batch_size <= max_batch_size <= BATCH_MAX:
-        raise ValueError(f"max_batch_size={max_batch_size}: allowed is batch_size={batch_size} to {BATCH_MAX}")
-    if precision not in ("fp32", "bf16"):
-        raise ValueError(f"precision={precision!r}: allowed are fp32, bf16")
-    for name, value, least in (("epochs", epochs, 0), ("steps", steps, 0), ("eval_every", eval_every, 1)):
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value}: must be at least {least}")
-    if target_accuracy is not None and not 0 < target_accuracy <= 1:
-        raise ValueError(f"target_accuracy={target_accuracy}: must be above 0 and at most 1")
-    check_clip_norm(clip_norm)
-    epochs = 1 if epochs is None and steps is None else epochs
-    lengths = [steps, None if epochs is None else epochs * len(train) / batch_size]
-    session = current()
-    if session.elastic and scheduler is None and has_scheduler(opt):
+    if current().elastic and scheduler is None and has_scheduler(opt):
         raise ValueError(
             "a torch scheduler was made for this optimizer: in an elastic job pass it as scheduler= and do not step it "
             "yourself, so that workers that join have its state and a step that is redone counts once"
         )
-    bounds = Bounds(
-        batch_min=micro_batch,
-        batch_max=max_batch_size,
-        workers_min=1,
-        workers_max=2**20,  # the supervisor, if there is one, has the job's own limits
-    )
-    return Coordinator(
-        model,
-        train,
-        opt,
-        session=session,
-        policy=policy,
-        schedule=LRSchedule(
-            scaling=lr_scaling,
-            warmup_steps=warmup_steps,
-            decay=decay,
-            base_batch_size=batch_size,
-            total=min(length for length in lengths if length is not None),
-        ),
-        settings=Settings(
-            batch_size,
-            micro_batch,
-            bounds,
-            epochs=epochs,
-            steps=steps,
-            target_accuracy=target_accuracy,
-            eval_every=eval_every,
-            precision=precision,
-            seed=seed,
-        ),
-        user_schedule=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
-        clip_norm=clip_norm,
-    )
-
-
-def _whole(name: str, value: Any) -> int:
-    """The value as an int, also of a float such as 1e3. Raises TypeError for what is no whole number."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r}: must be a whole number")
-    return operator.index(value)

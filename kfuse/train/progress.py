@@ -1,72 +1,46 @@
-"""Where training is, how far it is to go, and the samples of one step: what every worker agrees on."""
+"""Where training is: what every worker agrees on, and gets from the most advanced one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from kfuse.checkpoint.manager import CheckpointSettings
-from kfuse.comm.plan import StepPlan
-from kfuse.data.sampler import micro_batch_sizes, worker_range
-from kfuse.policies.signals import Bounds
+from kfuse.statistics.figures import StepContext
 from kfuse.train.load_balance import Throughput
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How long, how large, how precise."""
+class Stage(IntEnum):
+    """The parts of a step, in order. A worker that is lost in one of them ends it for all, undone: see `once`."""
 
-    batch_size: int
-    micro_batch: int
-    bounds: Bounds
-    epochs: int | None = 1
-    steps: int | None = None
-    target_accuracy: float | None = None
-    eval_every: int | None = None
-    """In steps; None: after each epoch."""
-    precision: str = "fp32"
-    seed: int = 0
-    base_lr: float | None = None
-    """The configured learning rate, which wins over a checkpoint's; None: group["lr"] is the user's."""
-    sync_every: int = 1
-    balance: bool = True
-    """Give slower workers fewer micro-batches."""
-    ledger: bool = False
-    checkpoints: CheckpointSettings | None = None
-
-
-class Phase(IntEnum):
-    """What a worker does next. (step, phase) says how far it is: after a failure the most advanced state counts."""
-
-    SWITCH = 0
-    BEGIN = 1
-    STEP = 2
+    BOUNDARY = 0
+    BEFORE_STEP = 1
+    UPDATE = 2
     AFTER_STEP = 3
-    READ = 4
-    SYNC = 5
+    DECIDE = 4
+    AVERAGE = 5
     EVALUATE = 6
     END = 7
 
 
 @dataclass
-class Position:
-    """Where training is. The same on every worker; a joiner gets it with the rest of the state."""
+class Progress:
+    """How far training is, and what is in force. The same on every worker; a joiner gets it with the state."""
 
     batch_size: int
     sync_every: int = 1
     """Steps between synchronisations of the workers; above 1, each updates with its own gradients (local SGD)."""
     drifted: int = 0
     """Steps that the workers have made each for itself since they last had the same parameters."""
-    phase: Phase = Phase.SWITCH
     step: int = 0
+    stage: int = Stage.BOUNDARY
+    """What comes next in this step."""
     epoch: int = 0
     cursor: int = 0
+    """Samples of the epoch that are used."""
     samples: int = 0
+    """Samples used in all."""
     lr_scale: float = 1.0
     schedule: float = 0.0
     """Progress of the learning-rate schedule, in steps of the base batch size."""
@@ -83,51 +57,32 @@ class Position:
     generation: int = 0
     """The view to switch to, if it is above the one in force."""
     resumed_at: int = 0
-    """The step that a checkpoint was taken up at: what earlier ones said of views and stopping was for another run."""
+    """Step at which this run resumed. Views and stops announced before it are ignored: they were another run's."""
     stop: int = 0
-    """Index into STOP_REASONS."""
-    contexts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Why to stop: index into `decisions.STOP_REASONS`."""
+    contexts: dict[int, StepContext] = field(default_factory=dict)
     """Of each step whose statistics are not read yet: the settings it was made with."""
 
     @property
     def order(self) -> int:
-        """How far this worker is: (step, phase) as one number."""
-        return self.step * len(Phase) + self.phase
+        """How far this worker is: (step, stage) as one number."""
+        return self.step * len(Stage) + self.stage
+
+    def once(self, stage: Stage, act: Callable[[], object]) -> None:
+        """Does `act`, unless this step is past `stage`; after it, it is. If `act` raises, it is not."""
+        if self.stage <= stage:
+            act()
+            self.stage = stage + 1
+
+    def next_step(self) -> None:
+        """All stages are done."""
+        self.step, self.stage = self.step + 1, Stage.BOUNDARY
 
     def state_dict(self) -> dict[str, Any]:
         """All fields, as plain values."""
-        return asdict(self) | {"phase": int(self.phase)}
+        return asdict(self) | {"stage": int(self.stage)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets all fields, in place."""
-        vars(self).update(vars(Position(**{**state, "phase": Phase(state["phase"])})))
-
-
-@dataclass(frozen=True)
-class StepSamples:
-    """The samples of one step, cut into micro-batches and shared out among the workers."""
-
-    indices: np.ndarray
-    """int64 [samples], in the order of the epoch."""
-    micro_batch: int
-    workers: int
-    shares: tuple[int, ...] | None = None
-    """Weights of the workers; None: all the same."""
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        return micro_batch_sizes(len(self.indices), self.micro_batch)
-
-    def range_of(self, rank: int) -> range:
-        """The micro-batches of this worker."""
-        return worker_range(len(self.sizes), self.workers, rank, self.shares)
-
-    def of(self, j: int) -> np.ndarray:
-        """The samples of micro-batch j."""
-        return self.indices[j * self.micro_batch : j * self.micro_batch + self.sizes[j]]
-
-    def plan(self, local_rank: int | None = None) -> StepPlan:
-        """What the engine is told; for a step that each worker makes for itself, with this worker's rank."""
-        ranges = tuple(self.range_of(rank) for rank in range(self.workers))
-        local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local)
+        contexts = {step: StepContext(**context) for step, context in state["contexts"].items()}
+        vars(self).update(vars(Progress(**{**state, "contexts": contexts})))

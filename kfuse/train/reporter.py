@@ -8,19 +8,20 @@ from typing import Any
 
 from kfuse.elastic.protocol import View
 from kfuse.session import Session
-from kfuse.statistics.figures import METRICS, Measured
+from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
-from kfuse.train.progress import Settings, StepSamples
+from kfuse.train.settings import Settings
+from kfuse.train.step import StepSamples
 
-_MEASURED = [each.name for each in fields(Measured) if each.name in METRICS]
+_OF_CONTEXT = {each.name for each in fields(StepContext)}
 _RECENT_STEPS = 128
 
 
 class Reporter:
     """Every worker calls it alike; only the leader's calls are heard."""
 
-    def __init__(self, session: Session, settings: Settings) -> None:
-        self._session, self._settings = session, settings
+    def __init__(self, session: Session, settings: Settings, samples_an_epoch: int) -> None:
+        self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
         """The newest steps' records. A supervisor that died may have had no time to keep them: see `resend`."""
 
@@ -41,10 +42,10 @@ class Reporter:
         self.recent.append([("event", data)])
         self._send("event", data)
 
-    def start(self, samples_an_epoch: int, step: int) -> None:
+    def start(self, step: int) -> None:
         """Training begins at `step` (above 0: from a checkpoint), and this is how far it is to go."""
         epochs = self._settings.epochs
-        total = None if epochs is None else epochs * samples_an_epoch
+        total = None if epochs is None else epochs * self._samples_an_epoch
         training = self._session.training
         self._send("start", {"samples": total, "steps": self._settings.steps, "step": step, "training": training})
 
@@ -62,9 +63,9 @@ class Reporter:
         }
         self._send("event", data)
 
-    def step(self, stats: StepStats, context: dict[str, Any], samples: StepSamples | None) -> None:
+    def step(self, stats: StepStats, context: StepContext, samples: StepSamples | None) -> None:
         """A finished step's figures, and which samples it used where a ledger was asked for."""
-        figures = {"step": stats.step, **context, **{name: getattr(stats, name) for name in _MEASURED}}
+        figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
         records = [("metrics", figures)]
         if stats.skipped:
             self.event(stats.step, "skipped", why="a gradient was not finite")

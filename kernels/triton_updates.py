@@ -1,0 +1,179 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton `adamw` and `sgd`: one pass over parameter, gradient (or the contributions it is the sum of) and states."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, Streams, like_memory
+from kfuse.kernels.reduction import balanced, postfix
+from kfuse.kernels.triton_reduce import merged
+from kfuse.kernels.updates import AdamOptions, AdamWArguments, ElementwiseArguments, SGDArguments, SGDOptions
+
+
+@triton.jit
+def adamw_kernel(
+    param, master, grad, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
+    numel, stride,
+    lr, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps,
+    MAXIMIZE: tl.constexpr, PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if found_inf is not None:
+        if tl.load(found_inf) != 0.0:
+            return
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    if master is not None:
+        p = tl.load(master + index, mask=mask)
+    else:
+        p = tl.load(param + index, mask=mask).to(tl.float32)
+    g = merged(grad, index, mask, tl.zeros((), tl.int64) + stride, PROGRAM)
+    m = tl.load(exp_avg + index, mask=mask).to(tl.float32)
+    v = tl.load(exp_avg_sq + index, mask=mask).to(tl.float32)
+
+    if grad_scale is not None:
+        g = g * tl.load(grad_scale)
+    if MAXIMIZE:
+        g = -g
+    p = p * decay
+    m = m * beta1 + g * one_minus_beta1
+    v = v * beta2 + g * g * one_minus_beta2
+
+    # 1 - beta^t cancels for small t, so in fp64; from the logarithm, whose fp32 error is relative to it.
+    t = tl.load(step).to(tl.float64)
+    correction1 = (1.0 - tl.exp(t * log_beta1)).to(tl.float32)
+    correction2 = (1.0 - tl.exp(t * log_beta2)).to(tl.float32)
+    denominator = tl.div_rn(tl.sqrt_rn(v), tl.sqrt_rn(correction2)) + eps
+    p = p - tl.div_rn(lr, correction1) * tl.div_rn(m, denominator)
+
+    if master is not None:
+        tl.store(master + index, p, mask=mask)
+    tl.store(param + index, p.to(param.dtype.element_ty), mask=mask)
+    tl.store(exp_avg + index, m.to(exp_avg.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq + index, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sgd_kernel(
+    param, master, grad, momentum_buffer, grad_scale, found_inf,
+    numel, stride,
+    lr, momentum, one_minus_dampening, weight_decay,
+    NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, FIRST_STEP: tl.constexpr,
+    PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if found_inf is not None:
+        if tl.load(found_inf) != 0.0:
+            return
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    if master is not None:
+        p = tl.load(master + index, mask=mask)
+    else:
+        p = tl.load(param + index, mask=mask).to(tl.float32)
+    g = merged(grad, index, mask, tl.zeros((), tl.int64) + stride, PROGRAM)
+
+    if grad_scale is not None:
+        g = g * tl.load(grad_scale)
+    if MAXIMIZE:
+        g = -g
+    g = g + p * weight_decay
+    if momentum_buffer is not None:
+        if FIRST_STEP:
+            b = g
+        else:
+            b = tl.load(momentum_buffer + index, mask=mask).to(tl.float32)
+            b = b * momentum + g * one_minus_dampening
+        tl.store(momentum_buffer + index, b.to(momentum_buffer.dtype.element_ty), mask=mask)
+        if NESTEROV:
+            g = g + b * momentum
+        else:
+            g = b
+    p = p - lr * g
+    if master is not None:
+        tl.store(master + index, p, mask=mask)
+    tl.store(param + index, p.to(param.dtype.element_ty), mask=mask)
+
+
+def adamw(given: AdamWArguments) -> Launches:
+    """As `kfuse.kernels.adamw`."""
+    options = given.options
+    numbers = options.numbers | {"decay": 1.0 - options.lr * options.weight_decay}
+    yield _launch(adamw_kernel, given, numbers, {"MAXIMIZE": options.maximize})
+
+
+def sgd(given: SGDArguments) -> Launches:
+    """As `kfuse.kernels.sgd`."""
+    options = given.options
+    numbers = options.numbers | {"one_minus_dampening": 1.0 - options.dampening}
+    flags = {"NESTEROV": options.nesterov, "MAXIMIZE": options.maximize, "FIRST_STEP": given.first_step}
+    yield _launch(sgd_kernel, given, numbers, flags)
+
+
+def _launch(kernel: Any, given: ElementwiseArguments, numbers: dict[str, float], flags: dict[str, bool]) -> Launch:
+    """The launch of an update that takes its elements one by one, with its own settings and compile-time flags."""
+    numel = given.param.numel()
+    rows = given.grad if given.grad.dim() == 2 else given.grad[None]
+    # No bits depend on the block. A thread moves 128 bits of the smaller type, or more.
+    itemsize = min(rows.element_size(), given.param.element_size())
+    block = 2048 if itemsize == 2 or len(rows) <= 4 else 1024
+    values = vars(given) | numbers | {"grad": rows, "numel": numel, "stride": rows.stride(0)}
+    constants = {**flags, "PROGRAM": postfix(len(rows), given.merges), "BLOCK": block}
+    return Launch(kernel, (triton.cdiv(numel, block),), values, constants)
+
+
+def cases() -> Iterator[Case]:
+    """The types, contributions and settings that training uses."""
+    adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+    state, one = like_memory(1024), like_memory()
+    for param, grad, count, master in (
+        *((F32, F32, count, False) for count in (1, 2, 8, 32)),
+        *((BF16, BF16, count, True) for count in (1, 8, 16)),
+        (BF16, F32, 8, True),
+        (F32, BF16, 1, False),
+        (BF16, BF16, 1, False),
+    ):
+        tensors, shared = _case_arguments(param, grad, count, master)
+        (launch,) = adamw(AdamWArguments(*tensors, state, state, adam, step=one, **shared))
+        everywhere = (param, grad, count) in ((F32, F32, 1), (F32, F32, 8)) or (master and count == 1)
+        yield _case("adamw", launch, (F32, F32), (F32, F32), everywhere)
+
+    for (param, grad, count, master), mode in (
+        *(((F32, F32, 1, False), mode) for mode in ("plain", "first step", "momentum", "nesterov")),
+        ((BF16, BF16, 1, False), "momentum"),
+        ((BF16, BF16, 1, True), "momentum"),
+        ((F32, F32, 8, False), "momentum"),
+    ):
+        tensors, shared = _case_arguments(param, grad, count, master)
+        first, plain = mode == "first step", mode == "plain"
+        options = SGDOptions(lr=0.1, momentum=0.0 if plain else 0.9, nesterov=mode == "nesterov")
+        (launch,) = sgd(SGDArguments(*tensors, None if plain else state, options, first_step=first, **shared))
+        loads, stores = (F32,) * (not plain and not first), (F32,) * (not plain)
+        yield _case(f"sgd {mode}", launch, loads, stores, (param, mode, count) == (F32, "momentum", 1))
+
+
+def _case_arguments(
+    param: torch.dtype, grad: torch.dtype, count: int, master: bool
+) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Parameter and gradient, and what every update may be given besides."""
+    tensors = like_memory(1024, dtype=param), like_memory(count, 1024, dtype=grad)
+    guards = {"grad_scale": like_memory(), "found_inf": like_memory()}
+    return tensors, guards | {"master": like_memory(1024) if master else None, "merges": balanced(count)}
+
+
+def _case(name: str, launch: Launch, loads: Streams, stores: Streams, everywhere: bool) -> Case:
+    """An update that reads and writes these states."""
+    given = launch.arguments
+    param, grad, count, master = given["param"].dtype, given["grad"].dtype, len(given["grad"]), given["master"]
+    weights = f"{NAMES[param]} param{' fp32 master' * (master is not None)}"
+    return Case(
+        f"{name} {weights} {f'{count} rows of {NAMES[grad]}' if count > 1 else f'{NAMES[grad]} grad'}",
+        launch,
+        launch.constants["BLOCK"],
+        (param if master is None else F32,) + (grad,) * count + loads,
+        (param,) + (F32,) * (master is not None) + stores,
+        everywhere=everywhere,
+    )

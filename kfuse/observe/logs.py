@@ -1,0 +1,49 @@
+"""How the records of the logger "kfuse" become lines in the processes that kfuse's commands start."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "off": logging.CRITICAL + 1,
+}
+
+
+def set_up_logging(level: str, process: str, write: Callable[[str], None] | None = None) -> None:
+    """Writes each record of the logger "kfuse" from `level` on as one line: time, level, process, text.
+
+    level: a key of LEVELS; "off" writes none. process: how the lines name this process, for example "worker 0".
+    write: takes a line without its end; None: lines go to standard error. A second call replaces the first one's
+    handler. Records go to the root logger's handlers instead if it has any, for example where a script has called
+    `logging.basicConfig`: no record is written twice.
+
+    Only the processes of the commands `kfuse` and `kfuse-run` call this, never `import kfuse`.
+    Raises KeyError for an unknown level.
+    """
+    logger = logging.getLogger("kfuse")
+    for handler in [known for known in logger.handlers if isinstance(known, _LineHandler)]:
+        logger.removeHandler(handler)
+    logger.setLevel(LEVELS[level])
+    logger.addHandler(_LineHandler(process, write))
+
+
+class _LineHandler(logging.Handler):
+    def __init__(self, process: str, write: Callable[[str], None] | None) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s", "%H:%M:%S"))
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return
+        line = " ".join(self.format(record).splitlines())
+        if self._write is not None:
+            self._write(line)
+        else:
+            print(line, file=sys.stderr, flush=True)

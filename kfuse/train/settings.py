@@ -1,0 +1,120 @@
+"""How long, how large, how precise: what a training is given, checked."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from kfuse.checkpoint.manager import CheckpointSettings
+from kfuse.optim.base import check_clip_norm
+from kfuse.policies.signals import BATCH_MAX, Bounds
+from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
+
+WORKERS_MAX = 2**20
+"""For policies, where the supervisor has the job's own limits, or the number of workers is fixed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training's settings; the same on every worker."""
+
+    batch_size: int
+    """Samples an optimizer step, over all workers, at first."""
+    micro_batch: int
+    """Samples a forward and backward."""
+    bounds: Bounds
+    epochs: int | None = 1
+    steps: int | None = None
+    """With `epochs`: whichever ends first."""
+    target_accuracy: float | None = None
+    """Training ends once an evaluation reaches it."""
+    eval_every: int | None = None
+    """In steps; None: after each epoch."""
+    lr_scaling: Scaling = "none"
+    warmup_steps: int = 0
+    decay: Decay = "none"
+    clip_norm: float | None = None
+    """Largest norm of the mean gradient in this training; None: the optimizer's own."""
+    precision: str = "fp32"
+    """fp32 | bf16: of forward and backward, by autocast."""
+    seed: int = 0
+    """Of data order and of the micro-batches' random numbers."""
+    base_lr: float | None = None
+    """The configured learning rate, which wins over a checkpoint's; None: group["lr"] is the user's."""
+    sync_every: int = 1
+    """Steps between synchronisations of the workers: see kf.set_sync."""
+    balance: bool = True
+    """Give slower workers fewer micro-batches."""
+    ledger: bool = False
+    """Report each micro-batch's sample indices."""
+    checkpoints: CheckpointSettings | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """By name, what all workers must have been given alike: each one computes its share from it."""
+        sizes = ("seed", "batch_size", "micro_batch", "epochs", "steps", "eval_every", "target_accuracy", "precision")
+        rates = ("lr_scaling", "warmup_steps", "decay")
+        return {name: getattr(self, name) for name in sizes + rates} | {"max_batch_size": self.bounds.batch_max}
+
+    def schedule(self, samples: int) -> LRSchedule:
+        """The learning rate's schedule over this training, of `samples` an epoch. Raises ValueError."""
+        epochs = math.inf if self.epochs is None else self.epochs * samples / self.batch_size
+        total = min(epochs, math.inf if self.steps is None else self.steps)
+        return LRSchedule(self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, total)
+
+
+def user_settings(
+    *,
+    batch_size: int,
+    micro_batch: int | None,
+    max_batch_size: int | None,
+    epochs: int | None,
+    steps: int | None,
+    seed: int,
+    eval_every: int | None = None,
+    **others: Any,
+) -> Settings:
+    """kf.fit's and kf.DataLoader's arguments, checked, with their defaults; `others` are fields of `Settings`.
+
+    Raises TypeError for a count that is no whole number, ValueError for what is out of range.
+    """
+    batch_size = _whole("batch_size", batch_size, 1)
+    micro_batch = max(1, batch_size // 4) if micro_batch is None else _whole("micro_batch", micro_batch, 1)
+    if micro_batch > batch_size:
+        raise ValueError(f"micro_batch={micro_batch}: must be 1 to batch_size={batch_size}")
+    most = min(64 * batch_size, BATCH_MAX) if max_batch_size is None else _whole("max_batch_size", max_batch_size, 1)
+    if not batch_size <= most <= BATCH_MAX:
+        raise ValueError(f"max_batch_size={most}: must be batch_size={batch_size} to {BATCH_MAX}")
+    settings = Settings(
+        batch_size,
+        micro_batch,
+        Bounds(micro_batch, most, 1, WORKERS_MAX),
+        epochs=1 if epochs is None and steps is None else _optional("epochs", epochs, 0),
+        steps=_optional("steps", steps, 0),
+        eval_every=_optional("eval_every", eval_every, 1),
+        seed=_whole("seed", seed),
+        **others,
+    )
+    if settings.precision not in ("fp32", "bf16"):
+        raise ValueError(f"precision={settings.precision!r}: must be one of fp32, bf16")
+    if settings.target_accuracy is not None and not 0 < settings.target_accuracy <= 1:
+        raise ValueError(f"target_accuracy={settings.target_accuracy}: must be above 0 and at most 1")
+    check_clip_norm(settings.clip_norm)
+    return settings
+
+
+def _optional(name: str, value: Any, least: int) -> int | None:
+    return None if value is None else _whole(name, value, least)
+
+
+def _whole(name: str, value: Any, least: int | None = None) -> int:
+    """The value as an int, also of a float such as 1e3. Raises TypeError for what is no whole number, ValueError."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}: must be a whole number")
+    number = operator.index(value)
+    if least is not None and number < least:
+        raise ValueError(f"{name}={number}: must be at least {least}")
+    return number

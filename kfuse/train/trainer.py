@@ -1,0 +1,359 @@
+"""The training loop: one step from its samples to its report.
+
+`Trainer.steps` reads as a step happens. kf.fit and the command line run a step's forward, backward and update in
+`Trainer.run`, kf.DataLoader in the body of the user's own loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfuse.comm.group import CommError
+from kfuse.data import Dataset, EpochSampler
+from kfuse.optim import DistributedOptimizer
+from kfuse.policies import BasePolicy
+from kfuse.session import current
+from kfuse.statistics.figures import StepContext
+from kfuse.train import load_balance
+from kfuse.train.decisions import STOP_REASONS, Decisions
+from kfuse.train.evaluation import default_loss, evaluate, params_sha256
+from kfuse.train.lr_schedule import UserSchedule
+from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
+from kfuse.train.progress import Progress, Stage
+from kfuse.train.recovery import Recovery
+from kfuse.train.reporter import Reporter
+from kfuse.train.settings import Settings
+from kfuse.train.step import Step, StepSamples
+from kfuse.train.training_state import Stateful, Trainable, TrainingState
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Trainer:
+    """One training of a model, on this worker."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Dataset,
+        opt: DistributedOptimizer,
+        settings: Settings,
+        *,
+        policy: BasePolicy | None = None,
+        scheduler: UserSchedule | None = None,
+        loss_fn: LossFunction = default_loss,
+        heldout: Dataset | None = None,
+        facts: Mapping[str, float] | None = None,
+        body_is_users: bool = False,
+    ) -> None:
+        """scheduler: a torch scheduler, stepped here. loss_fn(output, target): the MEAN loss over a micro-batch.
+
+        facts: figures of the data that belong into the summary, such as a corpus's entropy.
+        body_is_users: a step's forward, backward and update are the body of a loop over `steps`.
+        Raises ValueError for a model, data or settings that several workers cannot train alike.
+        """
+        # What is trained, and by what rules.
+        self.model, self.opt, self.settings = model, opt, settings
+        self.policy = policy or BasePolicy()
+        self._data, self._heldout, self._loss_fn, self._facts = data, heldout, loss_fn, dict(facts or {})
+        self._sampler = EpochSampler(len(data), settings.seed)
+        self._scheduler = scheduler
+        self._schedule = settings.schedule(len(data))
+        # Who trains it.
+        self.session = current()
+        several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
+        self._body_is_users = body_is_users
+        # How far it is, what is decided, and what others learn of it.
+        self.progress = Progress(settings.batch_size, settings.sync_every)
+        self._reporter = Reporter(self.session, settings, len(data))
+        self.decisions = Decisions(
+            self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
+        )
+        if several:
+            refuse_uneven_embeddings(model)
+        opt.sync_buffers(model)
+        self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
+        if several:
+            self._watches.append(GeneratorWatch(data))
+        # All that training depends on; `Recovery` keeps it the same on all workers.
+        parts: dict[str, Stateful] = {
+            "model": model,
+            "trainable": Trainable(opt),
+            "optimizer": opt,
+            "statistics": opt.statistics,
+            "policy": self.policy,
+            "progress": self.progress,
+            "decisions": self.decisions,
+            "records": self._reporter,
+        }
+        if scheduler is not None:
+            parts["scheduler"] = scheduler.scheduler
+        arguments = settings.shared() | {"samples of data": len(data)}
+        self._recovery = Recovery(
+            self.session, opt, settings, self.progress, self.decisions, TrainingState(parts), self._reporter, arguments
+        )
+        self.over = False
+        """Training has come to its end, and the supervisor, if there is one, knows."""
+        self.result: dict[str, Any] | None = None
+        """The summary, once training is over."""
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any] | None:
+        """Trains; returns the summary, or None on a worker that left before the end.
+
+        Raises CommError where workers were lost and there is no supervisor, ControlError where that one is lost.
+        """
+        if not self.model.training:  # else modules that the user put into eval mode (a frozen BatchNorm) stay so
+            self.model.train()
+        for step in self.steps():
+            try:
+                for j in step.mine:
+                    with step.micro_batch(j) as (x, y):
+                        step.loss = loss = self._loss(x, y)
+                        loss.backward()  # type: ignore[no-untyped-call]
+                self.opt.step()
+                self.opt.zero_grad()
+            except Exception as error:  # `steps` deals with it: the loss of a worker, above all
+                step.error = error
+        return self.result
+
+    def steps(self) -> Iterator[Step]:
+        """Yields each step, for its forward, backward and update; all else of the step happens here, in this order.
+
+        `once` passes over what is done already: after a loss all go on from the state of the most advanced worker.
+        On a worker that leaves, the iteration ends and `over` is not set.
+        """
+        at, recovery = self.progress, self._recovery
+        self._started = time.perf_counter()
+        with self._optimizer_prepared(), self.decisions.in_force(), recovery.in_force():
+            self.policy.before_train()
+            while not (self.over or self.session.left):
+                try:
+                    recovery.join()
+                    if at.stage == Stage.BOUNDARY and self.exit_reason() is not None:
+                        self._conclude()
+                        continue
+                    at.once(Stage.BOUNDARY, recovery.cross_boundary)  # a checkpoint, the next view
+                    if self.session.left:
+                        break
+                    at.once(Stage.BEFORE_STEP, self._before_step)
+                    if at.stage == Stage.UPDATE:
+                        step = self._next_step()  # its samples, its learning rate
+                        yield from self._handed_out(step)  # forward, backward (buckets leave meanwhile), update
+                        at.once(Stage.UPDATE, partial(self._end_update, step))
+                    at.once(Stage.AFTER_STEP, self.policy.after_step)
+                    at.once(Stage.DECIDE, self._report_and_decide)  # what was announced comes into force
+                    at.once(Stage.AVERAGE, self._average_models)
+                    at.once(Stage.EVALUATE, self._evaluate_when_due)
+                    at.once(Stage.END, self._end_epoch_when_over)
+                    at.next_step()
+                except CommError as error:
+                    recovery.recover(error)
+        if self.over:
+            self.policy.after_train()
+
+    @contextlib.contextmanager
+    def _optimizer_prepared(self) -> Iterator[None]:
+        """The optimizer as this training needs it; afterwards as it was."""
+        opt, clip_norm = self.opt, self.opt.clip_norm
+        if self.settings.clip_norm is not None:
+            opt.set_clip_norm(self.settings.clip_norm)
+        opt.zero_grad()  # gradients of an interrupted step, or of a backward before, are not this training's
+        opt.statistics.begin_run()
+        opt.engine.step = 0
+        opt.absorbs_losses = self._body_is_users and self.session.elastic
+        try:
+            yield
+        finally:
+            opt.absorbs_losses = False
+            opt.statistics.end_run()
+            opt.lr_factor = 1.0
+            opt.clip_norm = clip_norm
+
+    # -- the parts of a step, in order ----------------------------------------------------------------------------
+
+    def exit_reason(self) -> str | None:
+        """Why training is over, or None."""
+        at, settings = self.progress, self.settings
+        if at.stop:
+            return STOP_REASONS[at.stop]
+        target = settings.target_accuracy
+        if target is not None and at.accuracy is not None and at.accuracy >= target:
+            return "target_accuracy"
+        if settings.steps is not None and at.step >= settings.steps:
+            return "steps"
+        if settings.epochs is not None and at.epoch >= settings.epochs:
+            return "epochs"
+        return None
+
+    def _before_step(self) -> None:
+        """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
+        self.decisions.set_learning_rate()
+        if self.progress.cursor == 0:
+            self.policy.before_epoch()
+        self.policy.before_step()
+
+    def _next_step(self) -> Step:
+        """The coming step's samples; the optimizer is told of them, and has its learning rate."""
+        at, group = self.progress, self.session.group
+        samples = self._samples(at.epoch, at.cursor, at.batch_size)
+        self.decisions.set_learning_rate()
+        for watch in self._watches:
+            watch.before_step()
+        if self._scheduler is not None:
+            self._scheduler.before_step()
+        alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
+        self.opt.begin(samples.plan(self.decisions.control(), group.rank if alone else None))
+        return Step(at.step, samples, group.rank, self._data, self.opt, self.settings.seed)
+
+    def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
+        indices = self._sampler.indices(epoch, cursor, count)
+        workers = self.session.workers
+        relative = load_balance.relative_throughput(self.progress.throughput, workers)
+        shares = load_balance.shares(relative) if self.settings.balance else None
+        return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
+
+    def _handed_out(self, step: Step) -> Iterator[Step]:
+        """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
+
+        Where the body leaves the loop, a step that it has made is recorded.
+        """
+        opt, before = self.opt, self.opt.engine.step
+        try:
+            yield step
+        except GeneratorExit:
+            if not sys.is_finalizing() and opt.engine.step == before + 1:
+                self._end_update(step)
+                self._report_and_decide(lag=0)
+            elif not sys.is_finalizing():
+                opt.engine.abort()  # its plan is not for the backwards that may follow
+            raise
+        error = step.error or opt.take_lost()
+        if error is not None:
+            raise error
+        if opt.engine.step != before + 1:
+            raise RuntimeError("a step's body must call opt.step() once, after all of its micro-batches")
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """The micro-batch's mean loss, in the configured precision."""
+        with torch.autocast(self.session.group.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+            return self._loss_fn(self.model(x), y)
+
+    def _end_update(self, step: Step) -> None:
+        """The optimizer has stepped: the progress moves on."""
+        at, count = self.progress, len(step.samples.indices)
+        self.decisions.sent()
+        at.contexts[at.step] = StepContext(
+            epoch=at.epoch,
+            cursor=at.cursor,
+            samples=at.samples + count,
+            lr=self.decisions.lr,
+            lr_scale=at.lr_scale,
+            batch_size=at.batch_size,
+            workers=step.samples.workers,
+            members=tuple(self.session.workers),
+            step_time_s=step.seconds(),
+            data_wait_s=step.data_wait_s,
+        )
+        at.schedule = self._schedule.advance(at.schedule, count, at.mean_grad_sq, at.mean_grad_variance)
+        if self._scheduler is not None:
+            self._scheduler.after_step()
+        for watch in self._watches:
+            watch.after_step(self.session.group.rank == 0)
+        at.samples += count
+        at.cursor += count
+        if at.sync_every > 1 or at.drifted > 0:
+            at.drifted += 1
+
+    def _report_and_decide(self, lag: int = 1) -> None:
+        """Takes in what has arrived of all steps but the newest `lag`: reports, decides, applies."""
+        for stats in self.opt.statistics.read(lag):
+            context = self.progress.contexts.pop(stats.step)
+            self.decisions.measured(stats, context.members)
+            used = None
+            if self.settings.ledger:
+                used = self._samples(context.epoch, context.cursor, round(stats.samples))
+            self._reporter.step(stats, context, used)
+            self.decisions.decide(stats, context)
+
+    def _average_models(self) -> None:
+        """Where workers drift apart: makes their models one again when it is time, or something needs one model."""
+        at, view = self.progress, self.session.view
+        if not at.drifted:
+            return
+        over = at.stop > 0 or at.step + 1 == self.settings.steps
+        switches = view is not None and at.generation > view.generation
+        if at.drifted >= at.sync_every or self._epoch_is_over or self._evaluation_is_due or over or switches:
+            self.opt.average_models()
+            at.drifted = 0
+
+    @property
+    def _epoch_is_over(self) -> bool:
+        return self.progress.cursor >= len(self._data)
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        every = self.settings.eval_every
+        return (self.progress.step + 1) % every == 0 if every else self._epoch_is_over
+
+    def _evaluate_when_due(self) -> None:
+        if self._evaluation_is_due:
+            self._evaluate(self.progress.step + 1)
+
+    def _evaluate(self, steps: int) -> None:
+        """Evaluates on the held-out data after `steps` steps, unless that is done."""
+        at = self.progress
+        if self._heldout is None or at.evaluated == steps:
+            return
+        result = evaluate(self.model, self._heldout, self._loss_fn, self.session.group, self.settings.precision)
+        at.accuracy, at.eval_loss, at.evaluated = result.accuracy, result.loss, steps
+        self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss)
+
+    def _end_epoch_when_over(self) -> None:
+        if self._epoch_is_over:
+            self.policy.after_epoch()  # first: where its collective fails it is called again
+            self.progress.epoch, self.progress.cursor = self.progress.epoch + 1, 0
+            if self._scheduler is not None:
+                self._scheduler.after_epoch()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        """Training is over: evaluates what is left to evaluate, and sees to it that the summary arrives."""
+        if not self.progress.stop:
+            self._evaluate(self.progress.step)
+        self._recovery.save_last()
+        self._report_and_decide(lag=0)
+        self.result = self._summary()
+        self._reporter.summary(self.result)
+        self.over = self.session.finish()
+        if not self.over:
+            self.session.check()
+
+    def _summary(self) -> dict[str, Any]:
+        """What summary.json holds."""
+        at = self.progress
+        return {
+            "steps": at.step,
+            "epochs": at.epoch,
+            "samples": at.samples,
+            "wall_s": time.perf_counter() - self._started,
+            "loss": at.loss,
+            "eval_loss": at.eval_loss,
+            "eval_accuracy": at.accuracy,
+            **self._facts,
+            "batch_size": at.batch_size,
+            "lr": self.decisions.lr,
+            "workers": self.session.group.size,
+            "params_sha256": params_sha256(self.model),
+            "exit_reason": self.exit_reason(),
+        }

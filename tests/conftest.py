@@ -1,0 +1,27 @@
+"""What every test starts with: no session of kfuse, one thread for torch, and no deadline for Hypothesis's examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from kfuse.session import reset
+
+# How long an example takes, or is drawn, says more of what else the machine does than of what is tested.
+hypothesis.settings.register_profile("kfuse", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("kfuse")
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    """No session outlives its test.
+
+    With one thread a test takes the same time beside busy processes: several would wait for the one without a core.
+    """
+    torch.set_num_threads(1)
+    reset()
+    yield
+    reset()

@@ -1,0 +1,51 @@
+"""Hosts that are cut off in the middle of a step are left behind; what is left of the job on them ends by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from elastic_job import Job, assert_same_training, chaos, run_job, words
+from hosts import HostLauncher, network, why_not
+from warm import WarmLauncher
+
+pytestmark = pytest.mark.full
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=3 model=mlp data=digits model.hidden=[24]",
+    "batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
+    "elastic.heartbeat_timeout_s=4 elastic.replace=false",
+)
+CUTS = [
+    {"step": 12, "moment": "mid_reduction", "rank": 0, "how": "silence", "workers": 3},
+    {"step": 40, "moment": "between_reduction_and_update", "rank": 1, "how": "unplug", "workers": 2},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_hosts_that_are_cut_off_are_left_behind(tmp_path: Path) -> None:
+    """Of three, the leader's falls silent, then another's link goes down; the last one ends with the same bits."""
+    alone = run_job(
+        tmp_path / "alone", [*TRAINING, *chaos(tmp_path / "none")], launcher=WarmLauncher(tmp_path / "alone.log")
+    )
+    policy = chaos(tmp_path, events=CUTS)
+    with network(3) as (first, hosts):
+        launcher = HostLauncher(first.address, hosts, tmp_path)
+        job = run_job(tmp_path / "run", [*TRAINING, *policy, "workers.count=3"], launcher=launcher)
+    assert_same_training(job, alone)
+    assert [len(view["workers"]) for view in job.views] == [3, 2, 1]
+    failures = job.of_kind("failure")
+    assert len(failures) == 2 and all("and cannot be reached" in failure["how"] for failure in failures)
+    assert said_by_the_lost(job, tmp_path) == 2
+
+
+def said_by_the_lost(job: Job, logs: Path) -> int:
+    """How many workers say that they end since the supervisor is gone. Their processes have ended: see run_job."""
+    last = [path.read_text().splitlines() for path in sorted(logs.glob("worker-*.log"))]
+    return sum(bool(lines) and "ends: the supervisor is gone" in lines[-1] for lines in last)

@@ -1,0 +1,312 @@
+"""kfuse-run and kf.DataLoader: a script of the user's own, with a worker lost in the middle of a step."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_job import DEADLINE_S, assert_none_left, wait_until
+
+from kfuse.cli import kfuse_run
+
+SCRIPT = """
+import os, pathlib, signal, sys
+import torch, torch.nn.functional as F
+import kfuse as kf
+from kfuse.data import load_digits
+from kfuse.models import MLP
+
+torch.set_num_threads(1)
+kf.init(kf.CommOptions(reproducible=True), timeout_s=60)
+torch.manual_seed(0)
+digits = load_digits()
+model = MLP(digits.spec["input_shape"], digits.spec["num_classes"], dropout=0.1)
+opt = kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
+marker = pathlib.Path(sys.argv[1])
+steps = 0
+for step in kf.DataLoader(digits.train, model, opt, batch_size=48, micro_batch=8, epochs=2, seed=3):
+    steps += 1
+    for x, y in step:
+        step.loss = F.cross_entropy(model(x), y)
+        if steps == 20 and kf.rank() == 1 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        step.loss.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    hashes = []
+    for workers in (1, 2):
+        run_dir = tmp_path / str(workers)
+        command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", str(workers), "--no-replace", "--quiet"]
+        command += ["--run-dir", str(run_dir), str(path), str(tmp_path / "marker")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        hashes.append(json.loads((run_dir / "summary.json").read_text())["params_sha256"])
+        steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(60))
+    events = [json.loads(line)["kind"] for line in (tmp_path / "2" / "events.jsonl").read_text().splitlines()]
+    assert [kind for kind in events if kind != "straggler"] == ["view", "failure", "view"]  # on a busy machine one is
+    assert hashes[0] == hashes[1]
+
+
+PRELUDE = """
+import os, sys, time, torch, torch.nn.functional as F, kfuse as kf
+number = int(os.environ["KFUSE_WORKER"])
+torch.manual_seed(0)
+x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+
+def make():
+    model = torch.nn.Linear(8, 3)
+    return model, kf.FusedSGD(model.parameters(), lr=0.1)
+
+def loop(until=None, hook=lambda step: None):
+    model, opt = make()
+    done = 0
+    for step in kf.DataLoader((x, y), model, opt, batch_size=16, epochs=5):
+        for a, b in step:
+            hook(done)
+            step.loss = F.cross_entropy(model(a), b)
+            step.loss.backward()
+        opt.step()
+        opt.zero_grad()
+        done += 1
+        if done == until:
+            break
+    return done
+"""
+
+
+@dataclass
+class Ended:
+    status: int
+    said: str
+    run_dir: Path
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / name).read_text().splitlines()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.lines("metrics.jsonl")]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines("events.jsonl") if event["kind"] == kind]
+
+
+def run_script(
+    folder: Path, text: str, *arguments: str, workers: int = 2, starter: Sequence[str] = ("-m", "kfuse.cli.kfuse_run")
+) -> Ended:
+    """What a script does under kfuse-run; fails if it does not end."""
+    path, run_dir = folder / "train.py", folder / "run"
+    path.write_text(text)
+    command = [sys.executable, *starter, "--workers", str(workers), "--run-dir", str(run_dir)]
+    command += [*arguments, str(path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, **pipes, text=True, timeout=DEADLINE_S, cwd=folder)
+    return Ended(done.returncode, done.stdout, run_dir)
+
+
+@pytest.mark.parametrize("text", ["print('hello')", "import kfuse as kf; kf.init()", "import kfuse as kf; kf.rank()"])
+@pytest.mark.full
+def test_a_script_that_does_not_train_ends_with_status_0_and_a_line(text: str, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, text + "; open(f'{__file__}-{__import__(\"os\").getpid()}', 'w')")
+    assert ended.status == 0, ended.said
+    assert ended.said.splitlines()[-1].endswith("without using kf.fit or kf.DataLoader: nothing was trained")
+    assert len(list(tmp_path.glob("train.py-*"))) == 2, "none is started in the place of one that has ended"
+    assert ended.summary["exit_reason"] == "not_trained" and ended.of_kind("failure") == []
+
+
+@pytest.mark.full
+def test_the_others_go_on_without_one_that_ends_before_it_joins(tmp_path: Path) -> None:
+    text = "import os, sys\nif os.environ['KFUSE_WORKER'] == '1': sys.exit(0)\n" + PRELUDE + "loop()"
+    ended = run_script(tmp_path, text)
+    assert ended.status == 0, ended.said
+    assert ended.steps == list(range(20)) and ended.summary["exit_reason"] == "epochs"
+    [left] = ended.of_kind("quit")
+    assert left["worker"] == 1 and "ended with exit status 0 before it used kf.fit" in left["how"]
+    assert left["pid"] is None and "pid 0" not in ended.said
+
+
+@pytest.mark.full
+def test_a_loop_that_all_workers_leave_ends_the_job_well(tmp_path: Path) -> None:
+    """And what comes after it, on a worker that takes longer, is waited for."""
+    ended = run_script(tmp_path, PRELUDE + "loop(7); time.sleep(number); print('end of', number)")
+    assert ended.status == 0, ended.said
+    assert ended.steps == list(range(7)), "the last steps, too, are recorded"
+    assert (ended.summary["steps"], ended.summary["exit_reason"]) == (7, "loop_left")
+    assert {event["kind"] for event in ended.lines("events.jsonl")} <= {"view", "straggler"}
+    assert "end of 0" in ended.said and "end of 1" in ended.said
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "after", "how"),
+    [
+        (60, "", "ended with exit status 0 before training did"),
+        (
+            2,
+            "while number == 1 and not os.path.exists(__file__ + '-over'): time.sleep(0.1)",
+            "left the training loop, and the others waited for it",
+        ),
+    ],
+)
+@pytest.mark.full
+def test_where_one_worker_leaves_the_loop_the_others_go_on(
+    timeout_s: int, after: str, how: str, tmp_path: Path
+) -> None:
+    over = "open(__file__ + '-over', 'w')"
+    body = f"kf.init(timeout_s={timeout_s})\nloop(7 if number == 1 else None)\n{after}\n{over}"
+    ended = run_script(tmp_path, PRELUDE + body)
+    assert ended.status == 0, ended.said
+    assert ended.steps == list(range(20))
+    [left] = ended.of_kind("quit")
+    # On a busy machine the others may miss one that ends before its process has ended.
+    assert left["how"] in (how, "left the training loop, and the others waited for it")
+    sizes = [len(view["workers"]) for view in ended.of_kind("view")]  # and of two, where one was late for a message
+    assert [size for size, _ in groupby(sizes)] == [2, 1], "no other is started"
+    assert ended.of_kind("failure") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("loop(); sys.exit(3)", "ended with exit status 3 after training had ended"),
+        ("loop(3); sys.exit(3)", "ended with exit status 3"),
+        ("loop()\nif number == 1: raise ValueError('in the end')", "after training had ended: ValueError: in the end"),
+    ],
+)
+@pytest.mark.full
+def test_a_script_that_fails_after_its_training_has_failed(text: str, said: str, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, PRELUDE + text)
+    assert ended.status == 1
+    assert said in ended.said.splitlines()[-1]
+    assert len([event for event in ended.of_kind("view")]) == 1, "what was trained is not trained again"
+
+
+@pytest.mark.full
+def test_an_error_is_shown_once_for_each_worker(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, PRELUDE + "def hook(step):\n  if step == 3: raise TypeError('bad')\nloop(hook=hook)")
+    assert ended.status == 1
+    assert ended.said.count("Traceback (most recent call last)") == 2, ended.said
+    assert ended.said.splitlines()[-1].startswith("kfuse: error: ")
+    assert "ended with exit status 1: TypeError: bad; the run directory is" in ended.said.splitlines()[-1]
+    assert "checkpoint" not in ended.said and "pid 0" not in ended.said
+    assert len(ended.of_kind("view")) == 1
+
+
+SCALED = """
+model, opt = make()
+scaler = torch.amp.GradScaler("cpu")
+for step in kf.DataLoader((x, y), model, opt):
+    for a, b in step:
+        scaler.scale(F.cross_entropy(model(a), b)).backward()
+    scaler.step(opt)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SCALED, "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise"),
+        ("loop(hook=lambda step: loop())", "another kf.fit or kf.DataLoader of this process is under way"),
+    ],
+)
+def test_what_workers_that_join_could_not_take_part_in_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, PRELUDE + text)
+    assert ended.status == 1
+    assert said in ended.said.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
+    """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
+    fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, epochs=2)\n"
+    text = PRELUDE + fit + "loop(5, lambda step: kf.resize(3))\nloop()"
+    ended = run_script(tmp_path, text, "--max-workers", "3")
+    assert ended.status == 0, ended.said
+    records = []
+    for place in (ended.run_dir, ended.run_dir / "2", ended.run_dir / "3"):
+        one = Ended(0, "", place)
+        records.append((one.summary["exit_reason"], len(one.steps), one.steps == list(range(one.summary["steps"]))))
+        assert {len(view["workers"]) for view in one.of_kind("view")} == {2}
+    assert records == [("epochs", 8, True), ("loop_left", 5, True), ("epochs", 20, True)]
+    notes = [event["note"] for event in Ended(0, "", ended.run_dir / "2").of_kind("clipped")]
+    assert notes == ["workers 3 clipped to 2: a new worker would run the script from its first training"]
+
+
+def test_a_run_directory_that_is_used_is_refused(tmp_path: Path) -> None:
+    first = run_script(tmp_path, "print('hello')", workers=1)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in first.run_dir.iterdir())
+    again = run_script(tmp_path, "print('hello')", workers=1)
+    assert (first.status, again.status) == (0, 2)
+    assert again.said.count("\n") == 1 and "holds a run already" in again.said
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in first.run_dir.iterdir()) == before
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.full
+def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tmp_path: Path) -> None:
+    """Not even one that knows nothing of kfuse."""
+    (tmp_path / "train.py").write_text("import os, time\nopen(f'{__file__}-{os.getpid()}', 'w')\ntime.sleep(1000)")
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen([*command, str(tmp_path / "train.py")])
+    try:
+        wait_until("both scripts", lambda: len(list(tmp_path.glob("train.py-*"))) == 2)
+        process.send_signal(sent)
+        assert process.wait(DEADLINE_S) == (-sent if sent is signal.SIGKILL else 143)
+        assert_none_left([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("train.py-*")])
+    finally:
+        process.kill()
+
+
+@pytest.mark.full
+def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))"
+    main = f"import resource, sys; {limit}; from kfuse.cli.kfuse_run import main; sys.exit(main(sys.argv[1:]))"
+    ended = run_script(tmp_path, PRELUDE + "loop()", workers=1, starter=["-c", main])
+    assert ended.status == 0, ended.said
+    assert ended.summary["steps"] == 20 and ended.of_kind("failure") == []
+    assert ended.said.count("cannot be written: File too large; training goes on") == 1
+    assert f"metrics.jsonl: {20 - len(ended.steps)} lines could not be written" in ended.said
+    assert 0 < len(ended.steps) < 20 and ended.steps == list(range(len(ended.steps)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workers", "0", "x.py"], "--workers 0"),
+        (["--workers", "3", "--max-workers", "2", "x.py"], "--max-workers 2"),
+        (["absent.py"], "absent.py: no such file"),
+        (["--workers", "two", "x.py"], "two"),
+    ],
+)
+@pytest.mark.full
+def test_wrong_arguments_end_in_status_2(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    with pytest.raises(SystemExit) as stopped:
+        kfuse_run.main(arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,286 @@
+"""Who owns the learning rate: group["lr"] is the user's or their scheduler's; kfuse multiplies by a factor."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import command_line, read_lines
+from problems import network, problem
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+import kfuse as kf
+
+
+def make(kind: str, net: nn.Module, lr: float = 0.1) -> Any:
+    return (
+        kf.FusedSGD(net.parameters(), lr=lr) if kind == "fused" else kf.Optimizer(torch.optim.SGD(net.parameters(), lr))
+    )
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, step / 4)  # starts at 0
+
+
+def torch_twin(batch: int, steps: int, interval: str, schedule: Any) -> nn.Module:
+    """The same data order in plain torch."""
+    from kfuse.data import EpochSampler
+
+    net, (x, y) = network(), problem()
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = schedule(opt)
+    sampler, each = EpochSampler(len(x), 0), len(x) // batch
+    for step in range(steps):
+        indices = torch.from_numpy(sampler.indices(step // each, step % each * batch, batch))
+        F.cross_entropy(net(x[indices]), y[indices]).backward()
+        opt.step()
+        opt.zero_grad()
+        if interval == "step" or (step + 1) % each == 0:
+            scheduler.step()
+    return net
+
+
+def assert_close(net: nn.Module, twin: nn.Module) -> None:
+    for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+
+
+SCHEDULES = {
+    "warm-up from 0": lambda opt: LambdaLR(opt, warm_up),
+    "steps": lambda opt: StepLR(opt, 3, 0.5),
+    "one cycle": lambda opt: OneCycleLR(opt, 0.3, total_steps=100),
+}
+
+
+@pytest.mark.parametrize("kind", ["fused", "wrapped"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_scheduler_stepped_in_the_loops_body_has_its_effect(kind: str, schedule: str) -> None:
+    net, (x, y) = network(), problem()
+    opt = make(kind, net)
+    scheduler = SCHEDULES[schedule](opt)
+    for step in kf.DataLoader((x, y), net, opt, batch_size=16, epochs=3):
+        for inputs, targets in step:
+            F.cross_entropy(net(inputs), targets).backward()
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+    assert_close(net, torch_twin(16, 12, "step", SCHEDULES[schedule]))
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fit_steps_a_scheduler(schedule: str, interval: str) -> None:
+    net = network()
+    opt = make("fused", net)
+    scheduler = SCHEDULES[schedule](opt)
+    kf.fit(net, problem(), opt, batch_size=16, epochs=3, scheduler=scheduler, scheduler_interval=interval)
+    assert_close(net, torch_twin(16, 12, interval, SCHEDULES[schedule]))
+
+
+def test_a_rate_set_by_hand_stays() -> None:
+    net, (x, y) = network(), problem()
+    opt = make("fused", net)
+    for step in kf.DataLoader((x, y), net, opt, batch_size=16):
+        opt.param_groups[0]["lr"] = 0.0
+        for inputs, targets in step:
+            F.cross_entropy(net(inputs), targets).backward()
+        opt.step()
+        opt.zero_grad()
+    assert_close(net, network())
+    assert opt.param_groups[0]["lr"] == 0.0
+
+
+def test_kfuse_multiplies_the_schedulers_rate() -> None:
+    """Batch-size scaling and the scheduler's decay, both."""
+
+    class Rates(kf.BasePolicy):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, float]] = []
+
+        def decide(self, signals: kf.Signals) -> kf.Decision | None:
+            self.seen.append((signals.batch_size, signals.lr))
+            return kf.Decision(batch_size=32) if signals.step == 0 else None
+
+    net, policy = network(), Rates()
+    opt = make("wrapped", net)
+    scheduler = LambdaLR(opt, lambda step: 0.9**step)
+    kf.fit(net, problem(128), opt, kf.Hook(policy), batch_size=8, scheduler=scheduler, lr_scaling="sqrt")
+    assert {batch for batch, _ in policy.seen} == {8, 32}
+    for step, (batch, rate) in enumerate(policy.seen):
+        assert rate == pytest.approx(0.1 * 0.9**step * math.sqrt(batch / 8), rel=1e-12)
+    assert opt.lr_factor == 1.0  # what the user does next is theirs
+
+
+@pytest.mark.parametrize(("lr_scaling", "expected"), [(None, math.sqrt(2)), ("linear", 2.0), ("none", 1.0)])
+def test_fit_scales_the_rate_where_a_policy_changes_the_batch(lr_scaling: str | None, expected: float) -> None:
+    class Grow(kf.BasePolicy):
+        def initial(self) -> kf.Decision | None:
+            return kf.Decision(batch_size=16)
+
+    net = network()
+    arguments: dict[str, Any] = {} if lr_scaling is None else {"lr_scaling": lr_scaling}
+    summary = kf.fit(net, problem(), make("fused", net), kf.Hook(Grow()), batch_size=8, **arguments)
+    assert summary is not None and summary["lr"] == pytest.approx(0.1 * expected)
+
+
+def test_fit_warms_up_and_decays() -> None:
+    class Rates(kf.BasePolicy):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def decide(self, signals: kf.Signals) -> kf.Decision | None:
+            self.seen.append(signals.lr)
+            return None
+
+    net, policy = network(), Rates()
+    kf.fit(net, problem(), make("fused", net), kf.Hook(policy), batch_size=4, warmup_steps=4, decay="cosine", steps=16)
+    expected = [0.025, 0.05, 0.075, 0.1, *(0.05 * (1 + math.cos(math.pi * (s - 4) / 12)) for s in range(4, 16))]
+    assert policy.seen == pytest.approx(expected)
+
+
+def test_fit_clips() -> None:
+    net = network()
+    before = [p.detach().clone() for p in net.parameters()]
+    kf.fit(net, problem(), make("fused", net, lr=1.0), batch_size=64, steps=1, clip_norm=1e-3)
+    moved = math.sqrt(
+        sum(float((p.detach() - q).square().sum()) for p, q in zip(net.parameters(), before, strict=True))
+    )
+    assert moved == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_request_is_exact_to_double_precision() -> None:
+    class Ask(kf.BasePolicy):
+        def after_step(self) -> None:
+            kf.set_lr(0.003)
+
+    net = network()
+    summary = kf.fit(net, problem(), make("fused", net), kf.Hook(Ask()), batch_size=4)
+    assert summary is not None and summary["lr"] == pytest.approx(0.003, rel=1e-13)
+
+
+def fit_two_ranks() -> list[float]:
+    kf.init()
+    net = network()
+    opt = make("fused", net, lr=0.1 * (1 + kf.rank()))  # rank 0's rate and schedule are everybody's
+    scheduler = StepLR(opt, 2 + kf.rank(), 0.5)
+    kf.fit(net, problem(), opt, batch_size=16, epochs=2, scheduler=scheduler)
+    return [*opt.learning_rates(), *(float(p.detach().sum()) for p in net.parameters())]
+
+
+def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
+    first, second = run_workers(2, fit_two_ranks)
+    assert first == second
+    assert first[0] == 0.1 * 0.5**4
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "arguments", "error", "message"),
+    [
+        (lambda opt: None, {"scheduler": 3}, TypeError, "scheduler=int: allowed is a torch"),
+        (lambda opt: None, {"scheduler_interval": "batch"}, None, ""),
+        (lambda opt: StepLR(opt, 1), {"scheduler_interval": "batch"}, ValueError, "must be one of step, epoch"),
+        (ReduceLROnPlateau, {}, TypeError, "ReduceLROnPlateau needs a metric"),
+        (lambda opt: StepLR(make("fused", network()), 1), {}, ValueError, "belongs to another optimizer"),
+        (lambda opt: None, {"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
+        (lambda opt: None, {"decay": "step"}, ValueError, "decay=step: allowed are none, cosine"),
+        (lambda opt: None, {"lr_scaling": "cubic"}, ValueError, "scaling=cubic"),
+        (lambda opt: None, {"clip_norm": 0.0}, ValueError, "clip_norm"),
+        (lambda opt: None, {"steps": -1}, ValueError, "steps=-1"),
+        (lambda opt: None, {"eval_every": 0}, ValueError, "eval_every=0"),
+        (lambda opt: None, {"target_accuracy": 1.5}, ValueError, "target_accuracy=1.5"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_training(
+    scheduler: Any, arguments: dict[str, Any], error: type[Exception] | None, message: str
+) -> None:
+    net = network()
+    opt = make("fused", net)
+    given = {"scheduler": scheduler(opt), **arguments}
+    if error is None:
+        assert kf.fit(net, problem(), opt, **given) is not None
+    else:
+        with pytest.raises(error, match=message):
+            kf.fit(net, problem(), opt, **given)
+
+
+def test_a_scheduler_that_nobody_would_step_is_refused() -> None:
+    net = network()
+    for opt, owner in ((make("fused", net), None), (make("wrapped", net), "inner")):
+        StepLR(opt if owner is None else opt.inner, 1)
+        with pytest.raises(ValueError, match=r"kf\.fit would not step it: pass scheduler="):
+            kf.fit(net, problem(), opt)
+
+
+SCRIPT = """
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+import kfuse as kf
+
+class Grow(kf.BasePolicy):
+    def decide(self, signals):
+        return kf.Decision(workers=2) if signals.step == 5 else None
+
+net = nn.Linear(4, 3)
+opt = kf.FusedSGD(net.parameters(), lr=0.1)
+scheduler = LambdaLR(opt, lambda step: 1 / (1 + step))
+x, y = torch.randn(512, 4), torch.randint(3, (512,))
+for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4, epochs=40, policy=Grow(), {argument}):
+    import time; time.sleep(0.002)
+    for inputs, targets in step:
+        F.cross_entropy(net(inputs), targets).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.mark.full
+def test_a_worker_that_joins_has_the_schedulers_state(tmp_path: Path) -> None:
+    """And the parameters stay the same on all: the check would end the job."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(argument="scheduler=scheduler").replace("import kfuse as kf", CHECKED))
+    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--max-workers", "2", "--run-dir", str(tmp_path / "run")]
+    job = run_script(tmp_path, starter, script)
+    assert job["status"] == 0, job["output"]
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[-1]["workers"] == 2
+    for record in metrics:
+        assert record["lr"] == pytest.approx(0.1 / (1 + record["step"]))
+
+
+@pytest.mark.full
+def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(argument=""))
+    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--max-workers", "2", "--run-dir", str(tmp_path / "run")]
+    job = run_script(tmp_path, starter, script)
+    assert job["status"] == 1 and "in an elastic job pass it as scheduler=" in job["output"]
+
+
+CHECKED = "import kfuse as kf\nkf.init(kf.CommOptions(check_every=1))"
+
+
+def run_script(tmp_path: Path, starter: list[str], script: Path) -> dict[str, Any]:
+    import subprocess
+
+    ended = subprocess.run(
+        [*starter, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
+    )
+    return {"status": ended.returncode, "output": ended.stdout + ended.stderr}
+
+
+@pytest.mark.full
+def test_a_resumed_run_of_the_command_line_has_the_configured_rate(tmp_path: Path) -> None:
+    """lr.base on the command line wins over the checkpoint's."""
+    common = ["model.hidden=[8]", "batch.size=64", "policy=none", "checkpoint.every_steps=5", "checkpoint.resume=auto"]
+    for rate, steps in ((0.001, 10), (0.01, 20)):
+        with command_line(tmp_path / "run", [*common, f"lr.base={rate}", f"train.steps={steps}"]) as (process, job):
+            assert process.wait(240) == 0
+    assert [record["lr"] for record in job.metrics] == [0.001] * 10 + [0.01] * 10

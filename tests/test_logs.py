@@ -1,0 +1,115 @@
+"""What kfuse's processes log: by setting, one line a record, nothing twice, nothing in library use."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kfuse.config.schema import SETTINGS
+from kfuse.observe.logs import LEVELS, set_up_logging
+
+RECORD = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) (supervisor|worker \d+): \S.*$")
+LOG = logging.getLogger("kfuse")
+SCRIPT = """
+import sys
+import torch
+import kfuse as kf
+
+if "--own" in sys.argv:
+    import logging
+    logging.basicConfig(format="OWN %(levelname)s %(message)s")
+net = torch.nn.Linear(3, 2)
+opt = kf.FusedSGD(net.parameters(), lr=0.1)
+kf.fit(net, (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)), opt, epochs=1, batch_size=4, micro_batch=2)
+"""
+
+
+def records(module: str, *arguments: str, folder: Path) -> list[str]:
+    """Runs one of the commands to its end; returns the lines of its output that are log records."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    return [line for line in done.stdout.splitlines() if RECORD.match(line) or line.startswith("OWN ")]
+
+
+@contextlib.contextmanager
+def root_without_handlers() -> Iterator[None]:
+    """pytest has handlers of its own at the root; they and the logger's level are put back at the end."""
+    root, level = logging.getLogger(), LOG.level
+    kept, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = kept
+        LOG.setLevel(level)
+        LOG.handlers = []
+
+
+def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path: Path) -> None:
+    run = ["train.steps=6", "checkpoint.every_steps=3", "policy=none", "observe.tensorboard=false"]
+    lines = records("kfuse", *run, "observe.log_level=info", "workers.count=2", folder=tmp_path)
+    assert sum("transport allreduce" in line for line in lines) == 1  # rank 0's only
+    assert [re.findall(r"checkpoint: step (\d+)", line) for line in lines if " checkpoint: " in line] == [["3"], ["6"]]
+
+
+def test_a_run_logs_nothing_by_default(tmp_path: Path) -> None:
+    run = ["train.steps=3", "checkpoint.every_steps=3", "policy=none", "observe.tensorboard=false"]
+    assert records("kfuse", *run, folder=tmp_path) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [([], r"\d\d:\d\d:\d\d INFO worker 0: "), (["--own"], "OWN INFO ")],
+    ids=["kfuse's handler", "the script's handler"],
+)
+def test_a_scripts_records_are_written_once(arguments: list[str], start: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    lines = records("kfuse.cli.kfuse_run", "--log-level", "info", "train.py", *arguments, folder=tmp_path)
+    (line,) = [line for line in lines if "transport" in line]
+    assert re.match(start, line)
+
+
+@pytest.mark.full
+def test_a_script_logs_nothing_by_default(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert records("kfuse.cli.kfuse_run", "train.py", folder=tmp_path) == []
+
+
+def test_the_library_installs_no_handler(tmp_path: Path) -> None:
+    script = SCRIPT + "import logging\nlog = logging.getLogger('kfuse')\nassert (log.handlers, log.level) == ([], 0)\n"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [("debug", "DIWE"), ("info", "IWE"), ("warning", "WE"), ("error", "E"), ("off", "")],
+)
+def test_a_level_shows_its_records_and_graver_ones_in_one_line_each(level: str, shown: str) -> None:
+    lines: list[str] = []
+    with root_without_handlers():
+        for _ in range(2):  # a second call adds no second handler
+            set_up_logging(level, "worker 7", lines.append)
+        for each in (LOG.debug, LOG.info, LOG.warning, LOG.error):
+            each("first\nsecond %d", 3)
+    assert "".join(line.split()[1][0] for line in lines) == shown
+    assert all(RECORD.match(line) and line.endswith(" worker 7: first second 3") for line in lines)
+
+
+def test_lines_go_to_standard_error_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    with root_without_handlers():
+        set_up_logging("warning", "worker 1")
+        LOG.warning("here")
+    out, err = capsys.readouterr()
+    assert out == "" and RECORD.match(err) and err.endswith(" WARNING worker 1: here\n")
+
+
+def test_the_setting_has_these_levels() -> None:
+    assert SETTINGS["observe.log_level"].choices == tuple(LEVELS)
