@@ -80,7 +80,7 @@ def _main(fixed: bool = False) -> int:
             if _is_sweep(args):
                 sweep = Sweep(jobs)
             if fixed and len(jobs) > 1:
-                raise ConfigError("-m: torchrun's workers are there for one run; allowed is no sweep")
+                raise ConfigError("-m: sweeps are not supported with launcher=torchrun")
             for overrides in jobs:
                 _check(args, overrides, fixed)
         # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
@@ -126,7 +126,7 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
 
 
 def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
-    """Composes and validates one run's configuration, as Hydra will, before it creates anything."""
+    """Composes and validates one run's configuration, as Hydra will, before anything is written."""
     if args.config_dir is not None:
         if not os.path.isdir(args.config_dir):
             raise ConfigError(f"--config-dir={args.config_dir}: allowed is a directory")
