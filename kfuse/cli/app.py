@@ -126,7 +126,7 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
 
 
 def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
-    """Composes and validates one run's configuration, as Hydra will, before it creates anything."""
+    """Composes and validates one run's configuration, as Hydra will, before anything is written."""
     if args.config_dir is not None:
         if not os.path.isdir(args.config_dir):
             raise ConfigError(f"--config-dir={args.config_dir}: must be a directory")
