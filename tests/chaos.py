@@ -191,7 +191,7 @@ class Chaos(BasePolicy):
         from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
-        from kfuse.optim.base import DistributedOptimizer
+        from kfuse.optim import base
         from kfuse.train import state as training_state
         from kfuse.train import trainer
 
@@ -234,7 +234,7 @@ class Chaos(BasePolicy):
         before(MicroBatch, "__enter__", here("forward"))
         after(AllToAll, "launch", launched)
         after(AllReduce, "launch", launched)
-        before(DistributedOptimizer, "_verdict", here("between_reduction_and_update"))
+        before(base, "scaling", here("between_reduction_and_update"))
         before(trainer, "evaluate", here("evaluation"))
         after(trainer, "evaluate", here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))

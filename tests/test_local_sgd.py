@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm import tail
 from kfuse.comm.plan import StepPlan
+from kfuse.optim.scaling import NonfiniteWarning
+from kfuse.statistics.step_stats import Statistics
 
 EVERY, STEPS, SIZES = 3, 7, (8, 8, 6)  # steps, and the samples of a step's micro-batches, shared out between workers
 SHARES = (range(2), range(2, 3))
@@ -183,13 +184,12 @@ def test_reproducible_runs_synchronize_at_every_step() -> None:
 
 def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptureFixture) -> None:
     """There the warning goes by the statistics of the step before, and a local step's gradient norm is unknown."""
-    opt = kf.FusedSGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    statistics, warning, on_device = Statistics(), NonfiniteWarning(), torch.tensor(True)
     record = torch.zeros(tail.TAIL_SLOTS + 2 + tail.RANK_SLOTS, dtype=torch.float64)
     record[[tail.SAMPLES, tail.MICRO_BATCHES]] = 2.0
     for step, (local, norm) in enumerate([(True, torch.nan), (True, torch.nan), (False, torch.inf), (False, 1.0)]):
         record[tail.TAIL_SLOTS] = norm
-        opt.statistics.push(step, "samples", record.clone())
-        opt._warn_of_nonfinite(step, on_gpu, local)
+        statistics.push(step, "samples", record.clone())
+        warning.after_step(step, on_device, local, statistics, skips=True, says=True)
     [said] = [each.getMessage() for each in caplog.records if each.name == "kfuse"]
     assert said.startswith("step 2: a gradient is not finite")

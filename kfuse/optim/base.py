@@ -7,7 +7,6 @@ global batch (a view of its bucket), as with DistributedDataParallel. `step()` t
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -24,12 +23,14 @@ from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
     ConsistencyError,
+    average,
     averaged_buffers,
     first_difference,
     rates_salt,
     share_from_first,
 )
 from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
+from kfuse.optim.scaling import LossScale, NonfiniteWarning, scaling
 from kfuse.session import Session, current
 from kfuse.statistics.step_stats import Statistics, StepStats
 from kfuse.undecorated import undecorated
@@ -59,7 +60,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.statistics = Statistics()
         self._session: Session = current()
         self._unit = "micro-batches"
-        self._had_gradients = self._was_nonfinite = self._was_local = False
+        self._had_gradients = False
+        self._warning = NonfiniteWarning()
         self._tracked: nn.Module | None = None
         self._build_engine()
         self._session.on_group_change(self._set_group)
@@ -301,15 +303,19 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 "of workers (torchrun)"
             )
         self._take_back_gradients()
-        record, scale, found_inf, finite = self._verdict(reduced)
-        self._update(reduced, scale, found_inf)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
+        loss_scale = None if found_inf is None else LossScale(getattr(self, "grad_scale", None), found_inf)
+        scaled = scaling(reduced, self.engine.params, self.clip_norm, self.skip_nonfinite, loss_scale)
+        self._update(reduced, scaled.factor, scaled.skip)
         if reduced.local:
-            record[t.GRAD_SQ] = torch.nan  # of the workers' mean gradient nothing is known
-        if found_inf is not None:
-            record[t.SKIPPED] = found_inf
-        unit = "micro-batches" if reduced.implicit else self._unit
-        self.statistics.push(self.engine.step - 1, unit, record)
-        self._warn_of_nonfinite(self.engine.step - 1, finite, reduced.local)
+            scaled.record[t.GRAD_SQ] = torch.nan  # of the workers' mean gradient nothing is known
+        if scaled.skip is not None:
+            scaled.record[t.SKIPPED] = scaled.skip
+        step, unit = self.engine.step - 1, "micro-batches" if reduced.implicit else self._unit
+        self.statistics.push(step, unit, scaled.record)
+        if loss_scale is None:  # with GradScaler skips are how it finds its scale
+            says = self._session.group.rank == 0
+            self._warning.after_step(step, scaled.finite, reduced.local, self.statistics, self.skip_nonfinite, says)
         self._check_consistency()
         return loss
 
@@ -339,15 +345,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             *(value for value in held if isinstance(value, Tensor)),
             *self.engine.averaged.tensors,
         ]
-        if group.size == 1 or not values:
-            return
-        flat = torch.cat([value.detach().reshape(-1).to(group.device, torch.float32) for value in values])
-        group.all_reduce(flat, "average of the workers' models").wait()
-        flat.div_(group.size)
-        means = torch.split(flat, [value.numel() for value in values])
-        for value, mean in zip(values, means, strict=True):
-            mean = mean.view(value.shape)
-            value.copy_(mean if value.is_floating_point() else mean.round())
+        average(group, values)
 
     def _take_gradients_set_by_hand(self) -> None:
         if self.engine.begun:
@@ -384,74 +382,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def rebuild(self) -> None:
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
         self._build_engine()
-
-    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | bool]:
-        """The record in units of the true gradient; what gradients are multiplied with; whether to skip; whether
-        gradients are finite, which the host knows on the CPU. All else on the device.
-        """
-        record = reduced.record
-        loss_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        squared_norm, finite = self._squared_norm(reduced)
-        if found_inf is not None:
-            found_inf = torch.as_tensor(found_inf, dtype=torch.float32, device=record.device)
-            record = record.clone()
-            squared = torch.nan if loss_scale is None else loss_scale.double() ** 2  # unscaled by hand: not known
-            record[t.SUM_SQUARES] /= squared
-            record[t.GRAD_SQ] /= squared
-            squared_norm = squared_norm / squared
-            if self.clip_norm is not None and loss_scale is not None:
-                # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
-                found_inf = torch.maximum(found_inf, (~torch.isfinite(squared_norm)).to(torch.float32))
-        elif self.skip_nonfinite and (record.device.type == "cuda" or not finite):
-            found_inf = (~torch.as_tensor(finite)).to(torch.float32)
-        scale = None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
-        if self.clip_norm is not None:
-            if hasattr(self, "found_inf") and loss_scale is None:  # p.grad was unscaled, perhaps changed, by the user
-                squared_norm = self._squared_norm_of_gradients()
-            coefficient = (self.clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
-            scale = coefficient if scale is None else scale * coefficient
-        return record, scale, found_inf, finite
-
-    def _squared_norm(self, reduced: Reduced) -> tuple[Tensor, Tensor | bool]:
-        """|gbar|^2 (float64, on the device), and whether the gradients are finite.
-
-        The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
-        gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
-        """
-        record = reduced.record
-        if record.device.type == "cuda":
-            return record[t.GRAD_SQ], torch.isfinite(record[t.SUM_SQUARES] + record[t.GRAD_SQ])
-        values = record.numpy()
-        if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
-            return record[t.GRAD_SQ], True
-        squared_norm = self._squared_norm_of_gradients()
-        if reduced.local:  # the others must skip too, and have other gradients
-            return squared_norm, False
-        return squared_norm, math.isfinite(squared_norm.item())
-
-    def _squared_norm_of_gradients(self) -> Tensor:
-        """In float64, where fp32 gradients' squares cannot overflow."""
-        squares = [p.grad.double().square().sum() for p in self.engine.params if p.grad is not None]
-        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-
-    def _warn_of_nonfinite(self, step: int, finite: Tensor | bool, local: bool) -> None:
-        """Rank 0 names the first of a run of steps whose gradients are not finite; on CUDA one step later."""
-        if hasattr(self, "found_inf"):  # GradScaler's: there skips are how it finds its scale
-            return
-        was_local, self._was_local = self._was_local, local
-        if not isinstance(finite, bool):
-            stats = self.statistics.latest
-            if stats is None:
-                return
-            # Of a local step the norm is unknown anyhow.
-            step, nonfinite = stats.step, stats.skipped or (stats.grad_norm is None and not was_local)
-        else:
-            nonfinite = not finite
-        if nonfinite and not self._was_nonfinite and self._session.group.rank == 0:
-            outcome = "left out" if self.skip_nonfinite else "made all the same, since skip_nonfinite is off"
-            _LOG.warning("step %d: a gradient is not finite; the update was %s", step, outcome)
-        self._was_nonfinite = nonfinite
 
     @abstractmethod
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:

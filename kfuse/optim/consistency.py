@@ -1,4 +1,4 @@
-"""Whether all workers still have the same parameters, and which one differs first where they do not."""
+"""What keeps the workers' models the same: rank 0's at the start, the average of drifted ones, and a comparison."""
 
 from __future__ import annotations
 
@@ -61,6 +61,22 @@ def _each_element_once(tensor: Tensor) -> Tensor:
         if tensor.stride(dim) == 0 and tensor.numel():
             tensor = tensor.select(dim, 0)
     return tensor
+
+
+def average(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Makes these tensors the mean of all workers', in place: all of them or none. Integers are rounded.
+
+    Raises CommError.
+    """
+    if group.size == 1 or not tensors:
+        return
+    flat = torch.cat([tensor.detach().reshape(-1).to(group.device, torch.float32) for tensor in tensors])
+    group.all_reduce(flat, "average of the workers' models").wait()
+    flat.div_(group.size)
+    means = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
+        mean = mean.view(tensor.shape)
+        tensor.copy_(mean if tensor.is_floating_point() else mean.round())
 
 
 def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[str], rates: Sequence[float]) -> str:

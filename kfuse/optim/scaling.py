@@ -1,0 +1,128 @@
+"""What a step's mean gradient is multiplied with (clipping, loss scale), and whether its update is left out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kfuse.comm import tail as t
+from kfuse.comm.plan import Reduced
+from kfuse.statistics.step_stats import Statistics
+
+_LOG = logging.getLogger("kfuse")
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What torch's GradScaler hands to an optimizer's step."""
+
+    scale: Tensor | None
+    """What the loss was multiplied with; None where the user has unscaled the gradients (`scaler.unscale_`)."""
+    found_inf: Tensor
+    """Non-zero where a gradient is not finite."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """On the device, but for `finite` on the CPU."""
+
+    record: Tensor
+    """The step's record, in units of the true gradient."""
+    factor: Tensor | None
+    """fp32 scalar that the gradients are multiplied with; None: 1."""
+    skip: Tensor | None
+    """fp32 scalar; non-zero leaves the update out. None: it is made."""
+    finite: Tensor | bool
+
+
+def scaling(
+    reduced: Reduced,
+    params: Sequence[Parameter],
+    clip_norm: float | None,
+    skip_nonfinite: bool,
+    loss_scale: LossScale | None,
+) -> Scaling:
+    """How the reduced gradients, which are in `params`' .grad, are used. Nothing waits for a CUDA device.
+
+    clip_norm: the largest norm of the mean gradient, without the loss scale. The gradients' factor is then
+    min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
+    """
+    record = reduced.record
+    squared_norm, finite = _squared_norm(reduced, params)
+    skip = None
+    if loss_scale is not None:
+        skip = torch.as_tensor(loss_scale.found_inf, dtype=torch.float32, device=record.device)
+        squared = torch.nan if loss_scale.scale is None else loss_scale.scale.double() ** 2  # unscaled by hand: unknown
+        record = record.clone()
+        record[t.SUM_SQUARES] /= squared
+        record[t.GRAD_SQ] /= squared
+        squared_norm = squared_norm / squared
+        if clip_norm is not None and loss_scale.scale is not None:
+            # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
+            skip = torch.maximum(skip, (~torch.isfinite(squared_norm)).to(torch.float32))
+    elif skip_nonfinite and (record.device.type == "cuda" or not finite):
+        skip = (~torch.as_tensor(finite)).to(torch.float32)
+    factor = None if loss_scale is None or loss_scale.scale is None else 1.0 / loss_scale.scale.to(torch.float32)
+    if clip_norm is not None:
+        if loss_scale is not None and loss_scale.scale is None:  # p.grad was perhaps changed too
+            squared_norm = _squared_norm_of_gradients(params)
+        coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
+        factor = coefficient if factor is None else factor * coefficient
+    return Scaling(record, factor, skip, finite)
+
+
+def _squared_norm(reduced: Reduced, params: Sequence[Parameter]) -> tuple[Tensor, Tensor | bool]:
+    """|gbar|^2 (float64, on the device), and whether the gradients are finite.
+
+    The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
+    gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
+    """
+    record = reduced.record
+    if record.device.type == "cuda":
+        return record[t.GRAD_SQ], torch.isfinite(record[t.SUM_SQUARES] + record[t.GRAD_SQ])
+    values = record.numpy()
+    if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
+        return record[t.GRAD_SQ], True
+    squared_norm = _squared_norm_of_gradients(params)
+    if reduced.local:  # the others must skip too, and have other gradients
+        return squared_norm, False
+    return squared_norm, math.isfinite(squared_norm.item())
+
+
+def _squared_norm_of_gradients(params: Sequence[Parameter]) -> Tensor:
+    """In float64, where fp32 gradients' squares cannot overflow."""
+    squares = [p.grad.double().square().sum() for p in params if p.grad is not None]
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+
+class NonfiniteWarning:
+    """Names the first of a run of steps whose gradients are not finite; on CUDA one step later."""
+
+    def __init__(self) -> None:
+        self._was_nonfinite = self._was_local = False
+
+    def after_step(
+        self, step: int, finite: Tensor | bool, local: bool, statistics: Statistics, skips: bool, says: bool
+    ) -> None:
+        """local: the gradients were this worker's own. statistics: CUDA's steps are judged by what has arrived there.
+        skips: whether such updates are left out. says: whether this worker is the one that warns.
+        """
+        was_local, self._was_local = self._was_local, local
+        if isinstance(finite, bool):
+            nonfinite = not finite
+        else:  # on the device, which the host does not wait for
+            latest = statistics.latest
+            if latest is None:
+                return
+            # Of a local step the norm is unknown anyhow.
+            step, nonfinite = latest.step, latest.skipped or (latest.grad_norm is None and not was_local)
+        if nonfinite and not self._was_nonfinite and says:
+            outcome = "left out" if skips else "made all the same, since skip_nonfinite is off"
+            _LOG.warning("step %d: a gradient is not finite; the update was %s", step, outcome)
+        self._was_nonfinite = nonfinite
