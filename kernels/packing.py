@@ -41,6 +41,7 @@ class PackArguments(Arguments):
     sumsq: Tensor
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         flat, table, sumsq = self.flat, self.table, self.sumsq
         if len(self.grads) != len(table.numels):
             raise ValueError(f"pack: the table has {len(table.numels)} tensors, got {len(self.grads)} gradients")
@@ -62,6 +63,7 @@ class PackArguments(Arguments):
 
 
 def pack_by_torch(given: PackArguments) -> None:
+    """`pack` in PyTorch."""
     flat, table, scale, accumulate = given.flat, given.table, given.scale, given.accumulate
     segments = flat[: table.end].split_with_sizes(table.flat_sizes)[1::2]
     norms = given.sumsq.split_with_sizes(table.sumsq_sizes)
