@@ -60,25 +60,25 @@ class Bucket:
     the reduction slot 0 holds the sum over all workers. `tail` extra elements follow the gradients in every slot.
     """
 
-    def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], tail: int, name: str) -> None:
-        """`tensors`: all tensors that the layout's indices refer to."""
+    def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], name: str) -> None:
+        """`tensors`: all tensors that the layout's indices refer to. There is no tail until `renew` gives one."""
         self.index, self.layout, self.name = index, layout, name
         mine = [tensors[i] for i in layout.params]
         self.device = mine[0].device if mine else torch.device("cpu")
         self.shapes = [t.shape for t in mine]
-        self.body = layout.numel
-        self.tail = tail
+        self.body, self.tail = layout.numel, 0
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
-        self.grads: list[Tensor | None] = [None] * len(mine)
-        self.missing = len(mine)
-        self.packed = False
         self.renew()
+        self.begin_micro_batch()
 
     def renew(self, tail: int | None = None) -> None:
         """Takes fresh slots, perhaps with another tail; messages under way may still write to the old ones."""
         self.tail = self.tail if tail is None else tail
         self.slots: list[Tensor] = []
-        self.views = self.view(self.slot(0))
+        self.mean = self.slot(0)[: self.body]
+        """Slot 0 without the tail: after the reduction, the mean gradient."""
+        self.views = self.view(self.mean)
+        """The parameters' places in it."""
 
     def slot(self, k: int) -> Tensor:
         """Slot k, allocated (zeroed, so that padding stays zero) on first use."""
@@ -92,6 +92,7 @@ class Bucket:
         return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in places]
 
     def begin_micro_batch(self) -> None:
-        self.grads = [None] * len(self.shapes)
+        """No gradient is there yet."""
+        self.grads: list[Tensor | None] = [None] * len(self.shapes)
         self.missing = len(self.shapes)
         self.packed = False

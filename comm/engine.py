@@ -1,9 +1,11 @@
 """The reduction engine: from backward's gradients to their mean over all workers, bucket by bucket, as they come.
 
-Post-accumulate hooks collect each parameter's fresh gradient. When a bucket has all of its gradients one kernel
-(`pack`) reads them once: into the flat buffer, scaled by the micro-batch's weight, with the sum of squares of this
-micro-batch's own gradient. After the step's last micro-batch the bucket's reduction starts while backward goes on.
-Buckets start in index order on every rank; the tail rides at the end of the last one.
+1) Hooks take over each parameter's fresh gradient (`gradients`).
+2) When a bucket has all of its gradients one kernel (`pack`) reads them once: into the flat buffer, scaled by the
+   micro-batch's weight, with the sum of squares of this micro-batch's own gradient.
+3) After the step's last micro-batch the bucket's reduction starts while backward goes on. Buckets start in index order
+   on every rank; the tail rides at the end of the last one.
+4) `finish` waits for all of them and measures the mean gradient.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kfuse.comm import tail as t
 from kfuse.comm import transports
 from kfuse.comm.averaged_buffers import AveragedBuffers
 from kfuse.comm.buckets import Bucket, BucketLayout, plan_buckets
+from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward, check_parameters
 from kfuse.comm.group import CommError, Group
-from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
-from kfuse.comm.sum_tree import LeafStep, plan_merges, plan_range
+from kfuse.comm.plan import ADD, REMEDY, WRITE, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.sum_tree import plan_merges, plan_range
+from kfuse.comm.tail import SAMPLES, Contribution, Tail, digest
 from kfuse.comm.timer import Stopwatch
 from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
 
@@ -32,6 +35,21 @@ _LOG = logging.getLogger("kfuse")
 
 class Engine:
     """Reduces the gradients of `groups` (lists of parameters that may share a bucket) over a `group` of workers."""
+
+    buckets: list[Bucket]
+    """All of them. The last one carries the tail."""
+    of_params: list[Bucket]
+    """Those that hold gradients: all, or all but the last."""
+    group: Group
+    transport_name: str
+    step: int
+    """Steps taken."""
+    reduced: Reduced | None
+    """The last step's result, until the optimizer takes it."""
+    averaged: AveragedBuffers
+    """Buffers whose changes are averaged with the gradients."""
+    superseded: bool
+    """A newer engine has some of the parameters."""
 
     def __init__(
         self,
@@ -45,29 +63,21 @@ class Engine:
 
         Raises ValueError for parameters that are not dense fp32 on one device.
         """
-        self.options = options
+        self.options, self.lane = options, lane
         self.params = [p for params in groups for p in params]
         self.names = list(names) if names is not None else [f"parameter {i}" for i in range(len(self.params))]
-        _check_parameters(self.params, self.names)
+        check_parameters(self.params, self.names)
         kinds = [index for index, params in enumerate(groups) for _ in params]
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
         self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
-        self.lane = lane
-        self.step = 0
-        self.reduced: Reduced | None = None
-        """The last step's result, until the optimizer takes it."""
+        self.step, self.reduced, self.superseded = 0, None, False
         self.digest_salt: Callable[[], int] = int
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
         self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
         self.averaged = AveragedBuffers([])
-        """Buffers whose changes are averaged with the gradients."""
-        self._warned = False
-        self.of_params: list[Bucket] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.superseded = False
-        """A newer engine has some of the parameters."""
-        self._new = True
+        self._hooks: GradientHooks | None = None
+        self._new, self._warned = True, False
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
         self.tree: str | None = None
@@ -87,35 +97,31 @@ class Engine:
         """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
         self.check_owner()
         self.close()
-        tail = len(self.params) + t.TAIL_SLOTS  # and RANK_SLOTS for each rank, once the group is known
         buffers = self.averaged.tensors
-        separate = bool(buffers) or self.options.dtype != "fp32" or not self._layouts
-        count = len(self._layouts) + separate
+        layouts = [(layout, list[Tensor](self.params)) for layout in self._layouts]
+        if buffers or self.options.dtype != "fp32" or not layouts:
+            apart = plan_buckets([b.numel() for b in buffers], [0] * len(buffers), 2**62)
+            layouts += [(layout, buffers) for layout in apart or [BucketLayout((), (), 0)]]
+        count = len(layouts)
         self.buckets = [
-            Bucket(i, layout, self.params, 0 if i < count - 1 else tail, f"bucket {i + 1} of {count}")
-            for i, layout in enumerate(self._layouts)
+            Bucket(i, layout, tensors, f"bucket {i + 1} of {count}") for i, (layout, tensors) in enumerate(layouts)
         ]
-        if separate:
-            [layout] = plan_buckets([b.numel() for b in buffers], [0] * len(buffers), 2**62) or [
-                BucketLayout((), (), 0)
-            ]
-            self.buckets.append(Bucket(count - 1, layout, buffers, tail, f"bucket {count} of {count}"))
         self.of_params = self.buckets[: len(self._layouts)]
         self._device = self.params[0].device if self.params else torch.device("cpu")
         chunks = [b.table.num_chunks for b in self.of_params]
         blocks = [num_blocks(b.body) for b in self.of_params]
         self._sumsq = torch.zeros(sum(chunks), device=self._device)
         self._norms = torch.zeros(sum(blocks), device=self._device)
-        self._sumsq_of = dict(enumerate(torch.split(self._sumsq, chunks))) if chunks else {}
-        self._norms_of = dict(enumerate(torch.split(self._norms, blocks))) if blocks else {}
+        self._sumsq_of = self._sumsq.split_with_sizes(chunks) if chunks else ()
+        self._norms_of = self._norms.split_with_sizes(blocks) if blocks else ()
         self._stopwatch = Stopwatch(self._device)
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._wire: dict[int, list[Tensor]] = {}
-        for bucket in self.of_params:
-            for position, index in enumerate(bucket.layout.params):
-                self._own(self.params[index])
-                register = self.params[index].register_post_accumulate_grad_hook
-                self._handles.append(register(self._hook(bucket, position, index)))  # type: ignore[no-untyped-call]
+        self._totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # of a record: see Tail.record
+        self._wire: dict[int, Tensor] = {}
+        for param in self.params:
+            self._own(param)
+        self._hooks = GradientHooks(self.params, self.names, self.of_params, self._wants_gradients, self._pack)
+        self._handed_out = False
 
     def use_transport(self, topology: str | None, tree: str | None) -> None:
         """Between steps: goes on with another transport or tree (None: as configured).
@@ -132,25 +138,20 @@ class Engine:
             raise ValueError(
                 f"parameters lie on {self._device}, this worker's device is {group.device}: move the model"
             )
-        name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
-        group = group.lane(self.lane)
-        self.group, self.transport_name = group, name
-        last, tail = self.buckets[-1], len(self.params) + t.TAIL_SLOTS + t.RANK_SLOTS * group.size
-        if last.tail != tail:
-            last.renew(tail)
-        self._transport = transports.make(name, group, self.tree or self.options.tree)
+        self.group = group.lane(self.lane)
+        self.transport_name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
+        self._transport = transports.make(self.transport_name, self.group, self.tree or self.options.tree)
+        self._tail = Tail(len(self.params), group.rank, group.size)
+        if self.buckets[-1].tail != self._tail.numel:
+            self.buckets[-1].renew(self._tail.numel)
         self._broken = ""
+        self._planned_sum = True
         self._reset()
 
     def close(self) -> None:
         """Removes the hooks; gradients go where autograd leaves them. Those of a step that was taken are dropped."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for bucket in self.of_params if self.reduced is None else ():
-            for index, view in zip(bucket.layout.params, bucket.views, strict=True):
-                if self.params[index].grad is view:
-                    self.params[index].grad = None
+        if self._hooks is not None:
+            self._hooks.close(drop=self.reduced is None)
 
     def _own(self, parameter: Parameter) -> None:
         """A parameter has one engine: with two, the first to be asked would take the gradient from the other."""
@@ -168,7 +169,7 @@ class Engine:
                 "parameters: use that one (or call rebuild() on this one, which takes them back)"
             )
 
-    # -- a step ---------------------------------------------------------------------------------------------------
+    # -- a step's micro-batches -----------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
@@ -180,13 +181,18 @@ class Engine:
             now.leaves = ranges[self.group.rank].steps
             nodes = [node for r in ranges for node in r.pieces]
             self._transport.plan([len(r.pieces) for r in ranges], plan_merges(nodes, plan.micro_batches))
+            self._planned_sum = True
 
     def micro_batch(self, samples: float, last: bool) -> MicroBatch:
         """The context of one micro-batch of `samples`."""
         return MicroBatch(self, samples, last)
 
     def open(self, micro_batch: MicroBatch) -> None:
-        """Gradients that arrive from now on belong to this micro-batch."""
+        """Gradients that arrive from now on belong to this micro-batch.
+
+        Raises RuntimeError where none may begin now, CommError where an earlier failure has made this worker's
+        reductions useless to the others.
+        """
         now = self._now
         if self._new:
             self.on_first_micro_batch()
@@ -207,13 +213,13 @@ class Engine:
             self._seconds_each = self._stopwatch.seconds_each()
             self._stopwatch.start()
         now.current = micro_batch
-        now.leaf = now.leaves[now.done] if now.leaves is not None else LeafStep(0, now.done > 0, ())
-        if self.options.reproducible and now.plan is None:
-            self._warn_of_no_plan()
+        now.leaf = now.leaves[now.done] if now.leaves is not None else ADD if now.done else WRITE
         if now.plan is not None:
             now.scale = micro_batch.samples / (now.plan.local or now.plan.samples)
         else:
             now.scale = 1.0 / self.group.size if now.implicit else float(micro_batch.samples)
+            if self.options.reproducible:
+                self._warn_of_no_plan()
         if now.done:
             self.averaged.put_back()
         elif not now.implicit:
@@ -230,52 +236,26 @@ class Engine:
             )
         self._warned = True
 
-    def _hook(self, bucket: Bucket, position: int, index: int) -> Callable[[Tensor], None]:
-
-        def on_gradient(param: Tensor) -> None:
-            if self._now.current is None and self._still_there():
-                return  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
-            if param.grad is bucket.views[position] and self.reduced is None:
-                raise RuntimeError(_STILL_THERE)
-            if self._now.current is None:
-                self._open_implicit()
-            if bucket.packed or bucket.grads[position] is not None:
-                raise RuntimeError(f"{self.names[index]} received a second gradient: {REMEDY}")
-            self._collect(bucket, position, index)
-            if bucket.missing == 0:
-                self._pack(bucket)
-
-        return on_gradient
+    def _wants_gradients(self) -> bool:
+        """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
+        if self._now.current is None:
+            if self.reduced is None and self._still_there():
+                return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
+            self._begin_implicit()
+            at_the_end_of_backward(self._close_implicit)
+        return True
 
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
-        return self.reduced is None and any(
-            self.params[index].grad is view
-            for bucket in self.of_params
-            for index, view in zip(bucket.layout.params, bucket.views, strict=True)
-        )
+        assert self._hooks is not None
+        return self._handed_out and self.reduced is None and self._hooks.still_there()
 
-    def _collect(self, bucket: Bucket, position: int, index: int) -> None:
-        """Takes over a parameter's fresh gradient."""
-        param = self.params[index]
-        assert param.grad is not None
-        if param.grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{self.names[index]} of shape {tuple(param.shape)} has a sparse gradient: kfuse reduces dense ones "
-                "only; make its layer with sparse=False"
-            )
-        if param.dtype != torch.float32:
-            raise RuntimeError(
-                f"{self.names[index]} was torch.float32 and is {param.dtype} now: change the model first, then make "
-                "its optimizer"
-            )
-        bucket.grads[position], param.grad = param.grad, None
-        bucket.missing -= 1
-
-    def _open_implicit(self) -> None:
-        """A bare `loss.backward()`: this worker's only micro-batch of the step."""
-        self._begin_implicit()
-        _at_the_end_of_backward(self._close_implicit)
+    def _begin_implicit(self) -> None:
+        """A bare `loss.backward()`, or gradients set by hand: this worker's only micro-batch of the step."""
+        if self._now.done or self._now.plan is not None:
+            raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
+        self._now.implicit = True
+        self.open(MicroBatch(self, 1.0, last=True))
 
     def _close_implicit(self) -> None:
         """Backward is over. All engines that took part start their last messages; then each waits for its own."""
@@ -287,13 +267,7 @@ class Engine:
             _TO_FINISH.clear()
             raise
         _TO_FINISH.append(self)
-        _at_the_end_of_backward(_finish_all)
-
-    def _begin_implicit(self) -> None:
-        if self._now.done or self._now.plan is not None:
-            raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
-        self._now.implicit = True
-        self.open(MicroBatch(self, 1.0, last=True))
+        at_the_end_of_backward(_finish_all)
 
     def take_gradients(self) -> None:
         """The gradients that are there without a backward, set by hand: this worker's only micro-batch of the step.
@@ -301,26 +275,17 @@ class Engine:
         Raises RuntimeError if the last step's are among them.
         """
         if self._still_there():
-            raise RuntimeError(_STILL_THERE)
+            raise RuntimeError(STILL_THERE)
         self._begin_implicit()
         self.close_micro_batch()
 
-    def _collect_set_by_hand(self, bucket: Bucket) -> None:
-        """Gradients of parameters that backward did not get to."""
-        for position, index in enumerate(bucket.layout.params):
-            if bucket.grads[position] is None and (grad := self.params[index].grad) is not None:
-                if grad is bucket.views[position]:
-                    raise RuntimeError(_STILL_THERE)
-                self._collect(bucket, position, index)
-
     def _pack(self, bucket: Bucket) -> None:
-        leaf = self._now.leaf
-        sumsq = self._sumsq_of[bucket.index]
+        """All gradients of this micro-batch that the bucket gets are there: into its flat buffer with them."""
+        now = self._now
         if bucket.missing:
-            for position, index in enumerate(bucket.layout.params):
-                self._now.fired[index] = bucket.grads[position] is not None
-        flat = bucket.slot(leaf.slot)
-        pack(bucket.grads, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=sumsq)
+            now.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
+        flat, sumsq = bucket.slot(now.leaf.slot), self._sumsq_of[bucket.index]
+        pack(bucket.grads, flat, bucket.table, scale=now.scale, accumulate=now.leaf.accumulate, sumsq=sumsq)
         bucket.grads = []
         bucket.packed = True
         if bucket is not self.buckets[-1]:
@@ -328,15 +293,15 @@ class Engine:
 
     def close_micro_batch(self, then_wait: bool = True) -> None:
         """The micro-batch's backward is over: packs what is left, writes the tail, launches if it was the last."""
-        now = self._now
+        now, last = self._now, self.buckets[-1]
         if now.current is None:
             return
+        assert self._hooks is not None
         for bucket in self.of_params:
             if not bucket.packed:
-                self._collect_set_by_hand(bucket)
+                self._hooks.collect_set_by_hand(bucket)
                 self._pack(bucket)
-        last = self.buckets[-1]
-        if last not in self.of_params:
+        if len(self.of_params) < len(self.buckets):
             self._pack_buffers(last)
         self._write_tail(last, now.current)
         now.done += 1
@@ -351,46 +316,27 @@ class Engine:
             self.on_last_micro_batch()
 
     def _pack_buffers(self, bucket: Bucket) -> None:
-        leaf = self._now.leaf
+        leaf, changes = self._now.leaf, self.averaged.changes()
         scratch = torch.empty(bucket.table.num_chunks, device=bucket.device)
-        changes = self.averaged.changes()
         values = [changes[i] for i in bucket.layout.params]
         flat = bucket.slot(leaf.slot)
         pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
 
     def _write_tail(self, bucket: Bucket, current: MicroBatch) -> None:
         now, weight = self._now, float(current.samples)
-        values = [0.0] * (t.TAIL_SLOTS + t.RANK_SLOTS * self.group.size)
-        values[t.SAMPLES], values[t.MICRO_BATCHES], values[t.LOSS] = weight, 1.0, float("nan")
-        own = t.TAIL_SLOTS + t.RANK_SLOTS * self.group.rank
-        if now.done == 0:
-            values[own] = self._seconds_each
-            if self.group.rank == 0 and now.plan is not None:
-                values[t.CONTROL : t.TAIL_SLOTS] = now.plan.control.slots()
-        flags = [float(fired) for fired in now.fired]
-        tail = torch.tensor(flags + values, dtype=torch.float32)
-        if self._device.type == "cuda":
-            tail = tail.pin_memory().to(self._device, non_blocking=True)
-        slots = tail[len(flags) :]
         sum_partials(self._sumsq, self._total)
-        slots[t.SUM_SQUARES] = self._total * weight
-        if current.loss is not None:
-            loss = current.loss.detach() if isinstance(current.loss, Tensor) else current.loss
-            slots[t.LOSS] = loss * weight
-        if now.done == 0 and self._digest_is_due:
-            slots[own + 1 : own + t.RANK_SLOTS] = t.digest_slots(t.digest(self.params, self.digest_salt()))
-        place = bucket.slot(now.leaf.slot)[bucket.body :]
-        if now.leaf.accumulate:
-            place.add_(tail)
-        else:
-            place.copy_(tail)
-        now.all_fired = now.all_fired and all(now.fired)
-        now.fired = [True] * len(self.params)
+        given = Contribution(weight, self._total, current.loss)
+        if now.done == 0:
+            control = now.plan.control if now.plan is not None and self.group.rank == 0 else None
+            due = self.options.check_every is not None and self.step % self.options.check_every == 0
+            compared = due and not now.is_local and self.group.size > 1
+            own = digest(self.params, self.digest_salt()) if compared else None
+            given = Contribution(weight, self._total, current.loss, control, self._seconds_each, own)
+        self._tail.write(bucket.slot(now.leaf.slot)[bucket.body :], now.leaf.accumulate, given, now.missed)
+        now.all_fired = now.all_fired and not now.missed
+        now.missed = set()
 
-    @property
-    def _digest_is_due(self) -> bool:
-        every = self.options.check_every
-        return every is not None and self.step % every == 0 and not self._now.is_local and self.group.size > 1
+    # -- its reduction --------------------------------------------------------------------------------------------
 
     def _complete(self, bucket: Bucket) -> None:
         """The bucket has this micro-batch: merge partial sums; after the last one, launch what is due."""
@@ -421,9 +367,9 @@ class Engine:
             return [slot[bucket.body :] for slot in bucket.slots]
         if self.options.dtype == "fp32" or bucket is self.buckets[-1]:
             return bucket.slots
-        wire = self._wire.setdefault(bucket.index, [torch.empty_like(bucket.slots[0], dtype=torch.bfloat16)])
-        wire[0].copy_(bucket.slots[0])
-        return wire
+        if bucket.index not in self._wire:
+            self._wire[bucket.index] = torch.empty_like(bucket.slots[0], dtype=torch.bfloat16)
+        return [self._wire[bucket.index].copy_(bucket.slots[0])]
 
     def finish(self) -> None:
         """Waits for all buckets; then slot 0 of each holds the mean gradient over the step's samples, and `reduced`
@@ -431,44 +377,44 @@ class Engine:
 
         Raises CommError, and RuntimeError if the step's last micro-batch has not been run, or is being run.
         """
-        if self._now.current is not None:
+        now = self._now
+        if now.current is not None:
             raise RuntimeError(f"opt.step() inside a micro-batch: {REMEDY}")
-        if self._now.plan is not None and self._now.expected == 0 and not self._now.closed:
+        if now.plan is not None and now.expected == 0 and not now.closed:
             self._contribute_nothing()
-        if not self._now.closed:
-            if self._now.done:
+        if not now.closed:
+            if now.done:
                 raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
             return
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.group.size > 1 else ():
             if self._travels(bucket):
                 self._transport.wait(bucket.index)
-                if bucket.index in self._wire and not self._now.is_local:
-                    bucket.slots[0].copy_(self._wire[bucket.index][0])
+                if bucket.index in self._wire and not now.is_local:
+                    bucket.slots[0].copy_(self._wire[bucket.index])
             self._transport.poll()
         last = self.buckets[-1]
         tail = last.slots[0][last.body :]
-        flags, slots, of_ranks = torch.split(tail, [len(self.params), t.TAIL_SLOTS, t.RANK_SLOTS * self.group.size])
-        slots = slots.double()
-        for bucket in self.of_params:
-            body = bucket.slots[0][: bucket.body]
-            if not self._now.weighted:
-                body.mul_((1.0 / slots[t.SAMPLES]).float())  # the weights' total was not known while packing
-            block_sumsq(body, self._norms_of[bucket.index])
-        sum_partials(self._norms, self._total)
-        for position, index in enumerate(last.layout.params if last not in self.of_params else ()):
-            change = last.views[position]
-            self.averaged.apply(index, change if self._now.weighted else change / slots[t.SAMPLES])
-        self.reduced = Reduced(
-            torch.cat([slots, self._total[None]]),
-            flags,
-            of_ranks.view(self.group.size, t.RANK_SLOTS),
-            self._now.all_fired,
-            self._now.implicit,
-            self._now.is_local,
-            self._now.plan is not None,
-        )
+        record = self._measure(tail)
+        if last not in self.of_params:
+            for k, index in enumerate(last.layout.params):
+                change = last.views[k] if now.weighted else last.views[k] / record[SAMPLES]
+                self.averaged.apply(index, change)
+        used = None if now.all_fired else self._tail.flags(tail)
+        self.reduced = Reduced(record, used, now.implicit, now.is_local, now.plan is not None)
+        self._handed_out = True
         self.step += 1
         self._reset()
+
+    def _measure(self, tail: Tensor) -> Tensor:
+        """The step's record, with the sum of squares of the mean gradient, which the buckets hold afterwards."""
+        if not self._now.weighted:  # the weights' total was not known while packing
+            share = (1.0 / self._tail.record(tail, self._totals)[SAMPLES]).float()
+            for bucket in self.of_params:
+                bucket.mean.mul_(share)
+        for bucket, norms in zip(self.of_params, self._norms_of, strict=True):
+            block_sumsq(bucket.mean, norms)
+        sum_partials(self._norms, self._totals[0])
+        return self._tail.record(tail, self._totals)
 
     def _contribute_nothing(self) -> None:
         """This worker has no micro-batch in this step: zeros, where the transport takes one contribution from each."""
@@ -480,6 +426,8 @@ class Engine:
         self._now.closed, self._now.all_fired = True, False
         self._now.complete = [True] * len(self.buckets)
         self._launch()
+
+    # -- where the step stands ------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> StepPlan | None:
@@ -497,10 +445,14 @@ class Engine:
         return self._now.implicit
 
     def drop(self) -> None:
-        """Forgets gradients that came since the last step, but not a micro-batch under way, nor a planned step."""
+        """Forgets gradients that came since the last step, but not a micro-batch under way, nor a planned step.
+
+        The caller takes the last step's gradients off the parameters.
+        """
         if self.reduced is not None:
             self.reduced = None
             self.step -= 1  # it was no step: the next one has its number, and the check that was due
+        self._handed_out = False
         now = self._now
         unfinished = now.plan is None and now.done > 0 and now.current is None and not now.closed
         if self.interrupted or unfinished:
@@ -508,9 +460,10 @@ class Engine:
 
     def abort(self) -> None:
         """Forgets the step under way (or, after one, makes ready for the next)."""
-        if self._now.begun and not self._now.implicit:
+        now = self._now
+        if now.begun and not now.implicit:
             self.averaged.put_back()
-        if self._now.launched and self.group.size > 1:
+        if now.launched and self.group.size > 1:
             # Messages are under way, and may arrive at any time: they keep their buffers, and we take others.
             self._wire = {}
             for bucket in self.buckets:
@@ -520,9 +473,12 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
-        self._now = StepState(len(self.buckets), len(self.params))
-        size = self.group.size
-        self._transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
+        """Ready for a step that nobody has planned: one contribution of each worker, added up in rank order."""
+        self._now = StepState(len(self.buckets))
+        if self._planned_sum:
+            size = self.group.size
+            self._transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
+            self._planned_sum = False
 
 
 def owner(parameter: Parameter) -> Engine | None:
@@ -530,11 +486,6 @@ def owner(parameter: Parameter) -> Engine | None:
     reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
     engine: Engine | None = reference() if reference is not None else None
     return engine
-
-
-def _at_the_end_of_backward(act: Callable[[], None]) -> None:
-    """Runs `act` when the backward under way is over, after what was asked for before."""
-    torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 def _finish_all() -> None:
@@ -550,17 +501,3 @@ def _finish_all() -> None:
 
 _TO_FINISH: list[Engine] = []
 _OWNERS = WeakTensorKeyDictionary()
-_STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
-
-
-def _check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:
-    devices = {p.device for p in params}
-    if len(devices) > 1:
-        raise ValueError(f"parameters lie on {sorted(map(str, devices))}: a worker has one device")
-    for name, p in zip(names, params, strict=True):
-        if p.dtype != torch.float32:
-            raise ValueError(
-                f"{name} is {p.dtype}: parameters must be torch.float32 (bf16 compute comes from autocast)"
-            )
-        if not p.is_contiguous():
-            raise ValueError(f"{name} of shape {tuple(p.shape)} is not contiguous")

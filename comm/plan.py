@@ -1,19 +1,16 @@
-"""A step's parts: how it is planned, what one micro-batch is, and where the step under way stands."""
+"""A step's parts: how it is planned, what one micro-batch is, where the step under way stands, and what it yields."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.comm.tail import Control
-
-if TYPE_CHECKING:
-    from kfuse.comm.engine import Engine
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, wrap each in "
@@ -24,7 +21,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class CommOptions:
-    """How gradients are reduced (the `comm.*` settings)."""
+    """How gradients are reduced (the `comm.*` settings). Raises ValueError for what is not allowed."""
 
     schedule: str = "auto"  # or a name in kfuse.comm.transports.NAMES, or the dotted path of a class
     dtype: str = "fp32"  # on the wire: fp32 | bf16; sums on a worker are fp32 always
@@ -46,7 +43,7 @@ class CommOptions:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as its data loader knows it: total samples, and each worker's range of micro-batches."""
+    """A step as its training loop knows it before the first forward: total samples, each worker's micro-batches."""
 
     samples: int
     ranges: tuple[range, ...]
@@ -57,26 +54,40 @@ class StepPlan:
 
     @property
     def micro_batches(self) -> int:
+        """M, over all workers."""
         return self.ranges[-1].stop
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a step's reduction yields, on the device."""
+    """What a step's reduction yields, on the device. The mean gradient is in the buckets."""
 
-    record: Tensor  # float64 [TAIL_SLOTS + 1]: the tail's slots, then |gbar|^2
-    used: Tensor  # fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient
-    of_ranks: Tensor  # fp32 [workers, RANK_SLOTS]: what each rank alone wrote into the tail
-    all_used_here: bool  # every parameter got one on this worker, so `used` need not be read
-    implicit: bool  # from bare backwards: no sample counts were given
-    local: bool  # gradients, and so |gbar|^2, are this worker's own
-    planned: bool  # a training loop had announced the step
+    record: Tensor
+    """float64, the step's figures: see `kfuse.comm.tail.Tail.record`."""
+    used: Tensor | None
+    """fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient. None: all of this
+    worker's micro-batches gave every parameter one."""
+    implicit: bool
+    """From bare backwards: no sample counts were given."""
+    local: bool
+    """Gradients, and so |gbar|^2, are this worker's own."""
+    planned: bool
+    """A training loop had announced the step."""
+
+
+class _Steps(Protocol):
+    """What a micro-batch tells the engine."""
+
+    def open(self, micro_batch: MicroBatch) -> None: ...
+    def close_micro_batch(self) -> None: ...
+    def abort(self) -> None: ...
 
 
 class MicroBatch:
     """Context of one micro-batch. Set `loss` (its mean loss, detached) before backward to have it averaged too."""
 
-    def __init__(self, engine: Engine, samples: float, last: bool) -> None:
+    def __init__(self, engine: _Steps, samples: float, last: bool) -> None:
+        """samples: its weight. last: whether it is this worker's last one of the step."""
         self._engine, self.samples, self.last = engine, samples, last
         self.loss: Tensor | float | None = None
 
@@ -91,12 +102,15 @@ class MicroBatch:
             self._engine.abort()
 
 
+WRITE, ADD = LeafStep(0, False, ()), LeafStep(0, True, ())
+"""Without the canonical tree: what a worker does with its first micro-batch, and with each further one."""
+
+
 @dataclass
 class StepState:
-    """The step under way."""
+    """Where the step under way stands."""
 
     buckets: int
-    params: int
     plan: StepPlan | None = None
     leaves: Sequence[LeafStep] | None = None
     """With the canonical tree: how this worker sums its micro-batches."""
@@ -105,7 +119,7 @@ class StepState:
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
     current: MicroBatch | None = None
-    leaf: LeafStep = field(default_factory=lambda: LeafStep(0, False, ()))
+    leaf: LeafStep = WRITE
     scale: float = 1.0
     done: int = 0
     """Micro-batches finished."""
@@ -114,16 +128,18 @@ class StepState:
     launched: int = 0
     """Buckets whose reduction has started: always the first ones, in order."""
     complete: list[bool] = field(init=False)
-    fired: list[bool] = field(init=False)
-    """Which parameters the current micro-batch gave a gradient."""
+    """By bucket: it has this worker's whole sum."""
+    missed: set[int] = field(default_factory=set)
+    """Parameters that the current micro-batch gave no gradient."""
     all_fired: bool = True
+    """No micro-batch so far missed a parameter."""
 
     def __post_init__(self) -> None:
         self.complete = [False] * self.buckets
-        self.fired = [True] * self.params
 
     @property
     def begun(self) -> bool:
+        """A micro-batch has been run, or is being run."""
         return self.done > 0 or self.current is not None
 
     @property

@@ -9,8 +9,9 @@ zeros exactly.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,10 @@ LOSS = 2  # sum of b_j times the micro-batch's mean loss; NaN where a loss was n
 MICRO_BATCHES = 3
 CONTROL = 4
 TAIL_SLOTS = 12
+
+GRAD_SQ = TAIL_SLOTS  # in a step's record, after the slots: |gbar|^2
+SKIPPED = TAIL_SLOTS + 1  # 1 if the update was left out
+RECORD_SLOTS = TAIL_SLOTS + 2
 
 RANK_SLOTS = 4  # of each rank: seconds a micro-batch (0.0: unknown), then the three slots of a digest
 _LOW, _MIDDLE, _HIGH = 0xFFFFFF, 0xFFFFFF, 0xFFFF  # a digest's 64 bits, from the lowest
@@ -54,6 +59,79 @@ class Control:
 
 def _fp32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one micro-batch puts into the tail, beside the parameters' flags."""
+
+    samples: float
+    sum_squares: Tensor
+    """float64 scalar on the device: |g_j|^2."""
+    loss: Tensor | float | None
+    """Its mean loss."""
+    control: Control | None = None
+    """On the leader, with its first micro-batch of the step."""
+    seconds: float = 0.0
+    """With each rank's first micro-batch: what one took in the step before; 0.0: unknown."""
+    digest: Tensor | None = None
+    """With the first one of some steps: of this rank's parameters."""
+
+
+class Tail:
+    """The tail for `params` parameters on rank `rank` of `ranks`: writes a micro-batch's, reads the reduced one."""
+
+    def __init__(self, params: int, rank: int, ranks: int) -> None:
+        self._slots = params  # where the flags end
+        self._own = params + TAIL_SLOTS + RANK_SLOTS * rank
+        self.numel = params + TAIL_SLOTS + RANK_SLOTS * ranks
+
+    def write(self, place: Tensor, accumulate: bool, given: Contribution, missed: Collection[int]) -> None:
+        """Writes to `place` (fp32 [numel]), or adds to what is there. missed: parameters without a gradient.
+
+        On a CUDA device nothing is waited for.
+        """
+        slots, own, on_gpu = self._slots, self._own, place.is_cuda
+        values = [1.0] * slots + [0.0] * (self.numel - slots)
+        for index in missed:
+            values[index] = 0.0
+        values[slots + SAMPLES], values[slots + MICRO_BATCHES] = given.samples, 1.0
+        if given.control is not None:
+            values[slots + CONTROL : slots + TAIL_SLOTS] = given.control.slots()
+        values[own] = given.seconds
+        on_device = {slots + SUM_SQUARES: given.sum_squares * given.samples}
+        values[slots + LOSS] = math.nan
+        if isinstance(given.loss, Tensor):
+            on_device[slots + LOSS] = given.loss.detach() * given.samples
+        elif given.loss is not None:
+            values[slots + LOSS] = given.loss * given.samples
+        if given.digest is not None:
+            on_device |= {own + 1 + k: part for k, part in enumerate(digest_slots(given.digest))}
+        if not on_gpu:  # one write of all values takes less time than a write of each
+            for index, scalar in on_device.items():
+                values[index] = scalar.item()
+        tail = torch.tensor(values, dtype=torch.float32)
+        if on_gpu:
+            tail = tail.pin_memory().to(place.device, non_blocking=True)
+            for index, scalar in on_device.items():
+                tail[index] = scalar
+        if accumulate:
+            place.add_(tail)
+        else:
+            place.copy_(tail)
+
+    def record(self, tail: Tensor, totals: Tensor) -> Tensor:
+        """A step's figures from the reduced tail: float64 [RECORD_SLOTS + ranks * RANK_SLOTS], on the device.
+
+        The slots named above, `totals` (float64 [2]: |gbar|^2, and 0 for an update that is not left out), then what
+        each rank alone wrote.
+        """
+        of_ranks = self._slots + TAIL_SLOTS
+        return torch.cat([tail[self._slots : of_ranks], totals, tail[of_ranks:]])
+
+    def flags(self, tail: Tensor) -> Tensor:
+        """fp32 [params]: how many micro-batches, over all workers, gave each parameter a gradient."""
+        return tail[: self._slots]
 
 
 def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:

@@ -38,8 +38,7 @@ from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
 from kfuse.policies.signals import Bounds, Decision, Signals
 from kfuse.session import Session, init
 from kfuse.statistics.step_stats import StepStats
-from kfuse.train.dataloader import DataLoader
-from kfuse.train.fit import Hook, fit
+from kfuse.train.fit import DataLoader, Hook, fit
 from kfuse.version import __version__
 
 __all__ = [

@@ -31,7 +31,7 @@ from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.rendezvous import Rendezvous, own_address
-from kfuse.observe.logs import set_up_logging
+from kfuse.logs import set_up_logging
 
 Record = Callable[[str, dict[str, Any]], None]
 

@@ -191,8 +191,8 @@ class Chaos(BasePolicy):
         from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
-        from kfuse.elastic import state_transfer
         from kfuse.optim.base import DistributedOptimizer
+        from kfuse.train import state as training_state
         from kfuse.train import trainer
 
         def before(owner: Any, name: str, look: Callable[..., None]) -> None:
@@ -238,5 +238,5 @@ class Chaos(BasePolicy):
         before(trainer, "evaluate", here("evaluation"))
         after(trainer, "evaluate", here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))
-        before(state_transfer, "share", share)
+        before(training_state, "share", share)
         before(session, "_form_group", form)

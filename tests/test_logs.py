@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kfuse.config.schema import SETTINGS
-from kfuse.observe.logs import LEVELS, set_up_logging
+from kfuse.logs import LEVELS, set_up_logging
 
 RECORD = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) (supervisor|worker \d+): \S.*$")
 LOG = logging.getLogger("kfuse")

@@ -14,7 +14,7 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.elastic import state_transfer
+from kfuse.train import state as training_state
 
 
 class Augmented(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -235,5 +235,5 @@ def test_a_loop_that_plans_nothing_is_warned_of(caplog: Any) -> None:
 
 def test_a_state_is_loaded_onto_the_receivers_device() -> None:
     with patch.object(torch, "load", return_value={}) as load:
-        state_transfer.decode(b"", torch.device("cuda", 3))
+        training_state.decode(b"", torch.device("cuda", 3))
     assert load.call_args.kwargs["map_location"] == torch.device("cuda", 3)

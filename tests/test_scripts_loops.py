@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import kfuse as kf
-from kfuse.train.training_state import Trainable
+from kfuse.train.state import Trainable
 
 Step = list[tuple[Tensor, Tensor]]  # one worker's micro-batches of a step
 

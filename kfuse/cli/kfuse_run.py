@@ -15,8 +15,8 @@ from kfuse.cli.run import supervise
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
+from kfuse.logs import LEVELS, set_up_logging
 from kfuse.observe.display import Display
-from kfuse.observe.logs import LEVELS, set_up_logging
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.version import __version__

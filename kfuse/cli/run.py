@@ -16,8 +16,8 @@ from kfuse.elastic.job import Elasticity, JobFailed
 from kfuse.elastic.launchers import Launcher, TorchrunLauncher
 from kfuse.elastic.protocol import NOT_TRAINED, STOP_STATUS
 from kfuse.elastic.supervisor import Supervisor
+from kfuse.logs import set_up_logging
 from kfuse.observe.display import Display
-from kfuse.observe.logs import set_up_logging
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
 

@@ -14,7 +14,7 @@ from kfuse import session
 from kfuse.comm.group import CommError
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
-from kfuse.observe.logs import set_up_logging
+from kfuse.logs import set_up_logging
 from kfuse.observe.recorder import Recorder
 from kfuse.optim import ConsistencyError
 from kfuse.session import Record

@@ -7,6 +7,7 @@ global batch (a view of its bucket), as with DistributedDataParallel. `step()` t
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -246,7 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         reduced = self.engine.reduced
         if reduced is None:
             return
-        used = None if reduced.all_used_here else reduced.used.tolist()
+        used = None if reduced.used is None else reduced.used.tolist()
         self._had_gradients = self._had_gradients or used is None or any(used)
         for bucket in self.engine.of_params:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
@@ -298,12 +299,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             )
         self._take_back_gradients()
         record, scale, found_inf, finite = self._verdict(reduced)
-        skipped = torch.zeros(1, dtype=torch.float64, device=record.device) if found_inf is None else found_inf.double()
         self._update(reduced, scale, found_inf)
         if reduced.local:
-            record[t.TAIL_SLOTS] = torch.nan  # of the workers' mean gradient nothing is known
+            record[t.GRAD_SQ] = torch.nan  # of the workers' mean gradient nothing is known
+        if found_inf is not None:
+            record[t.SKIPPED] = found_inf
         unit = "micro-batches" if reduced.implicit else self._unit
-        record = torch.cat([record, skipped.reshape(1), reduced.of_ranks.reshape(-1).double()])
         self.statistics.push(self.engine.step - 1, unit, record)
         self._warn_of_nonfinite(self.engine.step - 1, finite, reduced.local)
         self._check_consistency()
@@ -311,9 +312,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_consistency(self) -> None:
         """Raises ConsistencyError, on every rank, if the ranks' parameters differed in the newest step read."""
-        stats = self.statistics.latest
-        if stats is None or len(set(stats.digests)) < 2:
+        if len(set(self.statistics.digests)) < 2:
             return
+        stats = self.statistics.latest
+        assert stats is not None
         params, names = self.engine.params, self.engine.names
         if self._tracked is not None:
             known = {id(p): f"parameter {name}" for name, p in self._tracked.named_parameters()}
@@ -380,9 +382,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
         self._build_engine()
 
-    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    def _verdict(self, reduced: Reduced) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | bool]:
         """The record in units of the true gradient; what gradients are multiplied with; whether to skip; whether
-        gradients are finite. All on the device.
+        gradients are finite, which the host knows on the CPU. All else on the device.
         """
         record = reduced.record
         loss_scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -393,13 +395,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             record = record.clone()
             squared = torch.nan if loss_scale is None else loss_scale.double() ** 2  # unscaled by hand: not known
             record[t.SUM_SQUARES] /= squared
-            record[t.TAIL_SLOTS] /= squared
+            record[t.GRAD_SQ] /= squared
             squared_norm = squared_norm / squared
             if self.clip_norm is not None and loss_scale is not None:
                 # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
                 found_inf = torch.maximum(found_inf, (~torch.isfinite(squared_norm)).to(torch.float32))
         elif self.skip_nonfinite and (record.device.type == "cuda" or not finite):
-            found_inf = (~finite).to(torch.float32)
+            found_inf = (~torch.as_tensor(finite)).to(torch.float32)
         scale = None if loss_scale is None else 1.0 / loss_scale.to(torch.float32)
         if self.clip_norm is not None:
             if hasattr(self, "found_inf") and loss_scale is None:  # p.grad was unscaled, perhaps changed, by the user
@@ -408,19 +410,21 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             scale = coefficient if scale is None else scale * coefficient
         return record, scale, found_inf, finite
 
-    def _squared_norm(self, reduced: Reduced) -> tuple[Tensor, Tensor]:
-        """|gbar|^2 (float64), and whether the gradients are finite, on the device.
+    def _squared_norm(self, reduced: Reduced) -> tuple[Tensor, Tensor | bool]:
+        """|gbar|^2 (float64, on the device), and whether the gradients are finite.
 
         The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
         gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
         """
         record = reduced.record
-        squared_norm = record[t.TAIL_SLOTS]
-        finite = torch.isfinite(record[t.SUM_SQUARES] + squared_norm)
-        if record.device.type != "cuda" and not finite:
+        squared_norm = record[t.GRAD_SQ]
+        if record.device.type == "cuda":
+            return squared_norm, torch.isfinite(record[t.SUM_SQUARES] + squared_norm)
+        finite = math.isfinite(record[t.SUM_SQUARES].item() + squared_norm.item())
+        if not finite:
             squared_norm = self._squared_norm_of_gradients()
             if not reduced.local:  # else the others must skip too, and have other gradients
-                finite = torch.isfinite(squared_norm)
+                finite = math.isfinite(squared_norm.item())
         return squared_norm, finite
 
     def _squared_norm_of_gradients(self) -> Tensor:
@@ -428,12 +432,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         squares = [p.grad.double().square().sum() for p in self.engine.params if p.grad is not None]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
-    def _warn_of_nonfinite(self, step: int, finite: Tensor, local: bool) -> None:
+    def _warn_of_nonfinite(self, step: int, finite: Tensor | bool, local: bool) -> None:
         """Rank 0 names the first of a run of steps whose gradients are not finite; on CUDA one step later."""
         if hasattr(self, "found_inf"):  # GradScaler's: there skips are how it finds its scale
             return
         was_local, self._was_local = self._was_local, local
-        if finite.device.type == "cuda":
+        if not isinstance(finite, bool):
             stats = self.statistics.latest
             if stats is None:
                 return

@@ -152,8 +152,7 @@ class FlatOptimizer(DistributedOptimizer):
                 if first:
                     self._first_update(params, flat, bucket, range(len(params)))
                 flat.steps.add_(advance)
-                grad = bucket.slots[0][: bucket.body]
-                whole = Piece(bucket.table, flat.param, grad, flat.moments, flat.steps[0], first)
+                whole = Piece(bucket.table, flat.param, bucket.mean, flat.moments, flat.steps[0], first)
                 self._update_piece(whole, group, scale, found_inf)
                 continue
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.

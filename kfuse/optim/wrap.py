@@ -73,7 +73,7 @@ class Optimizer(DistributedOptimizer):
             return
         if scale is not None:
             for bucket in self.engine.of_params:
-                bucket.slots[0][: bucket.body].mul_(scale)
+                bucket.mean.mul_(scale)
         with self._scaled_rates():
             self.inner.step()
 

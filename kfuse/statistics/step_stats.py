@@ -47,33 +47,53 @@ class _InFlight:
     arrived: torch.cuda.Event | None
 
 
+@dataclass(frozen=True)
+class _Arrived:
+    """A step's record on the host, and its moments. The running estimate has taken them in."""
+
+    step: int
+    unit: str
+    values: list[float]
+    variance: float | None
+    grad_sq: float | None
+
+
 class Statistics:
-    """The queue of steps whose records are on their way, and the running noise scale over those that arrived."""
+    """The queue of steps whose records are on their way, and the running noise scale over those that arrived.
+
+    A step's StepStats, with the noise scale's interval, are made only where somebody reads them.
+    """
 
     def __init__(self) -> None:
         self.noise_scale = NoiseScale()
         self.bf16_wire = False
         """Gradients travel between workers in bf16, so that |gbar|^2 has its rounding error."""
-        self.latest: StepStats | None = None
+        self.digests: tuple[int, ...] = ()
+        """The newest step's `StepStats.digests`."""
         self.keep_unread = False
         """Someone will `read` every step."""
         self._in_flight: deque[_InFlight] = deque()
+        self._newest: _Arrived | None = None
+        self._latest: StepStats | None = None
         self._unread: list[StepStats] = []
 
     def push(self, step: int, unit: str, record: Tensor) -> None:
-        """`record`: float64 [TAIL_SLOTS + 2 + workers * RANK_SLOTS] on the device.
-
-        The engine's record, then 1 if the update was skipped, then what each rank alone wrote into the tail.
-        """
+        """`record`: float64 [RECORD_SLOTS + workers * RANK_SLOTS] on the device: see `kfuse.comm.tail.Tail.record`."""
+        host, arrived = record, None
         if record.device.type == "cuda":
             host = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
             host.copy_(record, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-            self._in_flight.append(_InFlight(step, unit, host, arrived))
-        else:
-            self._in_flight.append(_InFlight(step, unit, record, None))
+        self._in_flight.append(_InFlight(step, unit, host, arrived))
         self._receive(1)  # the step before has arrived by now, or soon will have
+
+    @property
+    def latest(self) -> StepStats | None:
+        """The newest step that has arrived; None before the first."""
+        if self._latest is None and self._newest is not None:
+            self._latest = self._stats(self._newest)
+        return self._latest
 
     def read(self, lag: int) -> list[StepStats]:
         """Steps not yet read, except the newest `lag` ones, which may still be on their way."""
@@ -86,9 +106,11 @@ class Statistics:
     def begin_run(self) -> None:
         """From now on every step is kept until it is read; what was measured before is not."""
         self._receive(0)
-        self.keep_unread, self._unread, self.latest = True, [], None
+        self.keep_unread, self._unread = True, []
+        self._newest, self._latest, self.digests = None, None, ()
 
     def end_run(self) -> None:
+        """Steps are no longer kept."""
         self.keep_unread, self._unread = False, []
 
     def wait(self) -> StepStats | None:
@@ -107,6 +129,7 @@ class Statistics:
         return {"noise_scale": self.noise_scale.state_dict(), "in_flight": in_flight, "unread": unread}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
         self.noise_scale.load_state_dict(state["noise_scale"])
         self._in_flight = deque(
             _InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None)
@@ -120,49 +143,59 @@ class Statistics:
             )
             for stats in state["unread"]
         ]
-        self.latest = self._unread[-1] if self._unread else None
+        self._newest, self._latest = None, self._unread[-1] if self._unread else None
+        self.digests = self._latest.digests if self._latest else ()
 
     def _receive(self, lag: int) -> None:
         while len(self._in_flight) > lag:
             item = self._in_flight.popleft()
             if item.arrived is not None:
                 item.arrived.synchronize()
-            self.latest = self._digest(item)
-            if self.keep_unread:
-                self._unread.append(self.latest)
+            self._take_in(item)
+            if self.keep_unread and (latest := self.latest) is not None:
+                self._unread.append(latest)
 
-    def _digest(self, item: _InFlight) -> StepStats:
+    def _take_in(self, item: _InFlight) -> None:
+        """The step's S and G2 enter the running estimate."""
         values = item.host.tolist()
-        samples, micro_batches = values[t.SAMPLES], round(values[t.MICRO_BATCHES])
-        grad_total, skipped = values[t.TAIL_SLOTS], bool(values[t.TAIL_SLOTS + 1])
-        if self.latest is not None and self.latest.unit != item.unit:
+        unit = self._newest.unit if self._newest else self._latest.unit if self._latest else item.unit
+        if unit != item.unit:
             self.noise_scale = NoiseScale()  # what was averaged was in other units
-        of_ranks = [values[i : i + t.RANK_SLOTS] for i in range(t.TAIL_SLOTS + 2, len(values), t.RANK_SLOTS)]
-        digests = [t.digest_from_slots(slots[1:]) for slots in of_ranks]
+        samples, micro_batches, grad_total = values[t.SAMPLES], round(values[t.MICRO_BATCHES]), values[t.GRAD_SQ]
         variance, grad_sq = moments(values[t.SUM_SQUARES], grad_total, samples, micro_batches)
         if variance is None:
             self.noise_scale.update(None, None)
         else:
-            rounding = rounding_error(grad_total, samples, micro_batches, len(of_ranks) if self.bf16_wire else 0)
+            workers = (len(values) - t.RECORD_SLOTS) // t.RANK_SLOTS
+            rounding = rounding_error(grad_total, samples, micro_batches, workers if self.bf16_wire else 0)
             self.noise_scale.update(variance, grad_sq, (samples, micro_batches), rounding)
-        running = self.noise_scale.estimate()
+        digests = [
+            t.digest_from_slots(values[at + 1 : at + t.RANK_SLOTS])
+            for at in range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
+        ]
+        self.digests = tuple(digest for digest in digests if digest is not None)
+        self._newest, self._latest = _Arrived(item.step, item.unit, values, variance, grad_sq), None
+
+    def _stats(self, newest: _Arrived) -> StepStats:
+        values, running = newest.values, self.noise_scale.estimate()
+        samples, grad_total = values[t.SAMPLES], values[t.GRAD_SQ]
         loss = values[t.LOSS] / samples if samples else math.nan
         return StepStats(
-            step=item.step,
+            step=newest.step,
             samples=samples,
-            micro_batches=micro_batches,
-            unit=item.unit,
+            micro_batches=round(values[t.MICRO_BATCHES]),
+            unit=newest.unit,
             loss=loss if math.isfinite(loss) else None,
             grad_norm=math.sqrt(grad_total) if math.isfinite(grad_total) else None,
-            grad_sq=grad_sq,
-            grad_variance=variance,
+            grad_sq=newest.grad_sq,
+            grad_variance=newest.variance,
             noise_scale=running.noise_scale,
             noise_scale_low=running.low,
             noise_scale_high=running.high,
             mean_grad_sq=running.mean_grad_sq,
             mean_grad_variance=running.mean_grad_variance,
-            skipped=skipped,
+            skipped=bool(values[t.SKIPPED]),
             control=Control.from_slots(values),
-            seconds=tuple(slots[0] for slots in of_ranks),
-            digests=tuple(digest for digest in digests if digest is not None),
+            seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),
+            digests=self.digests,
         )

@@ -29,9 +29,9 @@ from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train import load_balance
 from kfuse.train.lr_schedule import LRSchedule
-from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
+from kfuse.train.state import Progress
 
 _LOG = logging.getLogger("kfuse")
 

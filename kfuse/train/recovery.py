@@ -16,16 +16,15 @@ import torch
 
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.group import CommError, drop_retired
-from kfuse.elastic import state_transfer
 from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.session import Session
+from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
-from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
+from kfuse.train.state import Progress, TrainingState
 from kfuse.train.step import generators_restored
-from kfuse.train.training_state import TrainingState
 
 
 class Recovery:
@@ -133,9 +132,9 @@ class Recovery:
         newest = max(orders)
         if min(orders) < newest:
             source = orders.index(newest)
-            shared = state_transfer.share(group, source, lambda: [self._arguments, self._state.capture()])
+            shared = training_state.share(group, source, lambda: [self._arguments, self._state.capture()])
             if orders[group.rank] < newest:
-                arguments, state = state_transfer.decode(shared, group.device)
+                arguments, state = training_state.decode(shared, group.device)
                 self._refuse_other_arguments(arguments)
                 self._restore(state)
         self._has_state = True

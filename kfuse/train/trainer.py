@@ -27,12 +27,11 @@ from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import default_loss, evaluate, params_sha256
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
-from kfuse.train.progress import Progress, Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
+from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
 from kfuse.train.step import Step, StepSamples
-from kfuse.train.training_state import Stateful, Trainable, TrainingState
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 

@@ -1,0 +1,145 @@
+"""What kfuse adds to a step of a model so small that nothing else takes long: one worker, one thread, on the CPU.
+
+    python benchmarks/fixed_cost.py --json benchmarks/results/fixed_cost.json
+
+Two cases, each beside torch's fused AdamW in a loop written by hand. Both take turns in blocks of steps, in a process.
+
+bare: `loss.backward(); opt.step(); opt.zero_grad()` on an MLP 64-64-32-10, batch 32. Wall time of a step.
+fit: kf.fit on scikit-learn's digits with the command line's MLP (one hidden layer of 128), batch 64 in 4 micro-batches.
+    CPU time of a step, which says more than wall time where other processes run. The loop by hand takes micro-batches
+    of the same size; it draws no random numbers and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from machine import command, machine, versions
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.data.digits import load_digits
+from kfuse.models import MLP
+
+Block = Callable[[int], float]
+"""Makes so many steps; returns the milliseconds each one took."""
+
+_WARM = 20  # steps of a block of kf.fit that are not timed: it sets up what a run needs
+
+
+def bare(make_optimizer: Callable[..., torch.optim.Optimizer]) -> Block:
+    """Blocks of the bare loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
+    opt = make_optimizer(model.parameters(), lr=1e-3)
+
+    def block(steps: int) -> float:
+        started = time.perf_counter()
+        for _ in range(steps):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return (time.perf_counter() - started) / steps * 1e3
+
+    return block
+
+
+def digits() -> tuple[nn.Module, Tensor, Tensor]:
+    """The model of `kfuse model=mlp data=digits`, and the samples it trains on."""
+    split: Any = load_digits()
+    torch.manual_seed(0)
+    x, y = split.train.fetch(torch.arange(len(split.train)).numpy())
+    return MLP(**split.spec), x, y
+
+
+def fit_by_torch() -> Block:
+    """Blocks of a loop by hand over the same micro-batches as kf.fit's."""
+    model, x, y = digits()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def block(steps: int) -> float:
+        started = time.process_time()
+        for step in range(steps):
+            at = 64 * step % (len(x) - 64)
+            for j in range(at, at + 64, 16):
+                (F.cross_entropy(model(x[j : j + 16]), y[j : j + 16]) / 4).backward()
+            opt.step()
+            opt.zero_grad()
+        return (time.process_time() - started) / steps * 1e3
+
+    return block
+
+
+def fit_by_kfuse() -> Block:
+    """Blocks of kf.fit."""
+    model, x, y = digits()
+    opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
+
+    class Times(kf.BasePolicy):
+        """The CPU time after each step."""
+
+        def __init__(self) -> None:
+            self.after: list[float] = []
+
+        def after_step(self) -> None:
+            self.after.append(time.process_time())
+
+    def block(steps: int) -> float:
+        times = Times()
+        kf.fit(model, (x, y), opt, kf.Hook(times), steps=steps + _WARM, batch_size=64, micro_batch=16)
+        return (times.after[-1] - times.after[_WARM - 1]) / steps * 1e3
+
+    return block
+
+
+def compare(torch_block: Block, kfuse_block: Block, rounds: int, steps: int) -> dict[str, float]:
+    """Medians over rounds in milliseconds, and the median of the ratios within rounds."""
+    for block in (torch_block, kfuse_block):
+        block(steps)
+    pairs = [(torch_block(steps), kfuse_block(steps)) for _ in range(rounds)]
+    return {
+        "torch_ms": statistics.median(theirs for theirs, _ in pairs),
+        "kfuse_ms": statistics.median(ours for _, ours in pairs),
+        "ratio": statistics.median(ours / theirs for theirs, ours in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=100, help="of a block")
+    parser.add_argument("--json", type=Path, help="write the figures, the machine and the versions here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch_bare, kfuse_bare = bare(lambda *a, **k: torch.optim.AdamW(*a, fused=True, **k)), bare(kf.FusedAdamW)
+    results = {
+        "bare": compare(torch_bare, kfuse_bare, args.rounds, args.steps),
+        "fit": compare(fit_by_torch(), fit_by_kfuse(), args.rounds, args.steps),
+    }
+    for name, figures in results.items():
+        what = "wall" if name == "bare" else "CPU"
+        torch_ms, kfuse_ms, ratio = figures.values()
+        print(f"{name}: {what} ms a step: torch {torch_ms:.3f}, kfuse {kfuse_ms:.3f}, ratio {ratio:.2f}")
+    if args.json:
+        settings = {"rounds": args.rounds, "steps": args.steps, "threads": 1}
+        found = {
+            "command": command(),
+            "machine": machine(),
+            "versions": versions(["torch"]),
+            "settings": settings,
+            "results": results,
+        }
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Takes gradients over as backward makes them: hooks that put each one into its bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kfuse.comm.buckets import Bucket
+from kfuse.comm.plan import REMEDY
+
+STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
+
+
+class GradientHooks:
+    """Post-accumulate hooks on the parameters of some buckets.
+
+    A hook moves its parameter's fresh `.grad` into the bucket's `grads` and leaves None behind.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        buckets: Sequence[Bucket],
+        wanted: Callable[[], bool],
+        full: Callable[[Bucket], None],
+    ) -> None:
+        """names: what messages call each parameter. buckets: their layouts are indices into `params`.
+
+        wanted: asked for each gradient that arrives; where it is False the gradient stays with its parameter.
+        full: called with a bucket that has the gradients of all of its parameters.
+        """
+        self._params, self._names, self._buckets = params, names, buckets
+        self._wanted, self._full = wanted, full
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for bucket in buckets:
+            for k, index in enumerate(bucket.layout.params):
+                register = params[index].register_post_accumulate_grad_hook
+                self._handles.append(register(self._hook(bucket, k)))  # type: ignore[no-untyped-call]
+
+    def _hook(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
+        def on_gradient(param: Tensor) -> None:
+            if not self._wanted():
+                return
+            if param.grad is bucket.views[k]:
+                raise RuntimeError(STILL_THERE)
+            if bucket.packed or bucket.grads[k] is not None:
+                raise RuntimeError(f"{self._names[bucket.layout.params[k]]} received a second gradient: {REMEDY}")
+            self._collect(bucket, k)
+            if bucket.missing == 0:
+                self._full(bucket)
+
+        return on_gradient
+
+    def _collect(self, bucket: Bucket, k: int) -> None:
+        """Takes the gradient of the bucket's k-th parameter. Raises RuntimeError for one that is not dense fp32."""
+        index = bucket.layout.params[k]
+        param = self._params[index]
+        grad = param.grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{self._names[index]} of shape {tuple(param.shape)} has a sparse gradient: kfuse reduces dense ones "
+                "only; make its layer with sparse=False"
+            )
+        if param.dtype != torch.float32:
+            raise RuntimeError(
+                f"{self._names[index]} was torch.float32 and is {param.dtype} now: change the model first, then make "
+                "its optimizer"
+            )
+        bucket.grads[k], param.grad = grad, None
+        bucket.missing -= 1
+
+    def collect_set_by_hand(self, bucket: Bucket) -> None:
+        """Takes the gradients of the bucket's parameters that backward did not reach.
+
+        Raises RuntimeError if one of them is the last step's.
+        """
+        for k, index in enumerate(bucket.layout.params):
+            if bucket.grads[k] is None and (grad := self._params[index].grad) is not None:
+                if grad is bucket.views[k]:
+                    raise RuntimeError(STILL_THERE)
+                self._collect(bucket, k)
+
+    def still_there(self) -> bool:
+        """Whether some parameter has the gradient that the last step was made with."""
+        return any(
+            self._params[index].grad is view
+            for bucket in self._buckets
+            for index, view in zip(bucket.layout.params, bucket.views, strict=True)
+        )
+
+    def close(self, drop: bool) -> None:
+        """Removes the hooks: from now on gradients stay where autograd leaves them. drop: those of the last step go."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for bucket in self._buckets if drop else ():
+            for index, view in zip(bucket.layout.params, bucket.views, strict=True):
+                if self._params[index].grad is view:
+                    self._params[index].grad = None
+
+
+def at_the_end_of_backward(act: Callable[[], None]) -> None:
+    """Runs `act` when the backward under way is over, after what was asked for before."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:
+    """Raises ValueError for parameters that are not contiguous fp32 on one device."""
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        raise ValueError(f"parameters lie on {sorted(map(str, devices))}: a worker has one device")
+    for name, p in zip(names, params, strict=True):
+        if p.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {p.dtype}: parameters must be torch.float32 (bf16 compute comes from autocast)"
+            )
+        if not p.is_contiguous():
+            raise ValueError(f"{name} of shape {tuple(p.shape)} is not contiguous")
