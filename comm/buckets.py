@@ -1,4 +1,4 @@
-"""Buckets: parameters whose gradients travel together in one flat buffer.
+"""Buckets: parameters whose gradients travel together in one flat buffer, and buffers that travel with them.
 
 The layout is a pure function of the parameters' sizes, so that every worker, and every later view, has the same one.
 """
@@ -96,3 +96,58 @@ class Bucket:
         self.grads: list[Tensor | None] = [None] * len(self.shapes)
         self.missing = len(self.shapes)
         self.packed = False
+
+
+def make_buckets(
+    layouts: Sequence[BucketLayout], params: Sequence[Tensor], others: Sequence[Tensor] | None
+) -> list[Bucket]:
+    """A bucket for each layout of `params`, and where `others` are given (perhaps none) a last one for them."""
+    pairs = [(layout, params) for layout in layouts]
+    if others is not None or not layouts:
+        others = others or ()
+        apart = plan_buckets([tensor.numel() for tensor in others], [0] * len(others), 2**62)
+        pairs.append((apart[0] if apart else BucketLayout((), (), 0), others))
+    names = [f"bucket {i + 1} of {len(pairs)}" for i in range(len(pairs))]
+    return [Bucket(i, *pair, name) for i, (pair, name) in enumerate(zip(pairs, names, strict=True))]
+
+
+class AveragedBuffers:
+    """The buffers, and their values at the start of the step.
+
+    Changes are averaged, not values, so that a buffer which nothing changes keeps its bits. Each micro-batch starts
+    from the step's first values, so that the result does not depend on which worker ran which.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self.tensors = list(buffers)
+        self._first = [b.clone() for b in self.tensors]
+        self._infinite = [i for i, b in enumerate(self.tensors) if not b.isfinite().all()]  # a mask's -inf
+
+    def begin_step(self) -> None:
+        """A planned step starts from the values now.
+
+        A bare backward does not call it: its forward has changed the buffers already, since the step before.
+        """
+        if self.tensors:
+            torch._foreach_copy_(self._first, self.tensors)
+
+    def put_back(self) -> None:
+        """For the next micro-batch, or as the step is given up: the step's first values again."""
+        if self.tensors:
+            torch._foreach_copy_(self.tensors, self._first)
+
+    def changes(self) -> list[Tensor]:
+        """Of each buffer since the step began, fp32."""
+        if not self.tensors:
+            return []
+        changes = list(torch._foreach_sub(self.tensors, self._first))
+        for i in self._infinite:  # inf - inf is not 0
+            changes[i] = torch.where(self.tensors[i] == self._first[i], 0, changes[i])
+        return [change.to(torch.float32) for change in changes]
+
+    def apply(self, index: int, change: Tensor) -> None:
+        """The step's mean change of one buffer, in its shape; a counter is rounded."""
+        buffer, first = self.tensors[index], self._first[index]
+        change = change if buffer.is_floating_point() else change.round().to(buffer.dtype)
+        torch.add(first, change, out=buffer)
+        first.copy_(buffer)

@@ -11,22 +11,21 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfuse.comm import transports
-from kfuse.comm.averaged_buffers import AveragedBuffers
-from kfuse.comm.buckets import Bucket, BucketLayout, plan_buckets
-from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward, check_parameters
+from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_buckets
+from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward, check_parameters, take_over
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import ADD, REMEDY, WRITE, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.reduction import Reduction
 from kfuse.comm.sum_tree import plan_merges, plan_range
-from kfuse.comm.tail import SAMPLES, Contribution, Tail, digest
+from kfuse.comm.tail import SAMPLES, SILENT, Tail, digest
 from kfuse.comm.timer import Stopwatch
 from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
 
@@ -42,14 +41,6 @@ class Engine:
     """Those that hold gradients: all, or all but the last."""
     group: Group
     transport_name: str
-    step: int
-    """Steps taken."""
-    reduced: Reduced | None
-    """The last step's result, until the optimizer takes it."""
-    averaged: AveragedBuffers
-    """Buffers whose changes are averaged with the gradients."""
-    superseded: bool
-    """A newer engine has some of the parameters."""
 
     def __init__(
         self,
@@ -70,12 +61,18 @@ class Engine:
         kinds = [index for index, params in enumerate(groups) for _ in params]
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
         self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
-        self.step, self.reduced, self.superseded = 0, None, False
+        self.step = 0
+        """Steps taken."""
+        self.reduced: Reduced | None = None
+        """The last step's result, until the optimizer takes it."""
+        self.superseded = False
+        """A newer engine has some of the parameters."""
         self.digest_salt: Callable[[], int] = int
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
         self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
         self.averaged = AveragedBuffers([])
+        """Buffers whose changes are averaged with the gradients."""
         self._hooks: GradientHooks | None = None
         self._new, self._warned = True, False
         self.topology: str | None = None
@@ -98,14 +95,8 @@ class Engine:
         self.check_owner()
         self.close()
         buffers = self.averaged.tensors
-        layouts = [(layout, list[Tensor](self.params)) for layout in self._layouts]
-        if buffers or self.options.dtype != "fp32" or not layouts:
-            apart = plan_buckets([b.numel() for b in buffers], [0] * len(buffers), 2**62)
-            layouts += [(layout, buffers) for layout in apart or [BucketLayout((), (), 0)]]
-        count = len(layouts)
-        self.buckets = [
-            Bucket(i, layout, tensors, f"bucket {i + 1} of {count}") for i, (layout, tensors) in enumerate(layouts)
-        ]
+        apart = bool(buffers) or self.options.dtype != "fp32"
+        self.buckets = make_buckets(self._layouts, self.params, buffers if apart else None)
         self.of_params = self.buckets[: len(self._layouts)]
         self._device = self.params[0].device if self.params else torch.device("cpu")
         chunks = [b.table.num_chunks for b in self.of_params]
@@ -117,9 +108,7 @@ class Engine:
         self._stopwatch = Stopwatch(self._device)
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # of a record: see Tail.record
-        self._wire: dict[int, Tensor] = {}
-        for param in self.params:
-            self._own(param)
+        take_over(self.params, self)
         self._hooks = GradientHooks(self.params, self.names, self.of_params, self._wants_gradients, self._pack)
         self._handed_out = False
 
@@ -140,26 +129,18 @@ class Engine:
             )
         self.group = group.lane(self.lane)
         self.transport_name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
-        self._transport = transports.make(self.transport_name, self.group, self.tree or self.options.tree)
+        made = transports.make(self.transport_name, self.group, self.tree or self.options.tree)
+        self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype)
         self._tail = Tail(len(self.params), group.rank, group.size)
         if self.buckets[-1].tail != self._tail.numel:
             self.buckets[-1].renew(self._tail.numel)
         self._broken = ""
-        self._planned_sum = True
         self._reset()
 
     def close(self) -> None:
         """Removes the hooks; gradients go where autograd leaves them. Those of a step that was taken are dropped."""
         if self._hooks is not None:
             self._hooks.close(drop=self.reduced is None)
-
-    def _own(self, parameter: Parameter) -> None:
-        """A parameter has one engine: with two, the first to be asked would take the gradient from the other."""
-        other = owner(parameter)
-        if other is not None and other is not self:
-            other.close()
-            other.superseded = True
-        _OWNERS[parameter] = weakref.ref(self)
 
     def check_owner(self) -> None:
         """Raises RuntimeError if a newer engine has taken parameters over: this one's would no longer be trained."""
@@ -180,8 +161,7 @@ class Engine:
             ranges = [plan_range(r.start, len(r), plan.micro_batches) for r in plan.ranges]
             now.leaves = ranges[self.group.rank].steps
             nodes = [node for r in ranges for node in r.pieces]
-            self._transport.plan([len(r.pieces) for r in ranges], plan_merges(nodes, plan.micro_batches))
-            self._planned_sum = True
+            self._reduction.plan([len(r.pieces) for r in ranges], plan_merges(nodes, plan.micro_batches))
 
     def micro_batch(self, samples: float, last: bool) -> MicroBatch:
         """The context of one micro-batch of `samples`."""
@@ -323,53 +303,38 @@ class Engine:
         pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
 
     def _write_tail(self, bucket: Bucket, current: MicroBatch) -> None:
-        now, weight = self._now, float(current.samples)
+        now, every = self._now, self.options.check_every
         sum_partials(self._sumsq, self._total)
-        given = Contribution(weight, self._total, current.loss)
+        first: dict[str, Any] = {}
         if now.done == 0:
-            control = now.plan.control if now.plan is not None and self.group.rank == 0 else None
-            due = self.options.check_every is not None and self.step % self.options.check_every == 0
-            compared = due and not now.is_local and self.group.size > 1
-            own = digest(self.params, self.digest_salt()) if compared else None
-            given = Contribution(weight, self._total, current.loss, control, self._seconds_each, own)
-        self._tail.write(bucket.slot(now.leaf.slot)[bucket.body :], now.leaf.accumulate, given, now.missed)
+            compared = every is not None and self.step % every == 0 and not now.is_local and self.group.size > 1
+            first = {
+                "control": now.plan.control if now.plan is not None and self.group.rank == 0 else SILENT,
+                "seconds": self._seconds_each,
+                "digest": digest(self.params, self.digest_salt()) if compared else None,
+            }
+        self._tail.write(
+            bucket.slot(now.leaf.slot)[bucket.body :],
+            now.leaf.accumulate,
+            samples=float(current.samples),
+            sum_squares=self._total,
+            loss=current.loss,
+            missed=now.missed,
+            **first,
+        )
         now.all_fired = now.all_fired and not now.missed
         now.missed = set()
 
     # -- its reduction --------------------------------------------------------------------------------------------
 
     def _complete(self, bucket: Bucket) -> None:
-        """The bucket has this micro-batch: merge partial sums; after the last one, launch what is due."""
+        """The bucket has this micro-batch: merges partial sums; after the last one, launches what is due."""
         now = self._now
         assert now.current is not None
         for destination, source in now.leaf.merges:
             bucket.slot(destination).add_(bucket.slot(source))
         if now.current.last:
-            now.complete[bucket.index] = True
-            self._launch()
-
-    def _launch(self) -> None:
-        """Starts the reduction of every complete bucket that has no incomplete one before it."""
-        now = self._now
-        while now.launched < len(self.buckets) and now.complete[now.launched]:
-            bucket = self.buckets[now.launched]
-            if self._travels(bucket):
-                self._transport.launch(bucket.index, self._outgoing(bucket), f"step {self.step}, {bucket.name}")
-            now.launched += 1
-        self._transport.poll()
-
-    def _travels(self, bucket: Bucket) -> bool:
-        """Whether the bucket is reduced over the workers: of a local step, only the tail is."""
-        return self.group.size > 1 and (bucket is self.buckets[-1] or not self._now.is_local)
-
-    def _outgoing(self, bucket: Bucket) -> list[Tensor]:
-        if self._now.is_local:
-            return [slot[bucket.body :] for slot in bucket.slots]
-        if self.options.dtype == "fp32" or bucket is self.buckets[-1]:
-            return bucket.slots
-        if bucket.index not in self._wire:
-            self._wire[bucket.index] = torch.empty_like(bucket.slots[0], dtype=torch.bfloat16)
-        return [self._wire[bucket.index].copy_(bucket.slots[0])]
+            self._reduction.launch([bucket], self.step, now.is_local)
 
     def finish(self) -> None:
         """Waits for all buckets; then slot 0 of each holds the mean gradient over the step's samples, and `reduced`
@@ -386,12 +351,7 @@ class Engine:
             if now.done:
                 raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
             return
-        for bucket in self.buckets if self.group.size > 1 else ():
-            if self._travels(bucket):
-                self._transport.wait(bucket.index)
-                if bucket.index in self._wire and not now.is_local:
-                    bucket.slots[0].copy_(self._wire[bucket.index])
-            self._transport.poll()
+        self._reduction.wait(now.is_local)
         last = self.buckets[-1]
         tail = last.slots[0][last.body :]
         record = self._measure(tail)
@@ -424,8 +384,7 @@ class Engine:
             for bucket in self.buckets:
                 bucket.slots[0].zero_()
         self._now.closed, self._now.all_fired = True, False
-        self._now.complete = [True] * len(self.buckets)
-        self._launch()
+        self._reduction.launch(self.buckets, self.step, self._now.is_local)
 
     # -- where the step stands ------------------------------------------------------------------------------------
 
@@ -463,29 +422,14 @@ class Engine:
         now = self._now
         if now.begun and not now.implicit:
             self.averaged.put_back()
-        if now.launched and self.group.size > 1:
-            # Messages are under way, and may arrive at any time: they keep their buffers, and we take others.
-            self._wire = {}
-            for bucket in self.buckets:
-                bucket.renew()
+        if self._reduction.abandon():
             self._broken = "a step was given up after its reduction had begun: this worker cannot go on with the others"
         self.reduced = None
         self._reset()
 
     def _reset(self) -> None:
-        """Ready for a step that nobody has planned: one contribution of each worker, added up in rank order."""
-        self._now = StepState(len(self.buckets))
-        if self._planned_sum:
-            size = self.group.size
-            self._transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
-            self._planned_sum = False
-
-
-def owner(parameter: Parameter) -> Engine | None:
-    """The engine that has the parameter's gradients."""
-    reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
-    engine: Engine | None = reference() if reference is not None else None
-    return engine
+        self._now = StepState()
+        self._reduction.reset()
 
 
 def _finish_all() -> None:
@@ -500,4 +444,3 @@ def _finish_all() -> None:
 
 
 _TO_FINISH: list[Engine] = []
-_OWNERS = WeakTensorKeyDictionary()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import REMEDY
@@ -102,6 +105,36 @@ class GradientHooks:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if self._params[index].grad is view:
                     self._params[index].grad = None
+
+
+class Owner(Protocol):
+    """Whoever collects parameters' gradients: an engine."""
+
+    superseded: bool
+    lane: int
+
+    def close(self) -> None:
+        """Leaves the parameters' gradients to others."""
+
+
+_OWNERS = WeakTensorKeyDictionary()
+
+
+def owner(parameter: Parameter) -> Owner | None:
+    """The engine that has the parameter's gradients."""
+    reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
+    found: Owner | None = reference() if reference is not None else None
+    return found
+
+
+def take_over(params: Sequence[Parameter], engine: Owner) -> None:
+    """Makes `engine` the parameters' owner. With two, the first to be asked would take the gradient from the other."""
+    for param in params:
+        other = owner(param)
+        if other is not None and other is not engine:
+            other.close()
+            other.superseded = True
+        _OWNERS[param] = weakref.ref(engine)
 
 
 def at_the_end_of_backward(act: Callable[[], None]) -> None:

@@ -43,6 +43,7 @@ class Pending:
         group.under_way.add(self)
 
     def done(self) -> bool:
+        """Whether all messages are through, without waiting."""
         return all(work.is_completed() for work, _ in self.works)
 
     def wait(self) -> None:
@@ -237,6 +238,7 @@ class Group:
         return Pending(self, what, works)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
+        """Starts giving every rank the tensor of rank `source`, in place."""
         if self.size == 1:
             return Pending(self, what, [])
         work = self._pg.broadcast([tensor], _broadcast_from(source))
@@ -251,6 +253,7 @@ class Group:
         return out
 
     def barrier(self, what: str = "barrier") -> None:
+        """Returns when every rank has come here. Raises CommError."""
         self.all_reduce(torch.zeros(1, device=self.device), what).wait()
 
     def late_ranks(self, what: str) -> str:

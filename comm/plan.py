@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.comm.tail import Control
+from kfuse.comm.tail import SILENT, Control
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, wrap each in "
@@ -49,7 +49,7 @@ class StepPlan:
     ranges: tuple[range, ...]
     local: int | None = None
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
-    control: Control = field(default_factory=Control)
+    control: Control = SILENT
     """The control word: rank 0's travels with the step."""
 
     @property
@@ -76,7 +76,7 @@ class Reduced:
 
 
 class _Steps(Protocol):
-    """What a micro-batch tells the engine."""
+    """What a micro-batch tells the engine: it begins, it is over, it has failed."""
 
     def open(self, micro_batch: MicroBatch) -> None: ...
     def close_micro_batch(self) -> None: ...
@@ -110,7 +110,6 @@ WRITE, ADD = LeafStep(0, False, ()), LeafStep(0, True, ())
 class StepState:
     """Where the step under way stands."""
 
-    buckets: int
     plan: StepPlan | None = None
     leaves: Sequence[LeafStep] | None = None
     """With the canonical tree: how this worker sums its micro-batches."""
@@ -125,17 +124,10 @@ class StepState:
     """Micro-batches finished."""
     closed: bool = False
     """The last one is finished, or under way with all of its buckets packed."""
-    launched: int = 0
-    """Buckets whose reduction has started: always the first ones, in order."""
-    complete: list[bool] = field(init=False)
-    """By bucket: it has this worker's whole sum."""
     missed: set[int] = field(default_factory=set)
     """Parameters that the current micro-batch gave no gradient."""
     all_fired: bool = True
     """No micro-batch so far missed a parameter."""
-
-    def __post_init__(self) -> None:
-        self.complete = [False] * self.buckets
 
     @property
     def begun(self) -> bool:

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,72 +54,74 @@ class Control:
 
     @staticmethod
     def from_slots(values: Sequence[float]) -> Control:
+        """The control word of a step's figures, whose slots are named above."""
         batch_size, lr_scale, *whole, rest = values[CONTROL:TAIL_SLOTS]
         return Control(int(batch_size), float(lr_scale) + float(rest), *map(int, whole))
+
+
+SILENT = Control()
+"""Announces nothing."""
 
 
 def _fp32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """What one micro-batch puts into the tail, beside the parameters' flags."""
-
-    samples: float
-    sum_squares: Tensor
-    """float64 scalar on the device: |g_j|^2."""
-    loss: Tensor | float | None
-    """Its mean loss."""
-    control: Control | None = None
-    """On the leader, with its first micro-batch of the step."""
-    seconds: float = 0.0
-    """With each rank's first micro-batch: what one took in the step before; 0.0: unknown."""
-    digest: Tensor | None = None
-    """With the first one of some steps: of this rank's parameters."""
-
-
 class Tail:
     """The tail for `params` parameters on rank `rank` of `ranks`: writes a micro-batch's, reads the reduced one."""
 
     def __init__(self, params: int, rank: int, ranks: int) -> None:
-        self._slots = params  # where the flags end
-        self._own = params + TAIL_SLOTS + RANK_SLOTS * rank
-        self.numel = params + TAIL_SLOTS + RANK_SLOTS * ranks
+        self._of_ranks = params + TAIL_SLOTS
+        self._slots, self._own = params, self._of_ranks + RANK_SLOTS * rank
+        self.numel = self._of_ranks + RANK_SLOTS * ranks
 
-    def write(self, place: Tensor, accumulate: bool, given: Contribution, missed: Collection[int]) -> None:
-        """Writes to `place` (fp32 [numel]), or adds to what is there. missed: parameters without a gradient.
+    def write(
+        self,
+        place: Tensor,
+        accumulate: bool,
+        *,
+        samples: float,
+        sum_squares: Tensor,
+        loss: Tensor | float | None,
+        missed: Collection[int] = (),
+        control: Control = SILENT,
+        seconds: float = 0.0,
+        digest: Tensor | None = None,
+    ) -> None:
+        """Writes a micro-batch's tail to `place` (fp32 [numel]), or adds it to what is there. Never waits for a GPU.
 
-        On a CUDA device nothing is waited for.
+        sum_squares: float64 scalar on the device, |g_j|^2. loss: its mean loss. missed: parameters that it gave no
+        gradient. With a rank's first micro-batch of the step alone: `control`, on the leader; `seconds`, what one took
+        in the step before; `digest`, in some steps, of the rank's parameters.
         """
-        slots, own, on_gpu = self._slots, self._own, place.is_cuda
+        slots, own = self._slots, self._own
         values = [1.0] * slots + [0.0] * (self.numel - slots)
         for index in missed:
             values[index] = 0.0
-        values[slots + SAMPLES], values[slots + MICRO_BATCHES] = given.samples, 1.0
-        if given.control is not None:
-            values[slots + CONTROL : slots + TAIL_SLOTS] = given.control.slots()
-        values[own] = given.seconds
-        on_device = {slots + SUM_SQUARES: given.sum_squares * given.samples}
-        values[slots + LOSS] = math.nan
-        if isinstance(given.loss, Tensor):
-            on_device[slots + LOSS] = given.loss.detach() * given.samples
-        elif given.loss is not None:
-            values[slots + LOSS] = given.loss * given.samples
-        if given.digest is not None:
-            on_device |= {own + 1 + k: part for k, part in enumerate(digest_slots(given.digest))}
-        if not on_gpu:  # one write of all values takes less time than a write of each
-            for index, scalar in on_device.items():
-                values[index] = scalar.item()
-        tail = torch.tensor(values, dtype=torch.float32)
-        if on_gpu:
-            tail = tail.pin_memory().to(place.device, non_blocking=True)
-            for index, scalar in on_device.items():
-                tail[index] = scalar
-        if accumulate:
-            place.add_(tail)
-        else:
-            place.copy_(tail)
+        values[slots + SAMPLES], values[slots + MICRO_BATCHES], values[slots + LOSS] = samples, 1.0, math.nan
+        if control is not SILENT:
+            values[slots + CONTROL : self._of_ranks] = control.slots()
+        values[own] = seconds
+        weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}
+        if loss is not None:
+            weighted[slots + LOSS] = loss
+        digests = {} if digest is None else {own + 1 + k: part for k, part in enumerate(digest_slots(digest))}
+        if place.is_cuda:
+            tail = torch.tensor(values, dtype=torch.float32).pin_memory().to(place.device, non_blocking=True)
+            for index, scalar in weighted.items():
+                tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
+            for index, part in digests.items():
+                tail[index] = part
+            place.add_(tail) if accumulate else place.copy_(tail)
+            return
+        # On the host, and by numpy, whose calls take a fraction of the time of torch's: each micro-batch has a tail.
+        for index, scalar in weighted.items():
+            values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
+        for index, part in digests.items():
+            values[index] = part.item()
+        with np.errstate(all="ignore"):
+            host, tail_values = place.numpy(), np.array(values, np.float32)
+            host[:] = host + tail_values if accumulate else tail_values
 
     def record(self, tail: Tensor, totals: Tensor) -> Tensor:
         """A step's figures from the reduced tail: float64 [RECORD_SLOTS + ranks * RANK_SLOTS], on the device.
@@ -126,8 +129,11 @@ class Tail:
         The slots named above, `totals` (float64 [2]: |gbar|^2, and 0 for an update that is not left out), then what
         each rank alone wrote.
         """
-        of_ranks = self._slots + TAIL_SLOTS
-        return torch.cat([tail[self._slots : of_ranks], totals, tail[of_ranks:]])
+        slots, of_ranks = self._slots, self._of_ranks
+        if tail.is_cuda:
+            return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
+        host = tail.numpy()
+        return torch.from_numpy(np.concatenate([host[slots:of_ranks], totals.numpy(), host[of_ranks:]]))
 
     def flags(self, tail: Tensor) -> Tensor:
         """fp32 [params]: how many micro-batches, over all workers, gave each parameter a gradient."""

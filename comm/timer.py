@@ -20,11 +20,13 @@ class Stopwatch:
         self._micro_batches = 0
 
     def start(self) -> None:
+        """At the first micro-batch's forward."""
         if self._events is not None:
             self._events[0].record()
         self._began = time.perf_counter()
 
     def stop(self, micro_batches: int) -> None:
+        """At the end of the last one's backward; `micro_batches`: how many there were."""
         if self._events is not None:
             self._events[1].record()
         self._seconds = time.perf_counter() - self._began

@@ -47,8 +47,10 @@ def kernel(
         is imported when the first GPU tensor arrives: importing kfuse must not need Triton.
     """
 
-    @torch.no_grad()
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if torch.is_grad_enabled():  # entering no_grad where it holds already, as in a hook, takes microseconds
+            with torch.no_grad():
+                return run(*args, **kwargs)
         given = arguments(*args, **kwargs)
         given.check()
         if not (getattr(given, device_of).is_cuda or INTERPRETED):

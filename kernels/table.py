@@ -42,6 +42,14 @@ class DevicePointers:
         return self.tensor
 
 
+@dataclass
+class Segments:
+    """The tensors' places in the flat buffer that was last asked for: cutting it takes longer than packing it."""
+
+    flat: Tensor | None = None
+    views: tuple[Tensor, ...] = ()
+
+
 @dataclass(frozen=True)
 class PackTable:
     """Where each tensor of a bucket lies in the flat buffer, and how it is cut into chunks.
@@ -54,6 +62,7 @@ class PackTable:
         end: one past the last element of the flat buffer that belongs to a tensor.
         flat_sizes: sizes that split `flat[:end]` into gap, tensor, gap, tensor, ...; every second piece is a tensor.
         sumsq_sizes: sizes that split `sumsq` into each tensor's full chunks and, apart, its ragged last chunk (0 or 1).
+        chunk_sizes: sizes that split the tensors, laid end to end, into chunks.
         offset_alignment: largest power of two, at most 16, that divides every offset: what a GPU kernel may assume.
         chunks: int64 [num_chunks, 4] on `device`: tensor index, start within it, length, start within the flat buffer.
         first_chunks: int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`.
@@ -66,10 +75,19 @@ class PackTable:
     end: int
     flat_sizes: tuple[int, ...]
     sumsq_sizes: tuple[int, ...]
+    chunk_sizes: tuple[int, ...]
     offset_alignment: int
     chunks: Tensor
     first_chunks: Tensor
     pointers: DevicePointers = field(repr=False, compare=False)
+    last_segments: Segments = field(repr=False, compare=False)
+
+    def segments(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Each tensor's place in a flat buffer, 1-D."""
+        last = self.last_segments
+        if last.flat is not flat:
+            last.flat, last.views = flat, flat[: self.end].split_with_sizes(self.flat_sizes)[1::2]
+        return last.views
 
     @staticmethod
     def build(numels: Sequence[int], offsets: Sequence[int], device: torch.device) -> PackTable:
@@ -103,8 +121,10 @@ class PackTable:
             end=end,
             flat_sizes=tuple(flat_sizes),
             sumsq_sizes=tuple(sumsq_sizes),
+            chunk_sizes=tuple(length for _, _, length, _ in rows),
             offset_alignment=math.gcd(16, *offsets),
             chunks=torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device),
             first_chunks=torch.tensor(first_chunks, dtype=torch.int64).to(device),
             pointers=DevicePointers(),
+            last_segments=Segments(),
         )

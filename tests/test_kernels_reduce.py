@@ -1,4 +1,4 @@
-"""`reduce` against a plain fold in NumPy, bit for bit.
+"""`reduce` has the bits of a plain fold in NumPy.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """

@@ -1,4 +1,4 @@
-"""The noise scale of `kf.nn`'s layers from one micro-batch, against gradients taken example by example."""
+"""`kf.nn`'s layers give the noise scale of one micro-batch, as gradients taken example by example do."""
 
 from __future__ import annotations
 

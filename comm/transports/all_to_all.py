@@ -29,6 +29,8 @@ class _Message:
 
 
 class AllToAll:
+    """The transport `all_to_all`: every rank reduces one shard of each bucket, in an order that the plan gives."""
+
     def __init__(self, group: Group) -> None:
         self._group = group
         self._rows: dict[int, Tensor] = {}  # receive buffers
@@ -46,6 +48,7 @@ class AllToAll:
         self._merges = tuple((order[destination], order[source]) for destination, source in merges)
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        """Starts the exchange: shard r of this worker's pieces goes to rank r."""
         rank, size = self._group.rank, self._group.size
         shards = cut(slots[0].numel(), size)
         sizes = [shard.stop - shard.start for shard in shards]
@@ -69,6 +72,7 @@ class AllToAll:
         self._messages[key] = _Message(what, slots, shards, exchanges)
 
     def poll(self) -> None:
+        """Starts sharing the sums of buckets whose exchange is through."""
         for key, message in self._messages.items():
             if message.shared is None:
                 if self._group.polls and not all(e.done() for e in message.exchanges):
@@ -76,6 +80,7 @@ class AllToAll:
                 self._share(key, message)
 
     def wait(self, key: int) -> None:
+        """Returns when slot 0 of `key` holds the sum. Raises CommError."""
         message = self._messages[key]
         if message.shared is None:
             self._share(key, message)

@@ -11,19 +11,24 @@ from kfuse.comm.sum_tree import Merge
 
 
 class AllReduce:
+    """The transport `allreduce`."""
+
     def __init__(self, group: Group) -> None:
         self._group = group
         self._pending: dict[int, Pending] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
+        """Raises ValueError unless each worker contributes one slot."""
         if any(count != 1 for count in pieces):
             raise ValueError("allreduce takes one contribution a worker")
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        """Starts the all-reduce of slot 0."""
         self._pending[key] = self._group.all_reduce(slots[0], f"{what} (allreduce)")
 
     def poll(self) -> None:
         """One phase: nothing to move on."""
 
     def wait(self, key: int) -> None:
+        """Returns when slot 0 of `key` holds the sum. Raises CommError."""
         self._pending.pop(key).wait()

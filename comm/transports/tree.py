@@ -58,10 +58,12 @@ class Tree:
         self._first: dict[int, tuple[Tensor, str, Pending, Tensor]] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
+        """Raises ValueError unless each worker contributes one slot."""
         if any(count != 1 for count in pieces):
             raise ValueError("tree takes one contribution a worker")
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        """Starts the first level's message."""
         flat = slots[0]
         self._first[key] = (flat, what, *self._up(flat, self._levels[0], f"{what} (tree, up)"))
 
@@ -69,6 +71,7 @@ class Tree:
         """What is left is done in the order of waits, the same on every rank."""
 
     def wait(self, key: int) -> None:
+        """Sums up level by level, then hands the sum down. Raises CommError."""
         flat, what, pending, rows = self._first.pop(key)
         self._add(flat, pending, rows)
         for children in self._levels[1:]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm import tail as t
-from kfuse.comm.engine import Engine, owner
+from kfuse.comm.engine import Engine
+from kfuse.comm.gradients import owner
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
@@ -165,10 +166,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """As torch's."""
         state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
         undecorated(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
     def sync_buffers(self, model: nn.Module) -> None:
@@ -417,15 +420,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
         """
         record = reduced.record
-        squared_norm = record[t.GRAD_SQ]
         if record.device.type == "cuda":
-            return squared_norm, torch.isfinite(record[t.SUM_SQUARES] + squared_norm)
-        finite = math.isfinite(record[t.SUM_SQUARES].item() + squared_norm.item())
-        if not finite:
-            squared_norm = self._squared_norm_of_gradients()
-            if not reduced.local:  # else the others must skip too, and have other gradients
-                finite = math.isfinite(squared_norm.item())
-        return squared_norm, finite
+            return record[t.GRAD_SQ], torch.isfinite(record[t.SUM_SQUARES] + record[t.GRAD_SQ])
+        values = record.numpy()
+        if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
+            return record[t.GRAD_SQ], True
+        squared_norm = self._squared_norm_of_gradients()
+        if reduced.local:  # the others must skip too, and have other gradients
+            return squared_norm, False
+        return squared_norm, math.isfinite(squared_norm.item())
 
     def _squared_norm_of_gradients(self) -> Tensor:
         """In float64, where fp32 gradients' squares cannot overflow."""

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which A
 
 
 @dataclass
-class _Flat:
+class Flat:
     """A bucket's parameters and optimizer state."""
 
     param: Tensor
@@ -38,8 +38,7 @@ class _Flat:
     """All of the bucket's parameters have had the same updates, so that one call can do them all."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one call updates: a bucket, or one parameter of it. All tensors are flat fp32 of one length."""
 
     table: PackTable
@@ -80,7 +79,7 @@ class FlatOptimizer(DistributedOptimizer):
         """Lays parameters and state out for the engine's buckets; values are kept."""
         self._flats = [self._flatten(bucket) for bucket in self.engine.of_params]
 
-    def _flatten(self, bucket: Bucket) -> _Flat:
+    def _flatten(self, bucket: Bucket) -> Flat:
         params = self._params_of(bucket)
         param = _gather(bucket, [p.data for p in params])
         for p, view in zip(params, bucket.view(param), strict=True):
@@ -92,7 +91,7 @@ class FlatOptimizer(DistributedOptimizer):
         for name in self._moment_names if any(known) else ():
             moments[name] = _gather(bucket, [state.get(name) for state in states])
         together = len(set(known)) == 1 and len(set(steps.tolist())) == 1
-        flat = _Flat(param, moments, steps, known, together)
+        flat = Flat(param, moments, steps, known, together)
         for k, p in enumerate(params):
             if known[k]:
                 self._publish(p, flat, bucket, k)
@@ -101,7 +100,7 @@ class FlatOptimizer(DistributedOptimizer):
     def _params_of(self, bucket: Bucket) -> list[Parameter]:
         return [self.engine.params[i] for i in bucket.layout.params]
 
-    def _publish(self, p: Parameter, flat: _Flat, bucket: Bucket, k: int) -> None:
+    def _publish(self, p: Parameter, flat: Flat, bucket: Bucket, k: int) -> None:
         """Makes the flat state visible as torch's `state[p]`."""
         self.state[p].update({name: bucket.view(moment)[k] for name, moment in flat.moments.items()})
 
@@ -170,7 +169,7 @@ class FlatOptimizer(DistributedOptimizer):
                 alone = Piece(table, param, grad, moments, flat.steps[k], first)
                 self._update_piece(alone, group, scale, found_inf)
 
-    def _first_update(self, params: list[Parameter], flat: _Flat, bucket: Bucket, which: range | list[int]) -> None:
+    def _first_update(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: range | list[int]) -> None:
         if not flat.moments:
             flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
         for k in which:

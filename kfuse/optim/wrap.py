@@ -57,14 +57,17 @@ class Optimizer(DistributedOptimizer):
         self.inner.state = self.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the wrapped optimizer has the group too. Raises ValueError for a parameter given twice."""
         super().add_param_group(param_group)
         if hasattr(self, "inner"):
             self._share()
 
     def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads it into the wrapped optimizer, and shares its groups and state again."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 

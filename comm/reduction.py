@@ -1,0 +1,89 @@
+"""A step's buckets on their way through the transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kfuse.comm.buckets import Bucket
+from kfuse.comm.group import Group
+from kfuse.comm.sum_tree import Merge, plan_merges
+from kfuse.comm.transports import Transport
+
+
+class Reduction:
+    """Starts each bucket's reduction once it is complete and no earlier one is incomplete, and waits for them.
+
+    So every rank starts its messages in the same order, whichever bucket backward completes first.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], group: Group, transport: Transport, dtype: str) -> None:
+        """dtype: on the wire, fp32 or bf16. The last bucket, which has the tail, always travels in fp32."""
+        self._buckets, self._group, self._transport = buckets, group, transport
+        self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
+        self._canonical = True
+        self.reset()
+
+    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
+        """For the coming step: how many partial sums each rank contributes, and the order in which they are added."""
+        self._transport.plan(pieces, merges)
+        self._canonical = True
+
+    def reset(self) -> None:
+        """Ready for a step that nobody has planned: one contribution of each worker, added up in rank order."""
+        self._complete = [False] * len(self._buckets)
+        self.launched = 0
+        if self._canonical:
+            size = self._group.size
+            self._transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
+            self._canonical = False
+
+    def launch(self, complete: Sequence[Bucket], step: int, local: bool) -> None:
+        """These buckets have this worker's whole sum: starts what can be started.
+
+        local: gradients stay with their worker; only the tail is reduced.
+        """
+        for bucket in complete:
+            self._complete[bucket.index] = True
+        while self.launched < len(self._buckets) and self._complete[self.launched]:
+            bucket = self._buckets[self.launched]
+            if self._travels(bucket, local):
+                outgoing = self._outgoing(bucket, local)
+                self._transport.launch(bucket.index, outgoing, f"step {step}, {bucket.name}")
+            self.launched += 1
+        self._transport.poll()
+
+    def wait(self, local: bool) -> None:
+        """Returns when slot 0 of each bucket holds the sum over all workers. Raises CommError."""
+        for bucket in self._buckets if self._group.size > 1 else ():
+            if self._travels(bucket, local):
+                self._transport.wait(bucket.index)
+                if bucket.index in self._wire and not local:
+                    bucket.slots[0].copy_(self._wire[bucket.index])
+            self._transport.poll()
+
+    def abandon(self) -> bool:
+        """The step is given up. Whether messages are under way.
+
+        They may arrive at any time: so they keep their buffers, and the buckets take others.
+        """
+        under_way = self.launched > 0 and self._group.size > 1
+        if under_way:
+            self._wire = {index: torch.empty(0) for index in self._wire}
+            for bucket in self._buckets:
+                bucket.renew()
+        return under_way
+
+    def _travels(self, bucket: Bucket, local: bool) -> bool:
+        return self._group.size > 1 and (bucket is self._buckets[-1] or not local)
+
+    def _outgoing(self, bucket: Bucket, local: bool) -> list[Tensor]:
+        if local:
+            return [slot[bucket.body :] for slot in bucket.slots]
+        if bucket.index not in self._wire:
+            return bucket.slots
+        if self._wire[bucket.index].shape != bucket.slots[0].shape:
+            self._wire[bucket.index] = torch.empty_like(bucket.slots[0], dtype=torch.bfloat16)
+        return [self._wire[bucket.index].copy_(bucket.slots[0])]
