@@ -19,7 +19,7 @@ import torch
 from kfuse.kernels.launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -53,7 +53,7 @@ def kernel(
                 return run(*args, **kwargs)
         given = arguments(*args, **kwargs)
         given.check()
-        if not (getattr(given, device_of).is_cuda or _INTERPRETED):
+        if not (getattr(given, device_of).is_cuda or INTERPRETED):
             return by_torch(given)
         implementation = getattr(import_module(f"kfuse.kernels.{triton_module}"), name)
         launches: Generator[Launch, None, Result] = implementation(given)

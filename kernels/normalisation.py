@@ -41,6 +41,7 @@ class NormForwardArguments(Arguments):
     centred: bool
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         x = self.x
         if x.dim() != 2 or not x.is_contiguous() or x.shape[1] == 0:
             raise ValueError(f"norm: x must be [rows, width >= 1] and contiguous, got {list(x.shape)}")
@@ -74,6 +75,7 @@ class NormBackwardArguments(Arguments):
     with_bias: bool
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         x, dy = self.x, self.dy
         if x.dim() != 3 or dy.shape != x.shape or not (x.is_contiguous() and dy.is_contiguous()):
             raise ValueError(
@@ -83,6 +85,7 @@ class NormBackwardArguments(Arguments):
 
 
 def norm_forward_by_torch(given: NormForwardArguments) -> Forward:
+    """`norm_forward` in PyTorch."""
     x, weight, bias, eps = given.x, given.weight, given.bias, given.eps
     if given.centred:
         y, mean, rstd = torch.native_layer_norm(
@@ -96,6 +99,7 @@ def norm_forward_by_torch(given: NormForwardArguments) -> Forward:
 
 
 def norm_backward_by_torch(given: NormBackwardArguments) -> Backward:
+    """`norm_backward` in PyTorch."""
     dy, x = given.dy, given.x
     shape = (*x.shape[:2], 1)
     mean, rstd = None if given.mean is None else given.mean.view(shape), given.rstd.view(shape)

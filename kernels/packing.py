@@ -44,6 +44,7 @@ class PackArguments(Arguments):
     sumsq: Tensor
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         flat, table, sumsq = self.flat, self.table, self.sumsq
         if len(self.grads) != len(table.numels):
             raise ValueError(f"pack: the table has {len(table.numels)} tensors, got {len(self.grads)} gradients")
@@ -65,6 +66,7 @@ class PackArguments(Arguments):
 
 
 def pack_by_torch(given: PackArguments) -> None:
+    """`pack` in PyTorch."""
     flat, table, scale, accumulate = given.flat, given.table, given.scale, given.accumulate
     segments = table.segments(flat)
     present = [grad for grad in given.grads if grad is not None and grad.dtype == flat.dtype == torch.float32]

@@ -155,6 +155,7 @@ class ReduceArguments(Arguments):
     measures: Measures = Measures()
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         rows, out = self.rows, self.out
         if rows.dim() != 2 or len(rows) == 0 or out.shape != rows.shape[1:]:
             raise ValueError(
@@ -182,6 +183,7 @@ class BlockSumsqArguments(Arguments):
     out: Tensor
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         blocks, out = num_blocks(self.flat.numel()), self.out
         if out.shape != (blocks,) or out.dtype != torch.float32:
             raise ValueError(f"block_sumsq: out must be float32 [{blocks}], got {out.dtype} {list(out.shape)}")
@@ -198,6 +200,7 @@ class SumPartialsArguments(Arguments):
     out: Tensor
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         partials, out = self.partials, self.out
         if partials.dim() not in (1, 2) or out.shape != partials.shape[:-1] or out.dtype != torch.float64:
             raise ValueError(
@@ -209,6 +212,7 @@ class SumPartialsArguments(Arguments):
 
 
 def reduce_by_torch(given: ReduceArguments) -> None:
+    """`reduce` in PyTorch."""
     rows, merges, out, measures = given.rows, given.merges, given.out, given.measures
     if not measures.any:
         _add_rows(rows, merges, out)
@@ -279,6 +283,7 @@ def _block_sums(values: Tensor, out: Tensor) -> None:
 
 
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
+    """`block_sumsq` in PyTorch."""
     flat, out = given.flat, given.out
     pieces = [(flat, out)]
     if flat.dtype != torch.float32:
@@ -300,6 +305,7 @@ def row_norms(values: Tensor, width: int, full: Tensor, ragged: Tensor) -> None:
 
 
 def sum_partials_by_torch(given: SumPartialsArguments) -> None:
+    """`sum_partials` in PyTorch."""
     partials, out = given.partials, given.out
     if partials.dim() == 1 and partials.numel() <= ONE_THREAD:
         torch.sum(partials, 0, dtype=torch.float64, out=out)

@@ -51,6 +51,7 @@ def lamb_moments_kernel(
     MAXIMIZE: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr,
     LANE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Update one chunk's moments; write the sums of squares of its parameters and of its update's direction."""
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
@@ -108,6 +109,7 @@ def lamb_trust_kernel(first_chunks, partials, trust, num_chunks, WIDTH: tl.const
 
 @triton.jit
 def _apply_span(at, mask, param, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, decay):
+    """Move the parameters `at`."""
     p = tl.load(param + at, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(exp_avg + at, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=mask, other=0.0)
@@ -121,6 +123,7 @@ def lamb_apply_kernel(
     lr, log_beta1, log_beta2, eps, weight_decay,
     OFFSET_ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Move one chunk's parameters by the update's direction, its rate times the tensor's trust ratio."""
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return

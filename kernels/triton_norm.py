@@ -26,6 +26,7 @@ PARTS = 16
 
 @triton.jit
 def norm_forward_kernel(x, weight, bias, y, mean, rstd, width, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+    """Normalise one row; store its mean and its reciprocal deviation for the backward pass."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     mask = index < width
@@ -48,6 +49,7 @@ def norm_backward_kernel(
     tokens, width,
     ROWS: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The input's gradient for up to ROWS tokens of one example, and their sums for weight and bias."""
     example, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = tl.arange(0, BLOCK)
     mask = index < width

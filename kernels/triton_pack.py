@@ -37,6 +37,7 @@ def pack_kernel(
     GRAD: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr,
     SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Pack one chunk. The chunk table says which tensor it is of, and the pointer table where that tensor lies."""
     chunk = tl.program_id(0)
     row = chunks + chunk.to(tl.int64) * 4
     address = tl.load(pointers + tl.load(row))
@@ -83,8 +84,8 @@ def pack(given: PackArguments) -> Launches:
 def _loadable(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient as the kernel reads it: one dtype for the launch, contiguous, 16-byte aligned.
 
-    The rare one that is not so is copied. A second kernel for it would sum squares in another order, and bits would
-    depend on where the allocator happened to put a tensor.
+    A gradient that is not so, which is rare, is copied. A second kernel for it would sum squares in another order, and
+    bits would depend on where the allocator happened to put a tensor.
     """
     grad = grad.to(dtype).contiguous()
     return grad if grad.data_ptr() % 16 == 0 else grad.clone()

@@ -83,6 +83,7 @@ def reduce_kernel(
     PROGRAM: tl.constexpr, COUNT: tl.constexpr, HELD: tl.constexpr, UNROLLED: tl.constexpr,
     LANE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Add up one block of the rows, a tile at a time, and measure it. What is not given is not compiled in."""
     block = tl.program_id(0)
     start = block.to(tl.int64) * BLOCK
     stride = tl.zeros((), tl.int64) + stride
@@ -135,6 +136,7 @@ def reduce_kernel(
 
 @triton.jit
 def block_sumsq_kernel(flat, out, numel, LANE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of squares of one block, a tile at a time."""
     block = tl.program_id(0)
     start = block.to(tl.int64) * BLOCK
     squares = tl.zeros((TILE // LANE,), tl.float32)
@@ -202,7 +204,7 @@ def _registers(count: int, itemsize: int, measures: Measures) -> int:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """The rows, 16-byte aligned. Rare ones that are not so are copied: another layout would add in another order."""
+    """The rows, 16-byte aligned. Others, which are rare, are copied: another layout would add in another order."""
     if rows.stride(0) % 16 == 0 and rows.data_ptr() % 16 == 0:
         return rows
     count, numel = rows.shape

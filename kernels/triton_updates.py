@@ -27,6 +27,7 @@ def adamw_kernel(
     lr, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps,
     MAXIMIZE: tl.constexpr, PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One AdamW step of one block."""
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
@@ -67,6 +68,7 @@ def sgd_kernel(
     NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, FIRST_STEP: tl.constexpr,
     PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One SGD step of one block."""
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return

@@ -155,6 +155,7 @@ class AdamWArguments(ElementwiseArguments):
     step: Tensor
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         self.check_as("adamw")
 
 
@@ -176,6 +177,7 @@ class SGDArguments(ElementwiseArguments):
     first_step: bool
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         momentum = self.options.momentum
         if (self.momentum_buffer is None) != (momentum == 0):
             raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
@@ -208,6 +210,7 @@ class LAMBArguments(UpdateArguments):
     step: Tensor
 
     def check(self) -> None:
+        """Raises ValueError or TypeError, as the class says."""
         for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
             flat: Tensor = getattr(self, name)
             if flat.dim() != 1 or flat.numel() < self.table.end:
@@ -217,11 +220,13 @@ class LAMBArguments(UpdateArguments):
 
 
 def adamw_by_torch(given: AdamWArguments) -> None:
+    """`adamw` in PyTorch."""
     states: list[list[Tensor]] = [[given.exp_avg], [given.exp_avg_sq], [], [given.step]]
     _fused(torch._fused_adamw_, given, given.options, *states, amsgrad=False)
 
 
 def sgd_by_torch(given: SGDArguments) -> None:
+    """`sgd` in PyTorch."""
     buffers = [] if given.momentum_buffer is None else [given.momentum_buffer]
     _fused(torch._fused_sgd_, given, given.options, buffers, is_first_step=given.first_step)
 
@@ -240,6 +245,7 @@ def _fused(
 
 
 def lamb_by_torch(given: LAMBArguments) -> None:
+    """`lamb` in PyTorch."""
     if given.skipped:
         return
     table = given.table

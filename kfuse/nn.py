@@ -19,21 +19,20 @@ from kfuse.statistics.noise_scale import moments
 
 
 class _Measured:
-    """What both layers share. Inputs are [examples, ..., *normalized_shape]."""
+    """What both layers share. Inputs are [examples, ..., *normalized_shape].
+
+    per_example_sq_norm: fp32 [examples], after a backward: the squared norm of what each example added to the gradients
+        of weight and bias together. Under a loss that is the MEAN over B examples, an example's own gradient is B times
+        what it added: multiply by B^2.
+    sq_norm: 0-dim fp32, after a backward: the squared norm of what all examples added together.
+    backwards: how many there were since the last `norm_layers_noise`.
+    """
 
     weight: nn.Parameter
     normalized_shape: tuple[int, ...]
-
     per_example_sq_norm: Tensor | None = None
-    """fp32 [examples], after a backward: the squared norm of what each example added to the gradients of weight and
-    bias together.
-
-    Under a loss that is the MEAN over B examples, an example's own gradient is B times what it added: multiply by B^2.
-    """
     sq_norm: Tensor | None = None
-    """0-dim fp32, after a backward: the squared norm of what all examples added together."""
     backwards = 0
-    """Since the last `norm_layers_noise`."""
 
     def _normalise(self, x: Tensor, bias: Tensor | None, eps: float | None, centred: bool) -> Tensor:
         shape = self.normalized_shape
@@ -104,13 +103,15 @@ class _Normalise(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class NormLayersNoise:
-    """Unbiased estimates from one micro-batch, of the normalisation layers' parameters alone."""
+    """Unbiased estimates from one micro-batch, of the normalisation layers' parameters alone.
+
+    grad_variance: S, the trace of a single sample's gradient covariance.
+    grad_sq: G2, the squared norm of the true gradient. It may come out negative.
+    """
 
     samples: int
     grad_variance: float
-    """S: the trace of a single sample's gradient covariance."""
     grad_sq: float
-    """G2: the squared norm of the true gradient. It may come out negative."""
 
 
 def norm_layers_noise(model: nn.Module, *, loss_scale: float = 1.0) -> NormLayersNoise | None:

@@ -154,7 +154,7 @@ JITFunction.run = compile_only
 
 from kfuse.kernels import AdamOptions, Measures, PackTable, SGDOptions, adamw, block_sumsq, dispatch, lamb, pack, reduce
 from kfuse.kernels import sgd, sum_partials
-dispatch._INTERPRETED = True  # sends CPU tensors to the Triton code
+dispatch.INTERPRETED = True  # sends CPU tensors to the Triton code
 for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     table = PackTable.build([numel, 3], [0, 96], torch.device("cpu"))
     sumsq = torch.zeros(table.num_chunks)

@@ -66,7 +66,7 @@ def test_order_matters_to_the_test_data(device: str) -> None:
     assert not torch.equal(fold(rows, tree(8)), fold(rows, tuple((0, src) for src in range(1, 8))))
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(count=st.integers(2, 9), numel=st.integers(1, 5000), data=st.data())
 def test_any_program_over_any_length(device: str, count: int, numel: int, data: st.DataObject) -> None:
     row = st.integers(0, count - 1)
