@@ -40,7 +40,7 @@ class Losses:
             await self._lost(worker, was, status)
         elif self._job.elasticity.script and (worker.why or not worker.killed.is_set()):
             # A script failed when its training was over: what was trained stays, but the job has not succeeded.
-            how, cause = self._tell_failure(worker, status)
+            how, cause = self._report_failure(worker, status)
             when = " after training had ended" if self._job.done else ""
             failure = JobFailed(f"worker {worker.number} {how}{when}{cause}")
             self._job.late_failure = self._job.late_failure or failure
@@ -91,7 +91,7 @@ class Losses:
             self._job.outcome = NOT_TRAINED if self._job.training == 0 else LOOP_LEFT
         self._views.recover("quit")
 
-    def _tell_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
+    def _report_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
         """How the worker ended, and the exception that ended it if there was one, in words."""
         how, rank = worker.how_it_ended(status), self._processes.rank_of(worker)
         error = worker.error() if not worker.why and (status or 0) > 0 else ()
@@ -108,7 +108,7 @@ class Losses:
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
         # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
         together = awaited or (recovering and rank is None and worker.joined)
-        how, cause = self._tell_failure(worker, status)
+        how, cause = self._report_failure(worker, status)
         if job.stopping:
             if rank is not None:
                 views.recover()  # the others still have a checkpoint to write
@@ -148,7 +148,7 @@ class Losses:
         error = worker.error()
         if (error and error in self._boot_errors) or self._boot_failures >= self._job.elasticity.max_failures:
             self._views.do_without(worker, f"{how}, as others did before they could join: no other is started")
-            self._views.tell_unsaid()
+            self._views.write_quit_events()
         else:
             self._boot_errors.add(error)
             await self._views.add_up_to(self._job.wanted)

@@ -124,7 +124,7 @@ class Processes:
         self._starting = asyncio.Lock()
         self._undecided = 0
         """Workers that have ended and whose end's meaning is not decided yet."""
-        self._waiting_told = False
+        self._waiting_reported = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def alive(self) -> list[Worker]:
@@ -215,17 +215,17 @@ class Processes:
                     if worker.writer is None and elasticity.script:
                         worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
                     worker.kill()
-            self._tell_who_is_waited_for()
+            self._report_waiting()
 
-    def _tell_who_is_waited_for(self) -> None:
-        """Once: a script that has called kf.init may take any time before it trains, but the others wait for it."""
-        if self._job.view is not None or self._waiting_told:
+    def _report_waiting(self) -> None:
+        """An event, once: a script may take any time between kf.init and its training, but the others wait for it."""
+        if self._job.view is not None or self._waiting_reported:
             return
         ready = [worker for worker in self.alive() if worker.state is State.READY]
         late = [worker for worker in self.alive() if worker.state is State.BOOTING and worker.process.running]
         since = min((worker.started_at for worker in late), default=time.monotonic())
         if ready and time.monotonic() - since > self._job.elasticity.boot_timeout_s:
-            self._waiting_told = True
+            self._waiting_reported = True
             numbers = {"workers": [worker.number for worker in ready], "late": [worker.number for worker in late]}
             self._records.event("waiting", **numbers)
 

@@ -34,8 +34,8 @@ class Views:
         """Where the workers of the newest view meet. A view has its own, hosted here: no worker's death takes it along,
         and no old key stays behind."""
         self._asked = job.wanted
-        self._unsaid: list[dict[str, Any]] = []
-        """Events of workers whose scripts have ended or left the loop. They are told if the others go on."""
+        self._quit_events: list[dict[str, Any]] = []
+        """Of workers whose scripts have ended or left the loop. They are written if the others go on."""
 
     # -- how many workers -----------------------------------------------------------------------------------------
 
@@ -94,12 +94,12 @@ class Views:
         else:
             self._job.wanted = max(1, len(members), self._job.wanted - 1)
         rank = self._processes.rank_of(worker)
-        self._unsaid.append({"worker": worker.number, "pid": worker.pid, "rank": rank, "how": how})
+        self._quit_events.append({"worker": worker.number, "pid": worker.pid, "rank": rank, "how": how})
 
-    def tell_unsaid(self) -> None:
+    def write_quit_events(self) -> None:
         """Writes the events of workers that the job does without."""
-        unsaid, self._unsaid = self._unsaid, []
-        for fields in unsaid:
+        events, self._quit_events = self._quit_events, []
+        for fields in events:
             self._records.event("quit", **fields)
 
     def out_of_loop(self, worker: Worker) -> bool:
@@ -137,7 +137,7 @@ class Views:
             self._announce(members, reason, recovers=True)
 
     def _announce(self, workers: list[Worker], reason: str, recovers: bool = False) -> None:
-        self.tell_unsaid()
+        self.write_quit_events()
         generation = 1 if self._job.view is None else self._job.view.generation + 1
         leaving = [worker for worker in self._processes.members() if worker not in workers]
         members = tuple(Member(worker.number, worker.pid or 0, worker.host) for worker in workers)
@@ -161,7 +161,7 @@ class Views:
         return self.host, port
 
     def joined(self, worker: Worker, generation: int) -> None:
-        """A worker is in force in this generation's view."""
+        """A worker has joined the view of this generation."""
         worker.joined = True
         if self._job.view is not None and generation == self._job.view.generation:
             worker.state = State.MEMBER
