@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from elastic_report import Episode, report
+from elastic_report import Episode, Result, report
 from elastic_systems import SYSTEMS, WORKERS, System
 from rich.progress import Progress
 
@@ -156,21 +156,6 @@ def _samples(lines: list[Line], after_step: int) -> int:
 
 def _longest_gap(lines: list[Line]) -> float:
     return max((b.time - a.time for a, b in pairwise(lines)), default=0.0)
-
-
-@dataclass
-class Result:
-    """What was seen of one system."""
-
-    start_s: list[float] = field(default_factory=list)
-    samples_per_second: list[float] = field(default_factory=list)
-    episodes: list[Episode] = field(default_factory=list)
-    not_back: list[str] = field(default_factory=list)
-    """What was seen where a kill was the job's end; it was then started anew."""
-    growth_s: list[float] = field(default_factory=list)
-    shrink_s: list[float] = field(default_factory=list)
-    splits: list[dict[str, float]] = field(default_factory=list)
-    """Of kfuse's planned growth: boot, join, regroup and transfer, seconds."""
 
 
 def measure(name: str, directory: Path, kills: int, every_s: float, result: Result, chance: random.Random) -> None:

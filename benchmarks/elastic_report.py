@@ -6,16 +6,13 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from machine import command, machine, versions
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from elastic import Result
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,21 @@ class Episode:
     samples: int
     """Progress: how much farther training was at the end than before the kill."""
     seconds: float
+
+
+@dataclass
+class Result:
+    """What was seen of one system."""
+
+    start_s: list[float] = field(default_factory=list)
+    samples_per_second: list[float] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+    not_back: list[str] = field(default_factory=list)
+    """What was seen where a kill was the job's end; it was then started anew."""
+    growth_s: list[float] = field(default_factory=list)
+    shrink_s: list[float] = field(default_factory=list)
+    splits: list[dict[str, float]] = field(default_factory=list)
+    """Of kfuse's planned growth: boot, join, regroup and transfer, seconds."""
 
 
 def percentiles(values: Sequence[float | None]) -> dict[str, float | int | None]:
