@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import signal
 from collections.abc import Callable
 from itertools import pairwise
@@ -91,6 +92,26 @@ def test_growth_while_a_worker_is_still_on_its_way_out(undisturbed: Job, tmp_pat
     assert_same_training(job, undisturbed)
     views = [(len(view["workers"]), view["reason"]) for view in job.views]
     assert views == [(2, "start"), (1, "shrink"), (2, "grow")], job.told()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_is_lost_before_it_can_leave(
+    sent: signal.Signals, before: int, after: int, undisturbed: Job, tmp_path: Path
+) -> None:
+    """The view without it is proposed, and the others still train with it."""
+
+    async def lose_the_leaver(supervisor: Supervisor, job: Job) -> None:
+        await until("the view without it", lambda: supervisor.job.view and supervisor.job.view.generation == 2)
+        os.kill(supervisor.processes.workers[before - 1].process.pid, sent)
+
+    policy = chaos(tmp_path, phases=[{"step": 5, "workers": after}], pace_s=0.1)
+    settings = [*TRAINING, f"workers.count={before}", "elastic.heartbeat_timeout_s=2", *policy]
+    job = run_job(tmp_path / "run", settings, lose_the_leaver)
+    assert_same_training(job, undisturbed)
+    assert [(view["reason"], len(view["workers"])) for view in job.views] == [("start", before), ("failure", after)]
+    assert len(job.of_kind("failure")) == 1
 
 
 @pytest.mark.full

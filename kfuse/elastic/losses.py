@@ -45,10 +45,16 @@ class Losses:
             failure = JobFailed(f"worker {worker.number} {how}{when}{cause}")
             self._job.late_failure = self._job.late_failure or failure
 
-    def contact_lost(self, generation: int, why: str) -> None:
-        """A worker of this generation lost contact with another. If nobody has died, the same workers connect anew."""
+    def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
+        """A worker of this generation lost contact with another. If nobody has died, the same workers connect anew.
+
+        Where a planned view is proposed and this worker has not come to it, the generation is the one before.
+        """
         job, views = self._job, self._views
-        if job.view is None or job.view.generation != generation:
+        if job.view is None:
+            return
+        proposed = not job.view.recovers and worker.state is State.PROPOSED
+        if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
         self._forget_before_progress()
         self._in_a_row += 1
@@ -108,9 +114,12 @@ class Losses:
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
         # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
         together = awaited or (recovering and rank is None and worker.joined)
+        # It was about to leave, as planned, and the others still train with it until they come to the proposed view.
+        proposed = any(member.state is State.PROPOSED for member in self._processes.members())
+        leaving = rank is None and was is State.MEMBER and proposed and not recovering
         how, cause = self._report_failure(worker, status)
         if job.stopping:
-            if rank is not None:
+            if rank is not None or leaving:
                 views.recover()  # the others still have a checkpoint to write
             return
         last = not self._processes.members()
@@ -136,7 +145,7 @@ class Losses:
             died = bool(worker.why) or status is None or status < 0
             job.end(JobFailed(f"no worker is left: the last one {how}{job.advice if died else ''}{cause}"))
         else:
-            if rank is not None:
+            if rank is not None or leaving:
                 views.recover()
             if job.takes_newcomers:
                 await views.add_up_to(job.wanted if limits.replace or last else min(job.wanted, limits.min))

@@ -129,7 +129,7 @@ class Supervisor:
             case "broken":
                 worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
                 loop, contact_lost = asyncio.get_running_loop(), self._losses.contact_lost
-                loop.call_later(_BROKEN_GRACE_S, contact_lost, message["generation"], message["why"])
+                loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
             case "fatal":
                 self.job.end(JobFailed(message["why"]))
             case "loop_ended":
