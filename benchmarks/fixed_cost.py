@@ -26,7 +26,7 @@ from machine import command, machine, versions
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.data.digits import load_digits
+from kfuse.data import load_digits
 from kfuse.models import MLP
 
 Block = Callable[[int], float]
