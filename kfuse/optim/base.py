@@ -48,6 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     """
+    last_lr: float = 0.0
+    """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
     absorbs_losses: bool = False
     """Set by a training loop whose body is the user's: there a lost worker ends the step without an error."""
     _lost: CommError | None = None
@@ -306,6 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
         loss_scale = None if found_inf is None else LossScale(getattr(self, "grad_scale", None), found_inf)
         scaled = scaling(reduced, self.engine.params, self.clip_norm, self.skip_nonfinite, loss_scale)
+        self.last_lr = self.base_lr * self.lr_factor
         self._update(reduced, scaled.factor, scaled.skip)
         if reduced.local:
             scaled.record[t.GRAD_SQ] = torch.nan  # of the workers' mean gradient nothing is known

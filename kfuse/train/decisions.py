@@ -74,11 +74,11 @@ class Decisions:
         """While training lasts, `running` finds these decisions, for kfuse's verbs."""
         self.use_transport()  # of an earlier training's decisions nothing is left
         self.set_learning_rate()
-        _RUNNING.append(self)
         try:
+            _RUNNING.append(self)
             yield
         finally:
-            _RUNNING.remove(self)
+            _RUNNING[:] = [each for each in _RUNNING if each is not self]
 
     # -- requested ------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,11 @@ class Decisions:
         return replace(self._announced, generation=self._session.proposed_generation(), stop=index)
 
     def sent(self) -> None:
-        """The step that carried the control word is complete; what was requested since then waits for the next."""
+        """The step that carried the control word is complete; what was requested since then waits for the next.
+
+        `lr` is now what the update had: a loop's body may set group["lr"] before opt.step().
+        """
+        self.lr = self._opt.last_lr
         requested, announced = vars(self._requested), vars(self._announced)
         self._requested = Control(**{name: it for name, it in requested.items() if it != announced[name]})
         self._announced = Control()
