@@ -139,6 +139,17 @@ def test_after_epoch_is_called_again_where_its_collective_fails(tmp_path: Path) 
     assert completed == [0, 1, 2]
 
 
+def test_workers_that_are_asked_for_before_the_first_step_stay(tmp_path: Path) -> None:
+    """The first view's size is not what was asked for last."""
+    settings = words(
+        "model=mlp model.hidden=[8] data=digits batch.size=32 batch.micro=16 train.steps=100 workers.max=2",
+        "policy._target_=first_request.TwoWorkers",
+    )
+    job = run_job(tmp_path / "run", settings)
+    assert job.error is None, job.told()
+    assert [view["reason"] for view in job.views] == ["start", "grow"]
+
+
 class Initial(Seen):
     def __init__(self, decision: kf.Decision) -> None:
         super().__init__()

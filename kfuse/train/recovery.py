@@ -139,7 +139,7 @@ class Recovery:
                 self._restore(state)
         self._has_state = True
         if begins:
-            self._decisions.workers_requested = view.size
+            self._decisions.workers_requested = self._decisions.workers_requested or view.size
             self._reporter.start(self._progress.step)
         elif group.rank == 0:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have done it
@@ -181,6 +181,8 @@ class Recovery:
                     group["lr"] = self._settings.base_lr
             at.stop = at.generation = 0
             at.resumed_at = at.step
+            if self._session.view is not None:
+                self._decisions.workers_requested = 0  # that was asked of another job
         self._has_state = True
 
     def _restore(self, state: Mapping[str, Any]) -> None:
