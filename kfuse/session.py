@@ -31,7 +31,6 @@ from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.rendezvous import Rendezvous, own_address
-from kfuse.logs import set_up_logging
 
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -271,6 +270,8 @@ def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Sessi
     """The session of a worker that a supervisor started; it is alone until `join`."""
     global _current
     if "observe" in client.job:
+        from kfuse.logs import set_up_logging  # in the commands' processes only
+
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     _leave_sigterm_to_the_supervisor()
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)

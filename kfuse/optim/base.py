@@ -33,7 +33,6 @@ from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
 from kfuse.optim.scaling import LossScale, NonfiniteWarning, scaling
 from kfuse.session import Session, current
 from kfuse.statistics.step_stats import Statistics, StepStats
-from kfuse.undecorated import undecorated
 
 _LOG = logging.getLogger("kfuse")
 
@@ -137,7 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if not isinstance(param_group.get("params"), Tensor | set):
             param_group["params"] = list(param_group["params"])
             self._refuse_duplicates(param_group)
-        undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
+        _without_compiler(torch.optim.Optimizer.add_param_group)(self, param_group)
         if hasattr(self, "engine"):
             try:
                 self._build_engine()
@@ -169,12 +168,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's."""
-        state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)
+        state: dict[str, Any] = _without_compiler(torch.optim.Optimizer.state_dict)(self)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's."""
-        undecorated(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+        _without_compiler(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Keeps the buffers that `model` changes as it trains (BatchNorm's running statistics) the same on all workers.
@@ -420,6 +419,16 @@ def check_clip_norm(clip_norm: float | None) -> None:
     """Raises ValueError unless positive or None."""
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
+
+
+def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's method beneath its decorator against compiling it.
+
+    That decorator imports torch's compiler at its first call, which takes longer than importing torch: a good part of a
+    worker's start, or, at a state's transfer, a pause for all the others.
+    """
+    beneath: Callable[..., Any] = getattr(method, "__wrapped__", method)
+    return beneath
 
 
 def _words(index: int, name: str | None) -> str:

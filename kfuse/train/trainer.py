@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
 from kfuse.train.step import Step, StepSamples
 
+if TYPE_CHECKING:
+    from kfuse.checkpoint.manager import Checkpoints
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -48,13 +51,15 @@ class Trainer:
         *,
         policy: BasePolicy | None = None,
         scheduler: UserSchedule | None = None,
+        checkpoints: Checkpoints | None = None,
         loss_fn: LossFunction = default_loss,
         heldout: Dataset | None = None,
         facts: Mapping[str, float] | None = None,
         body_is_users: bool = False,
     ) -> None:
-        """scheduler: a torch scheduler, stepped here. loss_fn(output, target): the MEAN loss over a micro-batch.
+        """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
+        loss_fn(output, target): the MEAN loss over a micro-batch.
         facts: figures of the data that belong into the summary, such as a corpus's entropy.
         body_is_users: a step's forward, backward and update are the body of a loop over `steps`.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
@@ -95,9 +100,16 @@ class Trainer:
         }
         if scheduler is not None:
             parts["scheduler"] = scheduler.scheduler
-        arguments = settings.shared() | {"samples of data": len(data)}
         self._recovery = Recovery(
-            self.session, opt, settings, self.progress, self.decisions, TrainingState(parts), self._reporter, arguments
+            self.session,
+            opt,
+            self.progress,
+            self.decisions,
+            TrainingState(parts),
+            checkpoints,
+            self._reporter,
+            arguments=settings.shared() | {"samples of data": len(data)},
+            base_lr=settings.base_lr,
         )
         self.over = False
         """Training has come to its end, and the supervisor, if there is one, knows."""
