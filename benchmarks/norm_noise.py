@@ -24,7 +24,6 @@ from machine import command, machine, versions
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import nn
 
 import kfuse as kf
 from kfuse.data.text import load_text
@@ -36,22 +35,10 @@ MICRO_BATCHES, BLOCK = 8, 64
 BURN_IN = 100  # steps, of which the running means still remember the first, steep ones
 
 
-def measuring(module: nn.Module) -> None:
-    """Puts kf.nn.LayerNorm in the place of torch's, weights and all."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.LayerNorm):
-            layer = kf.nn.LayerNorm(child.normalized_shape, child.eps)
-            layer.load_state_dict(child.state_dict())
-            setattr(module, name, layer)
-        else:
-            measuring(child)
-
-
 def train(micro_batch: int, steps: int, lr: float, seed: int) -> Iterator[dict[str, float | None]]:
     torch.manual_seed(seed)
     split = load_text(block_size=BLOCK)
-    model = GPT(split.spec["vocab_size"], BLOCK)
-    measuring(model)
+    model = GPT(split.spec["vocab_size"], BLOCK, noise_norm=True)
     opt = kf.FusedAdamW(model.parameters(), lr=lr)
     chance, layers = np.random.default_rng(seed), NoiseScale(decay=0.99)
     for step in range(steps):

@@ -14,6 +14,7 @@ import triton.language as tl
 from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, like_memory
 from kfuse.kernels.table import CHUNK, PackTable
 from kfuse.kernels.triton_reduce import lane_sums
+from kfuse.kernels.triton_updates import bias_correction
 from kfuse.kernels.updates import AdamOptions, LAMBArguments
 
 TILE = 2048
@@ -26,12 +27,6 @@ def _direction(p, m, v, correction1, correction2, eps, weight_decay):
     """The update before the trust ratio: Adam's, bias-corrected, and the decay."""
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.sqrt_rn(correction2)) + eps
     return tl.div_rn(tl.div_rn(m, correction1), denominator) + p * weight_decay
-
-
-@triton.jit
-def _correction(step, log_beta):
-    """1 - beta^t cancels for small t, so in fp64; from the logarithm, whose fp32 error is relative to it."""
-    return (1.0 - tl.exp(tl.load(step).to(tl.float64) * log_beta)).to(tl.float32)
 
 
 @triton.jit
@@ -66,7 +61,7 @@ def lamb_moments_kernel(
     scale = -1.0 if MAXIMIZE else 1.0
     if grad_scale is not None:
         scale = scale * tl.load(grad_scale)
-    correction1, correction2 = _correction(step, log_beta1), _correction(step, log_beta2)
+    correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
 
     # As in `pack`: the mask changes at multiples of 16 elements only, and the few elements after it go apart.
     whole = length // 16 * 16
@@ -133,7 +128,7 @@ def lamb_apply_kernel(
     rate = lr * tl.load(trust + tl.load(row))
     length = tl.load(row + 2).to(tl.int32)
     offset = tl.multiple_of(tl.load(row + 3), OFFSET_ALIGNMENT)
-    correction1, correction2 = _correction(step, log_beta1), _correction(step, log_beta2)
+    correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
     whole = length // 16 * 16
     index = tl.arange(0, CHUNK)
     _apply_span(

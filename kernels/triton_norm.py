@@ -11,15 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kfuse.kernels import normalisation
 from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, like_memory
-from kfuse.kernels.normalisation import (
-    Backward,
-    Forward,
-    NormBackwardArguments,
-    NormForwardArguments,
-    norm_backward_by_torch,
-    norm_forward_by_torch,
-)
+from kfuse.kernels.normalisation import Backward, Forward, NormBackwardArguments, NormForwardArguments
 
 ROWS = 64
 """Tokens a program of the backward pass sums up."""
@@ -106,7 +100,7 @@ def norm_forward(given: NormForwardArguments) -> Generator[Launch, None, Forward
     """As `kfuse.kernels.norm_forward`, a program a row."""
     x, (rows, width) = given.x, given.x.shape
     if width > MAX_WIDTH:
-        return norm_forward_by_torch(given)
+        return normalisation.norm_forward_by_torch(given)
     y = torch.empty_like(x)
     mean = torch.empty(rows, device=x.device) if given.centred else None
     rstd = torch.empty(rows, device=x.device)
@@ -120,7 +114,7 @@ def norm_backward(given: NormBackwardArguments) -> Generator[Launch, None, Backw
     """As `kfuse.kernels.norm_backward`: partial sums over tokens, then their sums and sums of squares."""
     x, (examples, tokens, width) = given.x, given.x.shape
     if width > MAX_WIDTH:
-        return norm_backward_by_torch(given)
+        return normalisation.norm_backward_by_torch(given)
     count, columns, kinds = triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS), 1 + given.with_bias
     dx = torch.empty_like(x)
     parts = torch.empty(kinds, examples, count, width, device=x.device)

@@ -7,12 +7,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, Streams, like_memory
 from kfuse.kernels.reduction import balanced, postfix
 from kfuse.kernels.triton_reduce import merged
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, ElementwiseArguments, SGDArguments, SGDOptions
+
+
+@triton.jit
+def bias_correction(step, log_beta):
+    """1 - beta^t cancels for small t, so in fp64; from the logarithm, whose fp32 error is relative to it."""
+    return (1.0 - tl.exp(tl.load(step).to(tl.float64) * log_beta)).to(tl.float32)
 
 
 @triton.jit
@@ -43,10 +48,7 @@ def adamw_kernel(
     m = m * beta1 + g * one_minus_beta1
     v = v * beta2 + g * g * one_minus_beta2
 
-    # 1 - beta^t cancels for small t, so in fp64; from the logarithm, whose fp32 error is relative to it.
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1.0 - tl.exp(t * log_beta1)).to(tl.float32)
-    correction2 = (1.0 - tl.exp(t * log_beta2)).to(tl.float32)
+    correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.sqrt_rn(correction2)) + eps
     p = p - tl.div_rn(lr, correction1) * tl.div_rn(m, denominator)
 
@@ -136,8 +138,8 @@ def cases() -> Iterator[Case]:
         (F32, BF16, 1, False),
         (BF16, BF16, 1, False),
     ):
-        tensors, shared = _case_arguments(param, grad, count, master)
-        (launch,) = adamw(AdamWArguments(*tensors, state, state, adam, step=one, **shared))
+        flats = _flats(param, grad, count, master)
+        (launch,) = adamw(AdamWArguments(**flats, exp_avg=state, exp_avg_sq=state, options=adam, step=one))
         everywhere = (param, grad, count) in ((F32, F32, 1), (F32, F32, 8)) or (master and count == 1)
         yield _case("adamw", launch, (F32, F32), (F32, F32), everywhere)
 
@@ -147,21 +149,19 @@ def cases() -> Iterator[Case]:
         ((BF16, BF16, 1, True), "momentum"),
         ((F32, F32, 8, False), "momentum"),
     ):
-        tensors, shared = _case_arguments(param, grad, count, master)
         first, plain = mode == "first step", mode == "plain"
         options = SGDOptions(lr=0.1, momentum=0.0 if plain else 0.9, nesterov=mode == "nesterov")
-        (launch,) = sgd(SGDArguments(*tensors, None if plain else state, options, first_step=first, **shared))
+        flats = _flats(param, grad, count, master) | {"momentum_buffer": None if plain else state}
+        (launch,) = sgd(SGDArguments(**flats, options=options, first_step=first))
         loads, stores = (F32,) * (not plain and not first), (F32,) * (not plain)
         yield _case(f"sgd {mode}", launch, loads, stores, (param, mode, count) == (F32, "momentum", 1))
 
 
-def _case_arguments(
-    param: torch.dtype, grad: torch.dtype, count: int, master: bool
-) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Parameter and gradient, and what every update may be given besides."""
-    tensors = like_memory(1024, dtype=param), like_memory(count, 1024, dtype=grad)
+def _flats(param: torch.dtype, grad: torch.dtype, count: int, master: bool) -> dict[str, Any]:
+    """What every update is given."""
     guards = {"grad_scale": like_memory(), "found_inf": like_memory()}
-    return tensors, guards | {"master": like_memory(1024) if master else None, "merges": balanced(count)}
+    fused = {"master": like_memory(1024) if master else None, "merges": balanced(count)}
+    return {"param": like_memory(1024, dtype=param), "grad": like_memory(count, 1024, dtype=grad)} | guards | fused
 
 
 def _case(name: str, launch: Launch, loads: Streams, stores: Streams, everywhere: bool) -> Case:

@@ -7,7 +7,7 @@ class in `kfuse.optim`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -217,36 +217,24 @@ class LAMBArguments(UpdateArguments):
 
 
 def adamw_by_torch(given: AdamWArguments) -> None:
-    if given.skipped:
-        return
-    torch._fused_adamw_(
-        [given.weights],
-        [given.summed_grad()],
-        [given.exp_avg],
-        [given.exp_avg_sq],
-        [],
-        [given.step],
-        **vars(given.options),
-        amsgrad=False,
-        grad_scale=given.grad_divisor,
-        found_inf=None,
-    )
-    if given.master is not None:
-        given.param.copy_(given.master)
+    states: list[list[Tensor]] = [[given.exp_avg], [given.exp_avg_sq], [], [given.step]]
+    _fused(torch._fused_adamw_, given, given.options, *states, amsgrad=False)
 
 
 def sgd_by_torch(given: SGDArguments) -> None:
+    buffers = [] if given.momentum_buffer is None else [given.momentum_buffer]
+    _fused(torch._fused_sgd_, given, given.options, buffers, is_first_step=given.first_step)
+
+
+def _fused(
+    update: Callable[..., object], given: ElementwiseArguments, options: object, *states: list[Tensor], **more: bool
+) -> None:
+    """Runs one of PyTorch's fused updates, whose settings have the names of our options."""
     if given.skipped:
         return
-    torch._fused_sgd_(
-        [given.weights],
-        [given.summed_grad()],
-        [] if given.momentum_buffer is None else [given.momentum_buffer],
-        **vars(given.options),
-        is_first_step=given.first_step,
-        grad_scale=given.grad_divisor,
-        found_inf=None,
-    )
+    settings = vars(options) | more
+    scale = given.grad_divisor
+    update([given.weights], [given.summed_grad()], *states, **settings, grad_scale=scale, found_inf=None)
     if given.master is not None:
         given.param.copy_(given.master)
 

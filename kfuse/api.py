@@ -44,7 +44,7 @@ def allreduce(value: Tensor | Number, op: str = "sum") -> Tensor | float:
     op: "sum" | "avg" | "min" | "max". Raises ValueError for another, CommError if a worker does not answer.
     """
     if op not in ("sum", "avg", "min", "max"):
-        raise ValueError(f"kf.allreduce op {op!r}: allowed are sum, avg, min, max")
+        raise ValueError(f"kf.allreduce op={op!r}: must be one of sum, avg, min, max")
     group = _joined().group
     if isinstance(value, Tensor):
         total = value.detach().to(group.device, copy=True).contiguous()
@@ -60,7 +60,7 @@ def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
     """Rank `source`'s value; tensors must have one shape and dtype on all workers."""
     group = _joined().group
     if not 0 <= source < group.size:
-        raise ValueError(f"kf.broadcast source {source}: allowed are ranks 0 to {group.size - 1}")
+        raise ValueError(f"kf.broadcast source={source}: must be a rank from 0 to {group.size - 1}")
     if isinstance(value, Tensor):
         out = value.detach().to(group.device, copy=True).contiguous()
     else:
@@ -159,7 +159,7 @@ def set_sync(steps: int) -> None:
     """
     decisions = _running("kf.set_sync")
     if not 1 <= steps <= SYNC_MAX:
-        raise ValueError(f"kf.set_sync({steps}): allowed is 1 to {SYNC_MAX}")
+        raise ValueError(f"kf.set_sync({steps}): must be 1 to {SYNC_MAX}")
     decisions.request(sync=steps)
 
 

@@ -17,7 +17,7 @@ _PROGRAMS = ("kfuse", "kfuse-run")
 
 
 def exit_quietly() -> None:
-    """From now on Ctrl-C ends the process at once, if it is one of kfuse's commands and not told to ignore it."""
+    """From now on Ctrl-C ends the process at once, if it is one of kfuse's commands and does not ignore SIGINT."""
     ours = _is_command() and threading.current_thread() is threading.main_thread()
     if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)

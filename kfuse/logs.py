@@ -21,15 +21,17 @@ def set_up_logging(level: str, process: str, write: Callable[[str], None] | None
     level: a key of LEVELS; "off" writes none. process: how the lines name this process, for example "worker 0".
     write: takes a line without its end; None: lines go to standard error. A second call replaces the first one's
     handler. Records go to the root logger's handlers instead if it has any, for example where a script has called
-    `logging.basicConfig`: no record is written twice.
+    `logging.basicConfig`: no record is written twice. A level that the script has set on the logger is kept.
 
     Only the processes of the commands `kfuse` and `kfuse-run` call this, never `import kfuse`.
     Raises KeyError for an unknown level.
     """
     logger = logging.getLogger("kfuse")
-    for handler in [known for known in logger.handlers if isinstance(known, _LineHandler)]:
+    ours = [handler for handler in logger.handlers if isinstance(handler, _LineHandler)]
+    for handler in ours:
         logger.removeHandler(handler)
-    logger.setLevel(LEVELS[level])
+    if ours or logger.level == logging.NOTSET:
+        logger.setLevel(LEVELS[level])
     logger.addHandler(_LineHandler(process, write))
 
 

@@ -1,7 +1,7 @@
-"""torch's methods as they are beneath its decorator against compiling them.
+"""Calls methods of torch without the decorator that keeps torch's compiler away from them.
 
-That decorator imports torch's compiler at its first call, which takes longer than importing torch: a good part of a
-worker's boot, or, at a state's transfer, a pause for all the others.
+The decorator imports the compiler at its first call, which takes longer than importing torch. A worker would boot
+later, or all others would wait for it while the training state is transferred.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from typing import Any
 
 
 def undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method itself, if it is decorated."""
+    """The method beneath the decorator; the method itself if it has none."""
     beneath: Callable[..., Any] = getattr(method, "__wrapped__", method)
     return beneath

@@ -186,7 +186,7 @@ class Chaos(BasePolicy):
         strike(event["how"])
 
     def _patch(self) -> None:
-        """Puts this policy's eyes where the moments are."""
+        """Has `_reached` called at each of the moments."""
         from kfuse.checkpoint.format import _HashedFile
         from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll

@@ -1,6 +1,6 @@
 """Runs a function in several real worker processes, as torchrun would, and hands back what each one returned.
 
-Processes are forked from a server that has imported torch already, so that a launch costs a tenth of a second. The
+Processes are forked from a server that has imported what they need, so that a launch costs a tenth of a second. The
 server itself has run nothing: no thread and no session is inherited.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import inspect
-import multiprocessing
 import os
 import pickle
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from warm import CONTEXT
 
 _GRACE_S = 10.0  # after one rank has failed: for the others to notice by themselves
 
@@ -41,8 +41,6 @@ def run_workers(
     Raises WorkersFailed, after ending all processes; one that hangs shows where each of its threads was.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "kfuse", "pytest", "hypothesis"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
     shared = {
         "WORLD_SIZE": str(count),
@@ -56,10 +54,10 @@ def run_workers(
         logs = [Path(folder, f"rank{rank}") for rank in range(count)]
         processes, receivers = [], []
         for rank, log in enumerate(logs):
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = CONTEXT.Pipe(duplex=False)
             settings = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             what = (inspect.getfile(function), function.__qualname__, payload)
-            process = context.Process(target=_work, args=(*what, settings, sender, str(log), timeout_s), daemon=True)
+            process = CONTEXT.Process(target=_work, args=(*what, settings, sender, str(log), timeout_s), daemon=True)
             process.start()
             sender.close()
             processes.append(process)

@@ -1,4 +1,4 @@
-"""The elastic benchmark's figures follow from what was measured."""
+"""The figures of the elastic benchmark follow from its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel benchmark: its models are the real ones, its checks see a wrong result, and its command line holds."""
+"""The kernel benchmark uses the real models, notices a wrong result, and refuses wrong arguments."""
 
 from __future__ import annotations
 

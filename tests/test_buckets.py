@@ -1,4 +1,4 @@
-"""Bucket layouts: a partition of the parameters, in the order of backward, within capacity, aligned."""
+"""Bucket layouts partition the parameters in the order of backward, within the capacity, and aligned."""
 
 from __future__ import annotations
 

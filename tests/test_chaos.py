@@ -1,4 +1,4 @@
-"""Workers die and hang at every moment of training, and the job ends with the same bits as if nothing had happened."""
+"""Workers die or hang at every moment of training, and the job ends with the same bits as an undisturbed one."""
 
 from __future__ import annotations
 

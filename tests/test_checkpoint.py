@@ -1,4 +1,4 @@
-"""Checkpoints: exact, verified, and in place whole or not at all, whenever their writer is killed."""
+"""A checkpoint is exact and verified, and it is complete or absent, whenever its writer is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job killed at random instants while it writes checkpoints goes on with the same bits, every time."""
+"""A job that is killed at random instants while it writes checkpoints always resumes with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every mistake on the command line ends in one clear line, exit status 2, and nothing written."""
+"""Every mistake on the command line ends in one clear line with exit status 2, and nothing is written."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ WRONG = [
     ("comm.timeout_s=1e300", ["comm.timeout_s=1e+300", "above 0, at most 1000000"]),
     # A sweep over nothing, directories without a name, checkpoints that are none.
     ("-m 'seed=range(0)'", ["a sweep over nothing"]),
-    ("hydra.run.dir=", ["hydra.run.dir=", "allowed is a directory"]),
+    ("hydra.run.dir=", ["hydra.run.dir=", "must be a directory"]),
     ("checkpoint.resume=", ["checkpoint.resume=", "no such path"]),
     ("checkpoint.resume=folder", ["checkpoint.resume=folder", "no checkpoint there"]),
     ("checkpoint.resume=empty.txt", ["checkpoint.resume=empty.txt", "no checkpoint there"]),

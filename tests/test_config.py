@@ -1,4 +1,4 @@
-"""The configuration: what is allowed, the groups, `_target_`, and what a right command line leads to."""
+"""The configuration accepts what is allowed, groups and `_target_` included, and the command line trains by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that are cut off in the middle of a step are left behind; what is left of the job on them ends by itself."""
+"""A job goes on without hosts that are cut off in the middle of a step, and the workers on those hosts end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users hand in becomes a Dataset, or a clear error."""
+"""Data in any supported form becomes a Dataset; anything else is refused with a clear error."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 from small files in both published formats, and refusal of anything else."""
+"""CIFAR-10 is read from both published formats, and other files are refused."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Images by folder: labels, crops, augmentation drawn from the generator, and errors that name the file."""
+"""Images are read by folder, augmentation depends on the generator alone, and errors name the file."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Bytes as tokens: every block once, the next byte as target, and one clear error for any unusable file."""
+"""Text becomes blocks of bytes, each used once with the next byte as target; unusable files are refused."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The display: throttled lines where there is no terminal, a live part that fits where there is one."""
+"""The display prints throttled lines where there is no terminal, and a live part that fits where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers come and go as planned; supervisors are interrupted, terminated and killed; strangers knock."""
+"""Workers join and leave as planned, and a job survives the loss of all workers, of its supervisor, and signals."""
 
 from __future__ import annotations
 
@@ -252,8 +252,8 @@ def test_a_signal_ends_the_run_in_order(
 # -- strangers ----------------------------------------------------------------------------------------------------
 
 
-async def knock(address: str, *messages: bytes) -> None:
-    """Sends what a stranger might: nothing comes back but the connection's end."""
+async def refused(address: str, *messages: bytes) -> None:
+    """Sends what a stranger might. The connection is closed, and nothing comes back."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     with contextlib.suppress(ConnectionError):
@@ -271,7 +271,7 @@ def hello(**fields: Any) -> bytes:
 @pytest.mark.full
 def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) -> None:
     """Garbage, wrong tokens, hundreds of silent connections and an endless line, while training and while growing."""
-    knocked = []
+    turned_away = []
 
     async def strangers(supervisor: Supervisor, job: Job) -> None:
         while not job.metrics:
@@ -297,8 +297,8 @@ def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) ->
             (b"x" * 2**20,) * 40,  # a line without an end
         ]
         for messages in rude:
-            await knock(supervisor.address, *messages)
-            knocked.append(messages)
+            await refused(supervisor.address, *messages)
+            turned_away.append(messages)
         for _, writer in crowd:
             writer.close()
         (tmp_path / "gone").touch()
@@ -306,7 +306,7 @@ def test_strangers_neither_join_nor_disturb(undisturbed: Job, tmp_path: Path) ->
     phases, gates = [{"step": 5, "workers": 2}], [{"step": 60, "workers": 2}]
     settings = [*TRAINING, *chaos(tmp_path, phases=phases, gates=gates, until=str(tmp_path / "gone"))]
     job = run_job(tmp_path / "run", settings, during=strangers)
-    assert len(knocked) == 16, job.told()
+    assert len(turned_away) == 16, job.told()
     assert_same_training(job, undisturbed)
     assert [(len(view["workers"]), view["reason"]) for view in job.views] == [(1, "start"), (2, "grow")]
     assert job.of_kind("failure") == []

@@ -1,4 +1,4 @@
-"""The engine between real workers: whose gradients, in which weights, at which moment, and what is refused."""
+"""The engine reduces gradients as DistributedDataParallel does, and refuses what it cannot reduce correctly."""
 
 from __future__ import annotations
 

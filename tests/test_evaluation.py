@@ -1,4 +1,4 @@
-"""Held-out loss and accuracy: right, or unknown."""
+"""Held-out loss and accuracy are correct, or None where they are unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kf.fit`: a researcher's model, data and policy, on one worker and on several."""
+"""`kf.fit` trains users' models on users' data by users' policies, on one worker and on several."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
         ("set_topology", "ring", "must be one of auto, allreduce, all_to_all, tree"),
         ("set_topology", "my.Transport", "must be one of allreduce, all_to_all, tree"),
         ("set_tree", "oak", "must be one of binary, star, host"),
-        ("set_sync", 0, "allowed is 1 to"),
+        ("set_sync", 0, "must be 1 to"),
         ("set_batch_size", 0, "must be at least 1"),
         ("set_lr", -1.0, "must be a finite number above 0"),
     ],

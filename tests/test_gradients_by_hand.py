@@ -1,4 +1,4 @@
-"""Gradients that no backward brought: set by hand, or of a second point as in sharpness-aware minimisation."""
+"""Gradients that no backward of the loss produced are reduced too: set by hand, or of a second point as in SAM."""
 
 from __future__ import annotations
 

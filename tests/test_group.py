@@ -1,4 +1,4 @@
-"""What a group of workers leaves behind: nothing."""
+"""A retired group is freed at once, with its threads and sockets."""
 
 from __future__ import annotations
 

@@ -113,8 +113,7 @@ def test_importing_kfuse_imports_torch_and_numpy_alone() -> None:
 
 def test_a_worker_boots_without_torchs_compiler() -> None:
     """torch's own optimizers import it as they are made, and that takes longer than torch itself."""
-    run(CHECK + COMPILER)
-    run(OURS + COMPILER)
+    run(CHECK + OURS + COMPILER)
 
 
 def test_importing_kfuse_loads_no_data_loader_and_few_modules_of_ours() -> None:

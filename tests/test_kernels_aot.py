@@ -1,4 +1,4 @@
-"""What the compilers make of the kernels on each GPU target, which needs no GPU.
+"""The kernels compile well for each GPU target: no spills, and wide loads and stores. This needs no GPU.
 
 Also that a launch compiles as the wrappers call it: through Triton's own argument binder, on a pretended device.
 """

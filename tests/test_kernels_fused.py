@@ -1,4 +1,4 @@
-"""Updates that add contributions themselves, and 16-bit parameters with fp32 master weights: bits against two phases.
+"""Updates that add contributions, or keep fp32 master weights for 16-bit parameters, have the bits of two phases.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """

@@ -1,4 +1,4 @@
-"""The Triton code itself, without a GPU: the kernels' own tests again, in a process where Triton interprets.
+"""The Triton code passes the kernels' own tests without a GPU, in a process where Triton interprets.
 
 Triton decides at its import whether it interprets, and then for all of the process: hence another process.
 """

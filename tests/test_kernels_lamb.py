@@ -1,4 +1,4 @@
-"""`lamb` against You et al.'s algorithm 2, written out in float64.
+"""`lamb` agrees with You et al.'s algorithm 2, written out in float64.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """

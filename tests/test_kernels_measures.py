@@ -1,4 +1,4 @@
-"""What `reduce` measures on the way, against float64, and the promise that its bits belong to the block.
+"""What `reduce` measures agrees with float64, and its bits depend on the block alone.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """

@@ -1,4 +1,4 @@
-"""`kf.nn`'s layers and their kernels against float64, and example by example against torch.func.
+"""`kf.nn`'s layers and their kernels agree with float64, and example by example with torch.func.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """

@@ -1,4 +1,4 @@
-"""`adamw` and `sgd` against PyTorch's optimizers in float64.
+"""`adamw` and `sgd` agree with PyTorch's optimizers in float64.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """

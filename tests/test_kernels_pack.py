@@ -1,4 +1,4 @@
-"""`pack` against a float64 oracle and its rules on bits, on whichever implementation this process dispatches to.
+"""`pack` agrees with float64 and keeps its rules on bits, in the implementation that this process dispatches to.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """

@@ -1,4 +1,4 @@
-"""`block_sumsq` and `sum_partials` against float64, and the promise that their order never changes.
+"""`block_sumsq` and `sum_partials` agree with float64, and their order of additions never changes.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """

@@ -1,4 +1,4 @@
-"""On the CPU long buffers are worked on a piece at a time: that must change no bit."""
+"""On the CPU long buffers are worked on a piece at a time, which changes no bit."""
 
 from __future__ import annotations
 

@@ -1,22 +1,19 @@
-"""`reduce` against a plain fold in NumPy, bit for bit.
+"""`reduce` has the bits of a plain fold in NumPy.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from devices import DEVICES, INTERPRETED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kfuse.kernels import balanced, reduce
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = ["cpu"] + ["cuda"] * (torch.cuda.is_available() and not INTERPRETED)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 15 if INTERPRETED else 80
 Merges = tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""kfuse-run on several hosts: one agent each, here on loopback addresses of one machine."""
+"""kfuse-run trains on several hosts with one agent each; here the hosts are loopback addresses of one machine."""
 
 from __future__ import annotations
 
@@ -157,13 +157,13 @@ def test_without_the_token_a_host_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--listen", "here", "train.py"], "argument --listen: here: allowed is HOST:PORT"),
-        (["--listen", "127.0.0.1:70000", "train.py"], "allowed is HOST:PORT"),
+        (["--listen", "here", "train.py"], "argument --listen: here: must be HOST:PORT"),
+        (["--listen", "127.0.0.1:70000", "train.py"], "must be HOST:PORT"),
         (["--listen", "127.0.0.1:0", "train.py"], "--token-file: needed with --listen and --join"),
         (["--join", "127.0.0.1:1", "--token-file", "absent"], "--token-file absent: cannot be read"),
-        (["--join", "127.0.0.1:1", "--token-file", "short"], "allowed is a secret of 16 characters or more"),
+        (["--join", "127.0.0.1:1", "--token-file", "short"], "must hold a secret of at least 16 characters"),
         (["--join", "127.0.0.1:1", "--token-file", "token", "train.py"], "--join: the supervisor has the script"),
-        (["--slots", "0", "train.py"], "--slots 0: allowed is at least 1"),
+        (["--slots", "0", "train.py"], "--slots 0: must be at least 1"),
         ([], "a Python script is needed"),
     ],
 )

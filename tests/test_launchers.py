@@ -1,4 +1,4 @@
-"""Processes as a launcher sees them: their place on the machine, their end, what they print."""
+"""A launcher starts processes, reports their ends and their output, and reuses the slots of those that ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns the learning rate: group["lr"] is the user's or their scheduler's; kfuse multiplies by a factor."""
+"""group["lr"] belongs to the user or their scheduler, and kfuse multiplies it by a factor of its own."""
 
 from __future__ import annotations
 
@@ -183,13 +183,13 @@ def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "arguments", "error", "message"),
     [
-        (lambda opt: None, {"scheduler": 3}, TypeError, "scheduler=int: allowed is a torch"),
+        (lambda opt: None, {"scheduler": 3}, TypeError, "scheduler=int: must be a torch"),
         (lambda opt: None, {"scheduler_interval": "batch"}, None, ""),
         (lambda opt: StepLR(opt, 1), {"scheduler_interval": "batch"}, ValueError, "must be one of step, epoch"),
         (ReduceLROnPlateau, {}, TypeError, "ReduceLROnPlateau needs a metric"),
         (lambda opt: StepLR(make("fused", network()), 1), {}, ValueError, "belongs to another optimizer"),
         (lambda opt: None, {"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
-        (lambda opt: None, {"decay": "step"}, ValueError, "decay=step: allowed are none, cosine"),
+        (lambda opt: None, {"decay": "step"}, ValueError, "decay=step: must be one of none, cosine"),
         (lambda opt: None, {"lr_scaling": "cubic"}, ValueError, "scaling=cubic"),
         (lambda opt: None, {"clip_norm": 0.0}, ValueError, "clip_norm"),
         (lambda opt: None, {"steps": -1}, ValueError, "steps=-1"),

@@ -1,4 +1,4 @@
-"""Uneven workers: measured, reported, given less, replaced; the bits stay the same."""
+"""A slow worker is measured, reported, given fewer micro-batches or replaced, and the bits stay the same."""
 
 from __future__ import annotations
 

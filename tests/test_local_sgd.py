@@ -1,4 +1,4 @@
-"""Workers that update with their own gradients and average their models every few steps (local SGD, Stich 2019)."""
+"""Workers update with their own gradients and average their models every few steps (local SGD, Stich 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kfuse's processes log: by setting, one line a record, nothing twice, nothing in library use."""
+"""kfuse's processes log what the setting asks for, each record once in one line; as a library it sets nothing up."""
 
 from __future__ import annotations
 
@@ -41,24 +41,28 @@ def records(module: str, *arguments: str, folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def root_without_handlers() -> Iterator[None]:
-    """pytest has handlers of its own at the root; they and the logger's level are put back at the end."""
-    root, level = logging.getLogger(), LOG.level
-    kept, root.handlers = root.handlers, []
+    """pytest has handlers of its own at the root; they and the logger's own state are put back at the end."""
+    root = logging.getLogger()
+    kept = root.handlers, LOG.handlers, LOG.level
+    root.handlers, LOG.handlers = [], []
+    LOG.setLevel(logging.NOTSET)
     try:
         yield
     finally:
-        root.handlers = kept
+        root.handlers, LOG.handlers, level = kept
         LOG.setLevel(level)
-        LOG.handlers = []
 
 
+@pytest.mark.full
 def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path: Path) -> None:
     run = ["train.steps=6", "checkpoint.every_steps=3", "policy=none", "observe.tensorboard=false"]
     lines = records("kfuse", *run, "observe.log_level=info", "workers.count=2", folder=tmp_path)
     assert sum("transport allreduce" in line for line in lines) == 1  # rank 0's only
-    assert [re.findall(r"checkpoint: step (\d+)", line) for line in lines if " checkpoint: " in line] == [["3"], ["6"]]
+    written = [re.search(r": checkpoint of step (\d+) written to ", line) for line in lines]
+    assert [found.group(1) for found in written if found] == ["3", "6"]
 
 
+@pytest.mark.full
 def test_a_run_logs_nothing_by_default(tmp_path: Path) -> None:
     run = ["train.steps=3", "checkpoint.every_steps=3", "policy=none", "observe.tensorboard=false"]
     assert records("kfuse", *run, folder=tmp_path) == []
@@ -85,7 +89,7 @@ def test_a_script_logs_nothing_by_default(tmp_path: Path) -> None:
 
 def test_the_library_installs_no_handler(tmp_path: Path) -> None:
     script = SCRIPT + "import logging\nlog = logging.getLogger('kfuse')\nassert (log.handlers, log.level) == ([], 0)\n"
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,15 @@ def test_a_level_shows_its_records_and_graver_ones_in_one_line_each(level: str, 
             each("first\nsecond %d", 3)
     assert "".join(line.split()[1][0] for line in lines) == shown
     assert all(RECORD.match(line) and line.endswith(" worker 7: first second 3") for line in lines)
+
+
+def test_a_level_that_the_script_has_set_is_kept() -> None:
+    lines: list[str] = []
+    with root_without_handlers():
+        LOG.setLevel(logging.INFO)
+        set_up_logging("error", "worker 0", lines.append)
+        LOG.info("shown")
+    assert len(lines) == 1
 
 
 def test_lines_go_to_standard_error_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a loop's body asks for is announced, whenever it asks; what was decided outlives changes of the optimizer."""
+"""Requests from a loop's body take effect, whenever they are made, and outlive changes of the optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses: means over samples, the same for classes and sequences, and no silent broadcast."""
+"""Losses are means over samples, the same for classes and sequences, and never broadcast silently."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Losses at awkward moments: several at once, while a job stops, before anyone else has the state, in slow steps."""
+"""A job goes on when workers are lost several at once, while it stops, or before another one has the state."""
 
 from __future__ import annotations
 

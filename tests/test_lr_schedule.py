@@ -1,4 +1,4 @@
-"""Learning-rate scaling, warmup, decay and progress."""
+"""The learning rate is scaled, warmed up and decayed as configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: shapes, causality, initialisation, and that each can learn what it is for."""
+"""Each model has the right shapes and initial values, and learns what it is for; GPT is causal."""
 
 import math
 import warnings

@@ -1,7 +1,8 @@
-"""The noise scale of `kf.nn`'s layers from one micro-batch, against gradients taken example by example."""
+"""`kf.nn`'s layers give the noise scale of one micro-batch, as gradients taken example by example do."""
 
 from __future__ import annotations
 
+import hydra
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import kfuse as kf
+from kfuse.config import instantiate
+from kfuse.config.check import validate
+from kfuse.data import DataSplit
+from kfuse.models import GPT
 
 
 class Net(nn.Module):
@@ -95,17 +100,40 @@ def test_drop_in() -> None:
     assert ours.norm.per_example_sq_norm is None and ours.last_norm.per_example_sq_norm is not None
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 40), (2, 2, 30)], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_norms(shape: tuple[int, ...], bias: bool) -> None:
-    torch.manual_seed(1)
-    x, dy = torch.randn(*shape, 7), torch.randn(*shape, 9)
-    expected = []
-    for one_x, one_dy in zip(x.double(), dy.double(), strict=True):
-        layer = nn.Linear(7, 9, bias=bias).double()
-        layer(one_x).backward(one_dy)
-        expected.append(sum(p.grad.square().sum() for p in layer.parameters() if p.grad is not None))
-    actual = kf.nn.linear_sq_norms(x, dy, bias=bias)
-    torch.testing.assert_close(actual.double(), torch.stack(expected), rtol=1e-5, atol=0.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must agree but for the last dimension"):
-        kf.nn.linear_sq_norms(x, dy[:1])
+def configured_gpt(*overrides: str) -> tuple[GPT, DataSplit]:
+    """What the command line's overrides build: a small GPT, always of the same weights, and its data."""
+    text = ["model=gpt", "data=text", "data.block_size=16", "model.layers=1", "model.width=16", "model.dropout=0"]
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+        cfg = hydra.compose("config", [*text, *overrides])
+    validate(cfg)
+    split = instantiate.build(cfg.data)
+    torch.manual_seed(cfg.seed)
+    return instantiate.build(cfg.model, **split.spec), split
+
+
+def test_gpt_measures_its_normalisation_layers_by_configuration() -> None:
+    """Through the trainer: after each step of one micro-batch S and G2 of these layers are there."""
+    model, split = configured_gpt("model.noise_norm=true")
+    found = []
+
+    class Watch(kf.BasePolicy):
+        def after_step(self) -> None:
+            found.append(kf.nn.norm_layers_noise(model))
+
+    opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
+    kf.fit(model, split.train, opt, kf.Hook(Watch()), steps=3, batch_size=8, micro_batch=8)
+    assert [noise.samples for noise in found if noise is not None] == [8, 8, 8]
+    assert all(noise.grad_variance > 0 and noise.grad_sq > -noise.grad_variance for noise in found if noise)
+
+
+def test_gpt_measures_nothing_by_default_and_trains_the_same_when_it_does() -> None:
+    (plain, split), (measuring, _) = configured_gpt(), configured_gpt("model.noise_norm=true")
+    assert {type(m) for m in plain.modules() if isinstance(m, nn.LayerNorm)} == {nn.LayerNorm}
+    assert {type(m) for m in measuring.modules() if isinstance(m, nn.LayerNorm)} == {kf.nn.LayerNorm}
+    x, y = split.train.fetch(range(4))
+    gradients = []
+    for model in (plain, measuring):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

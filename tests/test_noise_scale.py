@@ -1,4 +1,4 @@
-"""Noise scale: closed forms, unbiasedness by simulation, and the interval's coverage."""
+"""The noise scale agrees with closed forms, is unbiased in simulation, and its interval has the stated coverage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers on one worker against torch.optim: same updates, same state, same manners."""
+"""On one worker the optimizers make torch.optim's updates, and keep its state and its interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kf.FusedLAMB on one worker against the paper's algorithm as a plain float64 optimizer."""
+"""On one worker kf.FusedLAMB makes the updates of the paper's algorithm, written as a plain float64 optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizer a parameter belongs to, and where its values lie."""
+"""A parameter belongs to one optimizer at a time, and its values lie where that optimizer expects them."""
 
 from __future__ import annotations
 

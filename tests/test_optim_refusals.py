@@ -1,4 +1,4 @@
-"""What an optimizer cannot do right is refused by name: options, copies, inner optimizers, kinds of gradients."""
+"""What an optimizer cannot do correctly is refused by name: options, copies, inner optimizers, kinds of gradients."""
 
 from __future__ import annotations
 

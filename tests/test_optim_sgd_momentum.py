@@ -1,4 +1,4 @@
-"""FusedSGD's momentum buffer: made, kept and restored when torch.optim.SGD's is, whatever happens to the settings."""
+"""FusedSGD makes, keeps and restores its momentum buffer whenever torch.optim.SGD does."""
 
 from __future__ import annotations
 

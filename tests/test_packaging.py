@@ -1,4 +1,4 @@
-"""What is installed: the right packages, with their data, and it is what the tests import."""
+"""The installed package has the right modules and data, and it is the one that the tests import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions and policies: bounds, purity, limits, hysteresis."""
+"""Decisions stay within bounds, and policies are pure, limited in their rate of change, and do not oscillate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launcher=ray, on a real cluster of several nodes (raylets) on this machine."""
+"""launcher=ray survives lost actors and lost nodes, on a real cluster of several nodes (raylets) on this machine."""
 
 from __future__ import annotations
 

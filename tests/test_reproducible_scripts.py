@@ -1,4 +1,4 @@
-"""comm.reproducible in scripts: the same bits for any number of workers, or a refusal or warning of the cause."""
+"""With comm.reproducible a script has the same bits for any number of workers, or the cause is named."""
 
 from __future__ import annotations
 

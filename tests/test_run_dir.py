@@ -1,4 +1,4 @@
-"""The run directory: what is in each file, and when."""
+"""Each file of the run directory has its records in time, also where the disk is full for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers start from rank 0's model whatever each one has built, and a difference that arises later ends the job."""
+"""All workers start from rank 0's model, and a difference that arises later ends the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every sample of an epoch is used exactly once, whatever batches and workers it is cut into."""
+"""Every sample of an epoch is used exactly once, for any batch sizes and numbers of workers."""
 
 import itertools
 

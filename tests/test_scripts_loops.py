@@ -1,4 +1,4 @@
-"""Ordinary training scripts give with kfuse what they give with plain torch, on one worker and on two.
+"""Scripts with unusual training loops give with kfuse what they give with plain torch, on one worker and on two.
 
 Each worker builds other initial parameters, as unseeded scripts do; the twin in plain torch (on two workers:
 DistributedDataParallel) starts from rank 0's, and gets the same data on each rank.

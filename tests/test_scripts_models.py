@@ -1,4 +1,4 @@
-"""Training scripts as users write them, each beside its twin in plain torch (DistributedDataParallel on 2 workers).
+"""Scripts with unusual models train as their twins in plain torch (DistributedDataParallel on 2 workers).
 
 GANs, averaged weights, adapters over a frozen base, several heads, gradient accumulation. Where workers are not seeded
 alike, each builds other initial values, and all must start from rank 0's, as DistributedDataParallel does.

@@ -1,4 +1,4 @@
-"""Strangers at every port of a running job: they neither join nor change a bit of what it computes."""
+"""Connections without the token, at any port of a running job, neither join nor change a bit of the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `opt.stats` says, against closed forms, through the real engine between real workers."""
+"""`opt.stats` agrees with closed forms, through the real engine between real workers."""
 
 from __future__ import annotations
 

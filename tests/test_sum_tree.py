@@ -1,4 +1,4 @@
-"""The canonical tree: any split over workers adds the same numbers in the same order."""
+"""Any split over workers adds the same numbers in the same order, that of the canonical tree."""
 
 from __future__ import annotations
 

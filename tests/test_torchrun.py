@@ -1,4 +1,4 @@
-"""launcher=torchrun: a fixed number of workers, without a supervisor."""
+"""launcher=torchrun trains with a fixed number of workers and resumes after a loss, without a supervisor."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
     [
         ("launcher=torchrun workers.count=3", "workers.count=3: must be 2, as many as torchrun started"),
         ("launcher=torchrun batch.size=0", "batch.size=0"),
-        ("launcher=local", "allowed is launcher=torchrun"),
+        ("launcher=local", "must be launcher=torchrun"),
         ("-m launcher=torchrun seed=1,2", "-m: "),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reductions between real workers: right sums, the same bits everywhere, and an end to waiting."""
+"""Reductions between real workers have the right sums and the same bits on all ranks, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -364,9 +364,9 @@ def test_verbs_on_one_worker_are_the_identity_and_check_their_arguments() -> Non
     assert kf.allreduce(3, "avg") == 3.0 and kf.broadcast(2) == 2.0 and kf.allgather(1) == [1.0]
     total = kf.allreduce(x)
     assert isinstance(total, Tensor) and total is not x and torch.equal(total, x)
-    with pytest.raises(ValueError, match="allowed are sum, avg, min, max"):
+    with pytest.raises(ValueError, match="must be one of sum, avg, min, max"):
         kf.allreduce(1, "mean")
-    with pytest.raises(ValueError, match=r"source 1: allowed are ranks 0 to 0"):
+    with pytest.raises(ValueError, match=r"source=1: must be a rank from 0 to 0"):
         kf.broadcast(1, 1)
     with pytest.warns(UserWarning, match="number of workers is fixed"):
         kf.resize(2)

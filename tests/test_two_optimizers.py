@@ -1,4 +1,4 @@
-"""Several optimizers in one process, whose parameters meet in one backward, on every transport."""
+"""Several optimizers in one process train as with torch where one backward reaches the parameters of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models wrapped in DistributedDataParallel, or sharded by FSDP: refused by name before anything is trained."""
+"""Models wrapped in DistributedDataParallel or sharded by FSDP are refused by name before anything is trained."""
 
 from __future__ import annotations
 

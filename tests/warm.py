@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-
-
 CONTEXT.set_forkserver_preload(
     [
         "__main__",
@@ -24,11 +22,11 @@ CONTEXT.set_forkserver_preload(
         "elastic_job",
         "chaos",
         "soak_worker",
+        "hypothesis",
         "sklearn.datasets",
-        "torch._dynamo",
+        "torch._dynamo",  # torch's own optimizers import it, which takes longer than torch itself
     ]
-)  # what there is of them; in the environment at the first start
-
+)  # those that there are; read once, as the first process is started
 
 Context = ForkContext | ForkServerContext
 

@@ -18,8 +18,6 @@ _NOTHING_TO_RESUME = (
     "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 )
 
-_LOG = logging.getLogger("kfuse")
-
 State = Callable[[], dict[str, Any]]
 
 
@@ -103,6 +101,4 @@ class Checkpoints:
         return self._writer.save(step, state())
 
     def _report(self, event: dict[str, Any]) -> None:
-        facts = ", ".join(f"{name} {value}" for name, value in event.items() if name != "kind")
-        _LOG.info("%s: %s", event["kind"], facts)
         self._session.report("event", {"step": None, **event})

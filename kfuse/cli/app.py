@@ -72,15 +72,15 @@ def _main(fixed: bool = False) -> int:
         args, sweep = _parse(argv), None
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
             if args.experimental_rerun is not None:
-                raise ConfigError("--experimental-rerun: not supported; allowed is to give the overrides again")
+                raise ConfigError("--experimental-rerun: not supported; give the overrides again")
             _check_directories(args.overrides)
             jobs = _jobs(args)
             if not jobs:
-                raise ConfigError(f"{' '.join(args.overrides)}: a sweep over nothing; allowed is one value or more")
+                raise ConfigError(f"{' '.join(args.overrides)}: a sweep over nothing; must have at least one value")
             if _is_sweep(args):
                 sweep = Sweep(jobs)
             if fixed and len(jobs) > 1:
-                raise ConfigError("-m: torchrun's workers are there for one run; allowed is no sweep")
+                raise ConfigError("-m: sweeps are not supported with launcher=torchrun")
             for overrides in jobs:
                 _check(args, overrides, fixed)
         # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
@@ -126,10 +126,10 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
 
 
 def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
-    """Composes and validates one run's configuration, as Hydra will, before it creates anything."""
+    """Composes and validates one run's configuration, as Hydra will, before anything is written."""
     if args.config_dir is not None:
         if not os.path.isdir(args.config_dir):
-            raise ConfigError(f"--config-dir={args.config_dir}: allowed is a directory")
+            raise ConfigError(f"--config-dir={args.config_dir}: must be a directory")
         overrides = [*overrides, f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"]
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"), warnings.catch_warnings():
         warnings.filterwarnings("error", "provider=hydra.searchpath")  # a path that is not there
@@ -140,7 +140,7 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
     drop_replaced_arguments(cfg, overrides)
     validate(cfg)
     if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
-        raise ConfigError("launcher: torchrun started this process; allowed is launcher=torchrun")
+        raise ConfigError("launcher: torchrun started this process; must be launcher=torchrun")
 
 
 def _check_directories(overrides: list[str]) -> None:
@@ -148,7 +148,7 @@ def _check_directories(overrides: list[str]) -> None:
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.get_key_element()
         if key in ("hydra.run.dir", "hydra.sweep.dir") and not override.is_delete() and override.value() in ("", None):
-            raise ConfigError(f"{override.input_line}: allowed is a directory")
+            raise ConfigError(f"{override.input_line}: must be a directory")
 
 
 def _run_hydra(sweep: Sweep | None) -> int:
@@ -206,5 +206,5 @@ def _claim(run_dir: Path, cfg: DictConfig) -> None:
             OmegaConf.save(cfg, file)
     except FileExistsError:
         raise ConfigError(
-            f"hydra.run.dir={run_dir}: holds a run already; allowed is a new directory, or checkpoint.resume=auto"
+            f"hydra.run.dir={run_dir}: holds a run already; use a new one, or checkpoint.resume=auto"
         ) from None

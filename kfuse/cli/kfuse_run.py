@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         return _join(args)
     run_dir = args.run_dir or Path("runs", time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S"))
     if RunDirectory.is_used(run_dir):
-        return _refuse(f"--run-dir {run_dir}: holds a run already; allowed is a new directory")
+        return _refuse(f"--run-dir {run_dir}: holds a run already; must be a new directory")
     try:
         directory = RunDirectory(run_dir, tensorboard=True, ledger=False)
     except OSError as error:
@@ -113,16 +113,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     args.max_workers = max(args.workers, args.min_workers) if args.max_workers is None else args.max_workers
     if not 1 <= args.min_workers <= args.workers <= args.max_workers:
         parser.error(
-            f"--workers {args.workers}: allowed is --min-workers {args.min_workers} (at least 1) "
+            f"--workers {args.workers}: must be --min-workers {args.min_workers} (at least 1) "
             f"to --max-workers {args.max_workers}"
         )
     if args.slots < 1:
-        parser.error(f"--slots {args.slots}: allowed is at least 1")
+        parser.error(f"--slots {args.slots}: must be at least 1")
     if args.listen is not None or args.join is not None:
         args.token = _token(parser, args.token_file)
     if args.join is not None:
         if args.script is not None or args.listen is not None:
-            parser.error("--join: the supervisor has the script; allowed with it are --token-file and --slots")
+            parser.error("--join: the supervisor has the script; must be used with --token-file and --slots only")
     elif args.script is None or not args.script.is_file():
         parser.error(f"{args.script or 'script'}: no such file; a Python script is needed")
     return args
@@ -135,19 +135,19 @@ def _path(text: str) -> Path:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 <= int(port) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text}: allowed is HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text}: must be HOST:PORT")
     return host, int(port)
 
 
 def _token(parser: argparse.ArgumentParser, file: Path | None) -> str:
     if file is None:
-        parser.error("--token-file: needed with --listen and --join; any secret of 16 characters or more")
+        parser.error(f"--token-file: needed with --listen and --join; any secret of at least {_LEAST_TOKEN} characters")
     try:
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--token-file {file}: cannot be read: {error}")
     if len(token) < _LEAST_TOKEN:
-        parser.error(f"--token-file {file}: allowed is a secret of {_LEAST_TOKEN} characters or more")
+        parser.error(f"--token-file {file}: must hold a secret of at least {_LEAST_TOKEN} characters")
     return token
 
 

@@ -1,1 +1,1 @@
-"""The command line's configuration: its schema, what is allowed, how a mistake is said, and what is built of it."""
+"""The command line's configuration: its schema, its checks, its error messages, and what is built from it."""

@@ -197,6 +197,7 @@ class ArrayUnpickler(pickle.Unpickler):
     """Unpickles built-in containers and NumPy arrays; any other class or function is refused, not called."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns what a pickle asks for by name. Raises UnpicklingError for anything but arrays and bytes."""
         # numpy.core is where the published files, older than NumPy 2, look for it.
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return np.empty(0).__reduce__()[0]  # _reconstruct, wherever this version of NumPy keeps it
@@ -281,7 +282,7 @@ def load_image_folder(
     heldout: float = 0.1,
     split_seed: int = 0,
 ) -> DataSplit:
-    """Returns the images under `path`: a folder a class, or `train` and `val`, each with a folder a class.
+    """Returns the images under `path`: a folder for each class, or `train` and `val`, each with one for each class.
 
     Classes are numbered in order of their folders' names. Without `train` and `val`, the fraction `heldout`
     is held out, chosen by a shuffle with `split_seed`. Needs Pillow (the extra `vision`). Raises DataError

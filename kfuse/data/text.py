@@ -14,7 +14,7 @@ from kfuse.data.dataset import DataError, DataSplit
 from kfuse.data.loading import check_heldout, read_bytes
 
 STDLIB_BYTES = 4_000_000
-# Not the library itself, tests of it, or tables and prose written by programs.
+# Folders that are not the library itself, that hold its tests, or tables and text that programs wrote.
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
@@ -26,10 +26,10 @@ class TextBlocks:
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int) -> None:
-        self.tokens = tokens
-        self.block_size = block_size
+        self.tokens, self.block_size = tokens, block_size
 
     def __len__(self) -> int:
+        """The number of whole blocks that have a next byte for each of theirs."""
         return (len(self.tokens) - 1) // self.block_size
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Where the workers of a job of fixed size meet: what torchrun's environment variables say of it."""
+"""Where the workers of a job of fixed size meet, from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rendezvous:
     agent_hosts: bool
     """torchrun's agent hosts the store; otherwise rank 0 does."""
     attempt: str
-    """How often torchrun has restarted the workers: what an earlier attempt left in the store is not for this one."""
+    """How often torchrun has restarted the workers. Keys that an earlier attempt left in the store are not read."""
 
     @staticmethod
     def of_environment() -> Rendezvous | None:
@@ -72,7 +72,7 @@ class Rendezvous:
 
 @functools.cache
 def _connect(meeting: Rendezvous) -> Store:
-    """One connection a process: rank 0 may be the host, and can be it only once."""
+    """One connection per process: where rank 0 hosts the store, it can open it only once."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     master = meeting.rank == 0 and not meeting.agent_hosts

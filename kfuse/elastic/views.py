@@ -47,7 +47,7 @@ class Views:
         job, low, high = self._job, self._job.elasticity.min, self._job.elasticity.max
         allowed = min(max(workers, low), high)
         if allowed != workers:
-            self._clipped(workers, allowed, f"allowed is {low} to {high}")
+            self._clipped(workers, allowed, f"must be {low} to {high}")
         if allowed > job.wanted and (job.done or not job.takes_newcomers):
             self._clipped(allowed, job.wanted, "a new worker would run the script from its first training")
         elif allowed != job.wanted:

@@ -135,7 +135,8 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Closes every file. Closing twice does no harm."""
+        """Closes every file, also in the middle of a batch. Closing twice does no harm."""
+        self._batching = False
         self._write()
         for file in self._files:
             if lines := file.close():

@@ -166,10 +166,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """As torch's."""
         state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
         undecorated(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
     def sync_buffers(self, model: nn.Module) -> None:

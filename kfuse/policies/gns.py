@@ -9,19 +9,18 @@ from kfuse.policies.signals import BasePolicy, Decision, Signals, check_positive
 
 
 class GNSPolicy(BasePolicy):
-    """Keep the batch size at `factor` times the gradient noise scale, and the workers in step with it.
+    """Keeps the batch size at `factor` times the gradient noise scale, and the worker count in proportion to it.
 
-    B_simple is the batch size beyond which larger batches stop paying (McCandlish et al. 2018). It is
-    an estimate, so the policy moves only when the whole confidence interval lies on one side of the
-    batch size, by at most a factor of two at a time, in whole micro-batches. After a move to
-    `factor * noise_scale` the batch size lies inside the interval: the policy does not oscillate.
-    Where only the interval's low end is known, the noise scale may be anything above it: the policy
-    grows to `factor` times the low end, and never shrinks.
+    Batches larger than the noise scale B_simple save few steps (McCandlish et al. 2018). B_simple is an estimate. So
+    the policy changes the batch size only when the whole confidence interval lies on one side of it, by at most a
+    factor of two at a time, in whole micro-batches. After a change to `factor * noise_scale` the batch size lies inside
+    the interval, so the policy does not oscillate. Where only the interval's low end is known, the noise scale may be
+    any number above it: the policy grows to `factor` times the low end, and never shrinks.
 
-    factor: batch size over noise scale; finite and positive.
-    every: decisions fall on the steps divisible by it, hence at least that many steps apart; >= 1.
-    micro_batches_per_worker: micro-batches per step that make up one worker's work; >= 1.
-    allow_shrink: whether batch size and workers may fall too; without it they only grow.
+    factor: the batch size to have, over the noise scale; finite, above 0.
+    every: it decides at steps divisible by this number; at least 1.
+    micro_batches_per_worker: micro-batches of a step that are the work of one worker; at least 1.
+    allow_shrink: whether batch size and worker count may also fall; otherwise they only grow.
 
     Raises ValueError for an argument out of its range.
     """
@@ -78,5 +77,5 @@ class GNSPolicy(BasePolicy):
         return min(max(wanted, signals.bounds.workers_min), signals.bounds.workers_max)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: decisions depend on the signals alone, and the options belong to the configuration."""
+        """Returns nothing: decisions depend on the signals alone, and the arguments come from the configuration."""
         return {}

@@ -15,16 +15,16 @@ _NAMES = ", ".join(sorted(_SETTINGS))
 
 
 class SchedulePolicy(BasePolicy):
-    """Change settings at given steps or epochs.
+    """Changes settings at given steps or epochs.
 
     phases: a list of mappings, each with `step` or `epoch` (all the same one, increasing) and at least
     one of `batch_size`, `lr_scale`, `workers`: [{"epoch": 0, "lr_scale": 1.0},
     {"epoch": 5, "batch_size": 256, "workers": 2}]. A setting holds until a later phase changes it.
 
-    A phase that starts at a step is in force from that step on, asked for as many steps ahead as a decision takes
-    (signals.in_force_at); only one at steps 1 to 3 is in force from step 4. A phase that starts at an epoch is in force
-    from that epoch's fifth step at the latest, epoch 0's from the first. More workers join when they are ready. The
-    same holds in a run that resumes later: the policy asks until the signals show the settings.
+    A phase that starts at a step is in force from that step on: the policy asks for it as many steps before as a
+    decision takes (signals.in_force_at). One that starts at steps 1 to 3 is in force from step 4. A phase that starts
+    at an epoch is in force from that epoch's fifth step at the latest, epoch 0's from the first step. More workers join
+    when they are ready. The policy asks until the signals show the settings, also in a run that resumes later.
 
     Raises ValueError for phases that are not of that form.
     """
@@ -68,7 +68,7 @@ class SchedulePolicy(BasePolicy):
         return asked
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: decisions depend on the signals alone, and the phases belong to the configuration."""
+        """Returns nothing: decisions depend on the signals alone, and the phases come from the configuration."""
         return {}
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from kfuse.statistics.figures import Measured, StepSettings
 
-SYNC_MAX = 2**20  # steps: every whole number up to here is exact in the control word, and nobody drifts for longer
-
-BATCH_MAX = 2**24  # samples: every whole number up to here is exact in the control word
+SYNC_MAX = 2**20
+"""Largest number of steps between synchronisations. The control word (float32) holds every whole number up to it."""
+BATCH_MAX = 2**24
+"""Largest batch size, in samples: float32 holds every whole number up to it."""
 DECISION_LAG = 4
-"""Steps from the one that was measured to the first one that a decision on it applies to: its statistics are read after
-the next step, the decision is announced with the one after that, and the announcement is read one step later."""
+"""Steps from the one that was measured to the first one that a decision on it applies to. Its statistics are read after
+the next step. The decision is announced with the step after that. The announcement is read one step later."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,22 @@ class Signals(Measured, StepSettings):
 class Decision:
     """What a policy asks for. A field left at None asks for no change.
 
-    batch_size: samples per optimizer step. lr_scale: the factor on the learning rate (absolute: it
-    replaces the factor in force). workers: worker count. sync: steps between synchronisations of the
-    workers; 1 reduces every step's gradients, more is local SGD (Stich 2019): each worker updates with
-    its own, and the models are averaged every so many steps. topology: name of a reduction topology.
-    replace: the rank of a worker that a new one is to take the place of.
-
     Raises TypeError where batch_size, workers, sync or replace is not a whole number. Values out of range are no
-    error: `clipped` deals with them, since the bounds belong to the run and not to the policy.
+    error: `clipped` handles them, since the bounds belong to the run and not to the policy.
     """
 
     batch_size: int | None = None
+    """Samples of an optimizer step."""
     lr_scale: float | None = None
+    """Factor on the learning rate. It replaces the factor in force."""
     workers: int | None = None
+    """Worker count."""
     sync: int | None = None
+    """Steps between synchronisations. 1: every step's gradients are reduced. More: local SGD (Stich 2019)."""
     topology: str | None = None
+    """How buckets are reduced: allreduce, all_to_all or tree."""
     replace: int | None = None
+    """Rank of a worker that a new one replaces."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "workers", "sync", "replace"):
@@ -97,12 +98,12 @@ class Decision:
         return all(getattr(self, field.name) is None for field in fields(self))
 
     def merged(self, other: Decision) -> Decision:
-        """Both decisions as one; where both set a field, `other` wins."""
+        """Returns both decisions as one. Where both set a field, `other` is used."""
         asked = {field.name: getattr(other, field.name) for field in fields(other)}
         return replace(self, **{name: value for name, value in asked.items() if value is not None})
 
     def clipped(self, bounds: Bounds) -> tuple[Decision, list[str]]:
-        """The nearest decision within `bounds`, and a note in words for each field that changed.
+        """Returns the nearest decision within `bounds`, and a note for each field that changed.
 
         An lr_scale that is not finite and positive has no nearest allowed value: it is dropped.
         """
@@ -118,12 +119,12 @@ class Decision:
 
 
 class BasePolicy:
-    """A rule that adapts training while it runs. Override any hook, `decide`, or both.
+    """A rule that adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and a pure function.
 
-    The hooks run on every worker, at the same steps, and may use kfuse's module-level verbs
-    (`kf.allreduce`, `kf.resize`, ...). `decide` is a pure function of the signals and the policy's
-    attributes: it has no side effects, so that a policy can be replayed offline and a step that is
-    redone after a failure is decided in the same way.
+    Override any hook, `decide`, or both. The hooks run on every worker at the same steps, and may use kfuse's
+    module-level verbs (`kf.allreduce`, `kf.resize`, ...). `decide` is a function of the signals and the policy's
+    attributes only, without side effects. So a policy can be replayed offline, and a step that is repeated after a
+    failure gets the same decision.
     """
 
     def before_train(self) -> None:
@@ -145,26 +146,26 @@ class BasePolicy:
         """Called once, after the last step."""
 
     def initial(self) -> Decision | None:
-        """What to begin with: called once, on rank 0, before the first step of a run that does not resume another.
+        """Returns what to begin with. Called once, on rank 0, before the first step of a run that resumes no other.
 
-        Batch size, learning-rate factor and synchronisation are in force from the first step; more workers are asked
-        for, and join when they are ready.
+        Batch size, learning-rate factor and synchronisation are in force from the first step. More workers join when
+        they are ready.
         """
         return None
 
     def decide(self, signals: Signals) -> Decision | None:
-        """What to change, given one finished step; None for nothing.
+        """Returns what to change after a finished step; None for nothing.
 
-        A change takes some steps to appear in the signals (a new worker has to start), and asking for
-        the same thing again meanwhile does no harm.
+        A change takes some steps to appear in the signals, for example because a new worker must start. A policy may
+        ask for the same change again meanwhile.
         """
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a joining worker or a resumed run needs to carry on: a copy of the instance attributes
-        that are plain values (None, bool, int, float, str, and lists, tuples and dicts of those).
+        """Returns what a joining worker or a resumed run needs of this policy.
 
-        Attributes of other types are left out: a policy that keeps its state in them overrides this.
+        That is a copy of the instance attributes that are plain values (None, bool, int, float, str, and lists, tuples
+        and dicts of those). Override it in a policy that keeps its state in attributes of other types.
         """
         state = {}
         for name, value in vars(self).items():
@@ -175,7 +176,7 @@ class BasePolicy:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the attributes that `state_dict` returned, here or in another process."""
+        """Sets the attributes that `state_dict` returned, here or in another process."""
         for name, value in state.items():
             setattr(self, name, _plain(value))
 

@@ -42,6 +42,8 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
+    """What the model does on held-out data."""
+
     loss: float
     """Mean over the samples."""
     accuracy: float | None

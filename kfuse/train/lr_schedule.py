@@ -78,15 +78,14 @@ class LRSchedule:
     def __post_init__(self) -> None:
         for name, allowed in (("scaling", get_args(Scaling)), ("decay", get_args(Decay))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"lr.{name}={getattr(self, name)}: allowed are {', '.join(allowed)}")
+                raise ValueError(f"lr.{name}={getattr(self, name)}: must be one of {', '.join(allowed)}")
         if not (math.isfinite(self.warmup_steps) and self.warmup_steps >= 0):
-            raise ValueError(f"lr.warmup_steps={self.warmup_steps}: allowed is a finite number from 0")
+            raise ValueError(f"lr.warmup_steps={self.warmup_steps}: must be a finite number, at least 0")
         if self.base_batch_size < 1:
-            raise ValueError(f"base batch size {self.base_batch_size}: allowed is a whole number from 1")
+            raise ValueError(f"base batch size {self.base_batch_size}: must be at least 1")
         if self.decay == "cosine" and not (self.total is not None and self.total > self.warmup_steps):
             raise ValueError(
-                f"lr.decay=cosine over {self.total} steps in all: allowed is more than "
-                f"lr.warmup_steps={self.warmup_steps}"
+                f"lr.decay=cosine over {self.total} steps in all: must be more than lr.warmup_steps={self.warmup_steps}"
             )
 
     def factor(
@@ -137,7 +136,7 @@ class UserSchedule:
                 'rate by a policy\'s lr_scale, or group["lr"] in a loop of your own'
             )
         if not isinstance(scheduler, LRScheduler):
-            raise TypeError(f"scheduler={type(scheduler).__name__}: allowed is a torch.optim.lr_scheduler.LRScheduler")
+            raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
         if interval not in get_args(Interval):
             raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
         if scheduler.optimizer not in (opt, getattr(opt, "inner", None)):

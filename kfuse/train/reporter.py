@@ -30,6 +30,7 @@ class Reporter:
         return {"recent": list(self.recent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over another worker's records."""
         self.recent.clear()
         self.recent.extend(state["recent"])
 
@@ -38,6 +39,7 @@ class Reporter:
             self._session.report(kind, data)
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
+        """A line of events.jsonl: something that happened at this step."""
         data = {"step": step, "kind": kind, **fields}
         self.recent.append([("event", data)])
         self._send("event", data)

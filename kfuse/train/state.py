@@ -104,9 +104,11 @@ class Progress:
 class Stateful(Protocol):
     """Something with a state of tensors and plain values (None, bool, int, float, str, lists, tuples, dicts)."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The state; tensors may be the object's own."""
 
-    def load_state_dict(self, state: Any, /) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Takes over what `state_dict` returned, here or in another process."""
 
 
 class Trainable:
@@ -119,6 +121,7 @@ class Trainable:
         return [p for group in self._opt.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
+        """By parameter, whether it is trained."""
         return {"requires_grad": [p.requires_grad for p in self._params()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

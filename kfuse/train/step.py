@@ -37,6 +37,7 @@ class StepSamples:
 
     @cached_property
     def sizes(self) -> list[int]:
+        """Of each micro-batch, its samples."""
         return micro_batch_sizes(len(self.indices), self.micro_batch)
 
     def range_of(self, rank: int) -> range:

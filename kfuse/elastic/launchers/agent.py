@@ -89,6 +89,7 @@ class _Agent:
         protocol.tell(self._writer, kind, **fields)
 
     async def handle(self, message: dict[str, Any]) -> None:
+        """Does what a message of the supervisor asks for."""
         number = message.get("worker")
         if message["type"] == "start" and isinstance(number, int):
             folder = message["folder"] if os.path.isdir(message["folder"]) else None

@@ -28,7 +28,7 @@ _PATIENCE_S = 10.0
 
 
 class Keeper:
-    """The actor. It travels by value: its process imports neither kfuse nor torch."""
+    """The actor. Ray pickles it by value, so its process imports neither kfuse nor torch."""
 
     async def start(self, env: dict[str, str], folder: str) -> None:
         """Starts the worker, in `folder` if this node has it. Raises OSError."""
@@ -40,10 +40,10 @@ class Keeper:
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        self._status = await follow(self._process, self._heard)
+        self._status = await follow(self._process, self._printed)
         self._news.set()
 
-    async def _heard(self, line: str) -> None:
+    async def _printed(self, line: str) -> None:
         self._lines.append(line)
         self._news.set()
 
@@ -55,6 +55,7 @@ class Keeper:
         return lines, self._status
 
     async def kill(self) -> None:
+        """Ends the worker at once, with everything it started."""
         self._process.kill()
 
 
@@ -95,6 +96,7 @@ class RayProcess:
         self.running = True
 
     async def lines(self) -> AsyncIterator[str]:
+        """What it prints, line by line, until it ends."""
         while (line := await self._lines.get()) is not None:
             yield line
 
@@ -103,6 +105,7 @@ class RayProcess:
         return await asyncio.shield(self._ending)
 
     def kill(self) -> None:
+        """Ends it at once, whether or not its node answers."""
         if self._killing is None and not self._ending.done():
             self._killing = asyncio.create_task(self._kill())
 
@@ -128,7 +131,7 @@ class RayLauncher:
         """
         for name, value in (("cpus", cpus), ("gpus", gpus)):
             if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value}: allowed is a number from 0")
+                raise ValueError(f"{name}={value}: must be a number, at least 0")
         if importlib.util.find_spec("ray") is None:
             raise ValueError("launcher=ray: Ray is not installed; needed is pip install 'kfuse[ray]'")
         self._address, self._host = address, host
@@ -138,6 +141,7 @@ class RayLauncher:
         self._closing = threading.Event()
 
     async def open(self) -> str:
+        """Connects to the cluster; returns this machine's address, as the nodes reach it. Raises OSError."""
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[str] = loop.create_future()
 
@@ -188,10 +192,12 @@ class RayLauncher:
             ray.shutdown()
 
     async def start(self, env: Mapping[str, str]) -> RayProcess:
+        """A worker that starts as soon as a node has room for it."""
         path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
         threads = {protocol.ENV_THREADS: str(max(1, int(self._cpus)))}
         return RayProcess(self._actors.remote(), f"cpus={self._cpus}, gpus={self._gpus}", {**path, **threads, **env})
 
     async def close(self) -> None:
+        """Disconnects from the cluster."""
         self._closing.set()
         await asyncio.to_thread(self._holder.join, _CLOSE_TIMEOUT_S)

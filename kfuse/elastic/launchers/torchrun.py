@@ -13,7 +13,7 @@ class TorchrunLauncher:
         meeting = Rendezvous.of_environment()
         if meeting is None:
             raise ValueError(
-                "launcher=torchrun: torchrun did not start this process; allowed is "
+                "launcher=torchrun: torchrun did not start this process; start it by "
                 "torchrun --nproc-per-node N -m kfuse launcher=torchrun ..."
             )
         self.meeting = meeting
