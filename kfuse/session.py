@@ -226,6 +226,11 @@ class Session:
         if not sys.is_finalizing():
             self._tell("loop_ended", training=self.training, failed_at=failed_at)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether anybody keeps what `report` is given."""
+        return self._record is not None or self.elastic
+
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Sends a record to whoever keeps the run directory: the supervisor, if there is one."""
         if self._record is not None:
