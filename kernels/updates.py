@@ -155,7 +155,7 @@ class AdamWArguments(ElementwiseArguments):
     step: Tensor
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         self.check_as("adamw")
 
 
@@ -177,7 +177,7 @@ class SGDArguments(ElementwiseArguments):
     first_step: bool
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         momentum = self.options.momentum
         if (self.momentum_buffer is None) != (momentum == 0):
             raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
@@ -210,7 +210,7 @@ class LAMBArguments(UpdateArguments):
     step: Tensor
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
             flat: Tensor = getattr(self, name)
             if flat.dim() != 1 or flat.numel() < self.table.end:

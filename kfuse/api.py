@@ -1,8 +1,9 @@
-"""kfuse's verbs: KungFu's names for what a policy or a training script may ask and order.
+"""The functions kf.rank, kf.resize, kf.set_lr, ... for policies and training scripts; the names are KungFu's.
 
-What changes training (`resize`, `set_batch_size`, `set_lr`, `set_sync`, `set_topology`, `set_tree`) is announced by the
-leader with the next step and takes effect on every worker at the same step; on other workers these calls do nothing.
-What exchanges values (`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
+Functions that change training (`set_batch_size`, `set_lr`, `set_sync`, `set_topology`, `set_tree`): rank 0 announces
+the change with the next step, and it applies on every worker from the same step on. `resize` goes to the supervisor.
+On other ranks these calls do nothing.
+Collectives (`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def allreduce(value: Tensor | Number, op: str = "sum") -> Tensor | float:
 
 
 def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
-    """Rank `source`'s value; tensors must have one shape and dtype on all workers."""
+    """Rank `source`'s value; tensors must have one shape and dtype on all workers. Raises ValueError, CommError."""
     group = _joined().group
     if not 0 <= source < group.size:
         raise ValueError(f"kf.broadcast source={source}: must be a rank from 0 to {group.size - 1}")
@@ -70,7 +71,7 @@ def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
 
 
 def allgather(value: Tensor | Number) -> list[Tensor] | list[float]:
-    """Every worker's value, in rank order; tensors must have one shape and dtype on all workers."""
+    """Every worker's value, in rank order; tensors must have one shape and dtype on all workers. Raises CommError."""
     group = _joined().group
     if isinstance(value, Tensor):
         return [t.to(value.device) for t in group.all_gather(value.detach().to(group.device), "kf.allgather")]
@@ -79,7 +80,7 @@ def allgather(value: Tensor | Number) -> list[Tensor] | list[float]:
 
 
 def barrier() -> None:
-    """Returns when every worker has called it."""
+    """Returns when every worker has called it. Raises CommError."""
     _joined().group.barrier("kf.barrier")
 
 
@@ -115,7 +116,7 @@ def _latest(name: str) -> float:
 
 
 def resize(workers: int) -> None:
-    """Asks for this many workers. They join, or leave, at a later step boundary, when they are ready."""
+    """Requests this many workers. Workers join, when they are ready, or leave, at a later step boundary."""
     session, decisions = current(), running()
     if not session.elastic:
         warnings.warn("kf.resize: this job's number of workers is fixed: no supervisor started it", stacklevel=2)
@@ -126,7 +127,7 @@ def resize(workers: int) -> None:
 
 
 def set_batch_size(samples: int) -> None:
-    """Sets the global batch size. Inside kf.fit only."""
+    """Sets the global batch size. Inside kf.fit only. Raises ValueError below 1."""
     decisions = _running("kf.set_batch_size")
     if samples < 1:
         raise ValueError(f"kf.set_batch_size({samples}): must be at least 1")
@@ -163,8 +164,8 @@ def set_sync(steps: int) -> None:
     decisions.request(sync=steps)
 
 
-def _running(verb: str) -> Decisions:
+def _running(function: str) -> Decisions:
     decisions = running()
     if decisions is None:
-        raise RuntimeError(f"{verb} works inside kf.fit: in a loop of your own, set it there")
+        raise RuntimeError(f"{function} works inside kf.fit: in a loop of your own, set it there")
     return decisions

@@ -22,11 +22,11 @@ from kfuse.train.build import build_trainer, comm_options, set_threads
 
 
 def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
-    """Rank 0's part: tells the others the job, trains, and keeps what is reported. Returns the exit status."""
-    keeping = threading.Lock()  # checkpoints are reported by the thread that writes them
+    """Rank 0: sends the configuration to the others, trains, and writes the run directory. Returns the exit status."""
+    lock = threading.Lock()  # checkpoints are reported by the thread that writes them
 
     def record(kind: str, data: dict[str, Any]) -> None:
-        with keeping:
+        with lock:
             recorder.keep([(kind, data)])
 
     meeting.announce(job)
@@ -43,7 +43,7 @@ def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
 
 
 def follow(meeting: Rendezvous) -> int:
-    """Any other rank's part: trains as rank 0 says, in silence. Returns the exit status."""
+    """Any other rank: receives the configuration from rank 0 and trains; shows nothing. Returns the exit status."""
     try:
         job = meeting.await_job()
         if isinstance(job, int):
@@ -61,24 +61,24 @@ def _train(meeting: Rendezvous, job: dict[str, Any], record: Record | None = Non
     """Returns why training ended. Raises CommError if a worker is lost."""
     set_threads(job)
     session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
-    with _signals_noted() as noted:
+    with _collect_stop_signals() as reasons:
         trainer = build_trainer(job)
-        trainer.decisions.stop_requests = noted
+        trainer.decisions.stop_requests = reasons
         summary = trainer.run()
     return None if summary is None else summary["exit_reason"]
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[list[str]]:
-    """Ctrl-C and SIGTERM as reasons to stop: training then ends at a step boundary, which the leader announces."""
-    noted: list[str] = []
+def _collect_stop_signals() -> Iterator[list[str]]:
+    """Context: Ctrl-C and SIGTERM append a stop reason to the list; training then ends at a step boundary."""
+    reasons: list[str] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        noted.append("interrupted" if number == signal.SIGINT else "terminated")
+        reasons.append("interrupted" if number == signal.SIGINT else "terminated")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield noted
+        yield reasons
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """A step's figures, each defined once: name, unit and meaning.
 
-`Measured` is what a step's gradients say, `StepSettings` what the step was made with, `StepContext` that and its times.
+`Measured` is computed from a step's gradients. `StepSettings` is what the step was made with; `StepContext` adds times.
 From them come `StepStats`, `policies.Signals`, the columns of metrics.jsonl, TensorBoard's tags and the display.
 """
 
