@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from torch import Tensor
 from kfuse.optim.base import latest_optimizer
 from kfuse.policies.signals import SYNC_MAX
 from kfuse.session import Session, current
-from kfuse.train.decisions import Decisions, running
+
+if TYPE_CHECKING:
+    from kfuse.train.decisions import Decisions
 
 Number = int | float
 
@@ -117,7 +120,7 @@ def _latest(name: str) -> float:
 
 def resize(workers: int) -> None:
     """Requests this many workers. Workers join, when they are ready, or leave, at a later step boundary."""
-    session, decisions = current(), running()
+    session, decisions = current(), _running()
     if not session.elastic:
         warnings.warn("kf.resize: this job's number of workers is fixed: no supervisor started it", stacklevel=2)
     elif decisions is not None:
@@ -128,7 +131,7 @@ def resize(workers: int) -> None:
 
 def set_batch_size(samples: int) -> None:
     """Sets the global batch size. Inside kf.fit only. Raises ValueError below 1."""
-    decisions = _running("kf.set_batch_size")
+    decisions = _in_training("kf.set_batch_size")
     if samples < 1:
         raise ValueError(f"kf.set_batch_size({samples}): must be at least 1")
     decisions.request(batch_size=samples)
@@ -139,17 +142,17 @@ def set_lr(lr: float) -> None:
 
     Raises ValueError unless it is finite and above 0, and where the rate now is 0, which no factor changes.
     """
-    _running("kf.set_lr").request_lr(lr)
+    _in_training("kf.set_lr").request_lr(lr)
 
 
 def set_topology(name: str) -> None:
     """Sets how gradients are reduced: "allreduce", "all_to_all" or "tree". Inside kf.fit only."""
-    _running("kf.set_topology").request(topology=name)
+    _in_training("kf.set_topology").request(topology=name)
 
 
 def set_tree(shape: str) -> None:
     """Sets the shape of the topology "tree": "binary", "star" or "host" (one message a host). Inside kf.fit only."""
-    _running("kf.set_tree").request(tree=shape)
+    _in_training("kf.set_tree").request(tree=shape)
 
 
 def set_sync(steps: int) -> None:
@@ -158,14 +161,20 @@ def set_sync(steps: int) -> None:
     1: every step's gradients are reduced. More: local SGD (Stich 2019): each worker updates with its own gradients, and
     parameters and optimizer state are averaged every so many steps; statistics of the mean gradient are unknown.
     """
-    decisions = _running("kf.set_sync")
+    decisions = _in_training("kf.set_sync")
     if not 1 <= steps <= SYNC_MAX:
         raise ValueError(f"kf.set_sync({steps}): must be 1 to {SYNC_MAX}")
     decisions.request(sync=steps)
 
 
-def _running(function: str) -> Decisions:
-    decisions = running()
+def _running() -> Decisions | None:
+    from kfuse.train.decisions import running  # only where there is, or may be, a training loop
+
+    return running()
+
+
+def _in_training(function: str) -> Decisions:
+    decisions = _running()
     if decisions is None:
         raise RuntimeError(f"{function} works inside kf.fit: in a loop of your own, set it there")
     return decisions

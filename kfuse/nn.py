@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kfuse.kernels import norm_backward, norm_forward
+from kfuse.kernels.normalisation import norm_backward, norm_forward
 from kfuse.statistics.noise_scale import moments
 
 

@@ -31,7 +31,6 @@ from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.rendezvous import Rendezvous, own_address
-from kfuse.logs import set_up_logging
 
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -39,6 +38,7 @@ _LOG = logging.getLogger("kfuse")
 
 _ARRIVED = "arrived"  # in a view's store, once somebody comes from the view before
 _POLL_S = 0.01
+_CONNECT_S = 1.0  # an attempt to reach a view's store, which is there before the view is announced
 _MOST_LANES = 8  # only optimizers that take part in one backward need different ones
 _CLOSE_S = 5.0  # at the end of a process, for the others to come to theirs
 
@@ -271,6 +271,8 @@ def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Sessi
     """The session of a worker that a supervisor started; it is alone until `join`."""
     global _current
     if "observe" in client.job:
+        from kfuse.logs import set_up_logging  # in the commands' processes only
+
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     _leave_sigterm_to_the_supervisor()
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
@@ -357,7 +359,7 @@ def _form_group(view: View, rank: int, old: Group, check: Callable[[], None], ne
         return Group(device=old.device, timeout_s=old.timeout_s, check=check)
     host, port = view.store
     try:
-        store = TCPStore(host, port, None, False, timedelta(seconds=old.timeout_s), wait_for_workers=False)
+        store = _connect_store(host, port, old.timeout_s, check)
         address = own_address(host, port)
         if not new:
             store.set(_ARRIVED, "")
@@ -370,6 +372,25 @@ def _form_group(view: View, rank: int, old: Group, check: Callable[[], None], ne
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
     hosts = [member.host for member in view.members]
     return Group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
+
+
+def _connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
+    """A view's store, connected to in short attempts.
+
+    The store may be closed at this moment, because another worker was lost: then `check` raises ViewChanged. Left to
+    itself, torch would try again until the timeout. Raises RuntimeError after the timeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        check()
+        try:
+            attempt = timedelta(seconds=min(timeout_s, _CONNECT_S))
+            store = TCPStore(host, port, None, False, attempt, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
 
 
 def _device() -> torch.device:

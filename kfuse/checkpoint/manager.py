@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,25 @@ _NOTHING_TO_RESUME = (
 CaptureState = Callable[[], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """The settings checkpoint.*, and where the checkpoints are."""
-
-    directory: Path
-    every_steps: int | None = None
-    """Steps between checkpoints; None: none are written."""
-    keep: int = 3
-    """How many of the newest are kept."""
-    resume: str = "never"
-    """never, auto (the newest valid one in `directory`, if there is one), or a path."""
-
-
 class Checkpoints:
     """The checkpoints of one run, on every worker. Only the leader writes: the others have the same state."""
 
-    def __init__(self, settings: CheckpointSettings | None, session: Session) -> None:
-        self._settings, self._session = settings, session
+    def __init__(
+        self,
+        directory: Path,
+        session: Session,
+        *,
+        every_steps: int | None = None,
+        keep: int = 3,
+        resume: str = "never",
+    ) -> None:
+        """directory: where they go. every_steps: None: none are written. keep: how many of the newest ones stay.
+
+        resume: where the first state comes from: never, auto (the newest good one in `directory`, if there is one), or
+        the path of one.
+        """
+        self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
+        self._session = session
         self._writer: Checkpointer | None = None
         self._written = -1  # step of the newest, written or under way
 
@@ -47,16 +47,14 @@ class Checkpoints:
 
         Raises CheckpointError if the one asked for by path cannot be used.
         """
-        if self._settings is None:
-            return None
         found = None
-        if restarted or self._settings.resume == "auto":
-            found = load_newest(self._settings.directory, self._report)
-        if found is None and self._settings.resume not in ("never", "auto"):
-            found = self._load_path(Path(self._settings.resume).expanduser())
+        if restarted or self._resume == "auto":
+            found = load_newest(self._directory, self._report)
+        if found is None and self._resume not in ("never", "auto"):
+            found = self._load_path(Path(self._resume).expanduser())
         if found is None:
-            if self._settings.resume == "auto" and not restarted:
-                self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._settings.directory)})
+            if self._resume == "auto" and not restarted:
+                self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._directory)})
             return None
         state, path = found
         self._written = state["progress"]["step"]
@@ -78,13 +76,13 @@ class Checkpoints:
 
         state: called on the leader, returns the state to write.
         """
-        every = self._settings.every_steps if self._settings else None
+        every = self._every_steps
         if every and step // every > max(self._written, 0) // every and self._save(step, state):
             self._written = step
 
     def save_last(self, step: int, state: CaptureState) -> None:
         """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one."""
-        if self._settings is None or self._settings.every_steps is None or self._session.group.rank != 0:
+        if self._every_steps is None or self._session.group.rank != 0:
             return
         if self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
@@ -97,11 +95,10 @@ class Checkpoints:
             self._writer.wait()
 
     def _save(self, step: int, state: CaptureState) -> bool:
-        assert self._settings is not None
         if self._session.group.rank != 0:
             return True
         if self._writer is None:
-            self._writer = Checkpointer(self._settings.directory, self._settings.keep, self._report)
+            self._writer = Checkpointer(self._directory, self._keep, self._report)
         return self._writer.save(step, state())
 
     def _report(self, event: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ from kfuse.config import instantiate
 from kfuse.config.instantiate import show
 from kfuse.config.messages import explain
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
-from kfuse.without_dynamo import without_dynamo
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
 # The data sets that supply an argument of a model.
@@ -228,7 +227,8 @@ def _check_optimizer(node: Any, lr: float) -> None:
         raise ConfigError(f"{path}: must step once on dense gradients; this one {why}")
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     # Not torch's own add_param_group: its decorator imports torch's compiler, which takes seconds.
-    quick = {"add_param_group": without_dynamo(torch.optim.Optimizer.add_param_group)}
+    decorated = torch.optim.Optimizer.add_param_group  # against compiling it: a first call imports torch's compiler
+    quick = {"add_param_group": getattr(decorated, "__wrapped__", decorated)}
     base = next(base for base in factory.__mro__ if base.__module__.startswith("torch.optim."))
     try:
         if base is not torch.optim.Optimizer:

@@ -33,7 +33,6 @@ from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
 from kfuse.optim.scaling import LossScale, NonfiniteWarning, scaling
 from kfuse.session import Session, current
 from kfuse.statistics.step_stats import Statistics, StepStats
-from kfuse.without_dynamo import without_dynamo
 
 _LOG = logging.getLogger("kfuse")
 
@@ -137,7 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if not isinstance(param_group.get("params"), Tensor | set):
             param_group["params"] = list(param_group["params"])
             self._refuse_duplicates(param_group)
-        without_dynamo(torch.optim.Optimizer.add_param_group)(self, param_group)
+        _without_compiler(torch.optim.Optimizer.add_param_group)(self, param_group)
         if hasattr(self, "engine"):
             try:
                 self._build_engine()
@@ -169,12 +168,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's."""
-        state: dict[str, Any] = without_dynamo(torch.optim.Optimizer.state_dict)(self)
+        state: dict[str, Any] = _without_compiler(torch.optim.Optimizer.state_dict)(self)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's."""
-        without_dynamo(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+        _without_compiler(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Keeps the buffers that `model` changes as it trains (BatchNorm's running statistics) the same on all workers.
@@ -424,6 +423,16 @@ def check_clip_norm(clip_norm: float | None) -> None:
     """Raises ValueError unless positive or None."""
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
+
+
+def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under torch's decorator `_disable_dynamo`, or `method` itself if it has no decorator.
+
+    The decorator imports torch's compiler at its first call, which takes longer than importing torch: a worker would
+    start later, or all others would wait for it while the training state is transferred.
+    """
+    wrapped: Callable[..., Any] = getattr(method, "__wrapped__", method)
+    return wrapped
 
 
 def _label(index: int, name: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kfuse.checkpoint.manager import CheckpointSettings
+from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
 from kfuse.data import DataSplit, as_dataset
@@ -69,7 +69,6 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         balance=workers["balance"],
         sync_every=config["comm"]["sync_every"],
         ledger=config["observe"]["ledger"],
-        checkpoints=CheckpointSettings(Path(config["run_dir"], "checkpoints"), **config["checkpoint"]),
     )
     return Trainer(
         model,
@@ -77,6 +76,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         _optimizer(config, model),
         settings,
         policy=instantiate.build(config["policy"]),
+        checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
         heldout=as_dataset(split.heldout),
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
     )

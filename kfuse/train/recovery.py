@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, DistributedOptimizer
@@ -22,9 +21,11 @@ from kfuse.session import Session
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
 from kfuse.train.reporter import Reporter
-from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, TrainingState
 from kfuse.train.step import generators_restored
+
+if TYPE_CHECKING:
+    from kfuse.checkpoint.manager import Checkpoints
 
 
 class Recovery:
@@ -34,18 +35,21 @@ class Recovery:
         self,
         session: Session,
         opt: DistributedOptimizer,
-        settings: Settings,
         progress: Progress,
         decisions: Decisions,
         state: TrainingState,
+        checkpoints: Checkpoints | None,
         reporter: Reporter,
         arguments: Mapping[str, Any],
+        base_lr: float | None,
     ) -> None:
-        """arguments: what must be equal on all workers, by name: each computes its share of a step from it."""
-        self._session, self._opt, self._settings, self._progress = session, opt, settings, progress
-        self._decisions, self._state, self._reporter = decisions, state, reporter
-        self._arguments = dict(arguments)
-        self._checkpoints = Checkpoints(settings.checkpoints, session)
+        """arguments: what must be equal on all workers, by name: each computes its share of a step from it.
+
+        base_lr: the configured learning rate, which replaces a checkpoint's; None: the checkpoint's is used.
+        """
+        self._session, self._opt, self._progress, self._decisions = session, opt, progress, decisions
+        self._state, self._checkpoints, self._reporter = state, checkpoints, reporter
+        self._arguments, self._base_lr = dict(arguments), base_lr
         self._joined = self._has_state = False
 
     @contextlib.contextmanager
@@ -65,7 +69,7 @@ class Recovery:
             if isinstance(error, ControlError | CommError):
                 self._session.lost = True
                 self._opt.engine.abort()
-                if self._has_state:
+                if self._has_state and self._checkpoints is not None:
                     self._checkpoints.save_last(self._progress.step, self._state.capture)
             elif isinstance(error, ConsistencyError):
                 self._session.give_up(str(error))
@@ -89,14 +93,15 @@ class Recovery:
         if session.elastic:
             session.check()
             drop_retired()
-        self._checkpoints.save_when_due(at.step, self._state.capture)
+        if self._checkpoints is not None:
+            self._checkpoints.save_when_due(at.step, self._state.capture)
         if session.view is None or at.generation <= session.view.generation:
             return
         started = time.perf_counter()
-        if not session.switch(at.generation):
+        if session.switch(at.generation):
+            self._share_state(time.perf_counter() - started)
+        elif self._checkpoints is not None:
             self._checkpoints.close()
-            return
-        self._share_state(time.perf_counter() - started)
 
     def recover(self, error: CommError) -> None:
         """Forms a group with the survivors, repeatedly if needed, and takes over the most advanced one's state.
@@ -149,9 +154,10 @@ class Recovery:
 
     def save_last(self) -> None:
         """Training is over: writes a last checkpoint, if checkpoints are enabled."""
-        self._checkpoints.save_last(self._progress.step, self._state.capture)
-        if not self._progress.stop:  # a job that was told to stop has little time left
-            self._checkpoints.close()
+        if self._checkpoints is not None:
+            self._checkpoints.save_last(self._progress.step, self._state.capture)
+            if not self._progress.stop:  # a job that was told to stop has little time left
+                self._checkpoints.close()
 
     def _gather_positions(self) -> list[int]:
         """By rank, `Progress.position`; -1 for a worker without state."""
@@ -171,14 +177,14 @@ class Recovery:
 
     def _load_or_begin(self, restarted: bool) -> None:
         """Resumes from a checkpoint, if there is one to resume from; else applies the policy's initial settings."""
-        saved, at = self._checkpoints.load(restarted), self._progress
+        at, saved = self._progress, None if self._checkpoints is None else self._checkpoints.load(restarted)
         if saved is None:
             self._decisions.begin()
         else:
             self._restore(saved)
-            if self._settings.base_lr is not None:
+            if self._base_lr is not None:
                 for group in self._opt.param_groups:
-                    group["lr"] = self._settings.base_lr
+                    group["lr"] = self._base_lr
             at.stop = at.generation = 0
             at.resumed_at = at.step
         self._has_state = True

@@ -7,7 +7,6 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-from kfuse.checkpoint.manager import CheckpointSettings
 from kfuse.optim.base import check_clip_norm
 from kfuse.policies.signals import BATCH_MAX, Bounds
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
@@ -49,7 +48,6 @@ class Settings:
     """Give slower workers fewer micro-batches."""
     ledger: bool = False
     """Report each micro-batch's sample indices."""
-    checkpoints: CheckpointSettings | None = None
 
     def shared(self) -> dict[str, Any]:
         """The settings, by name, that must be equal on all workers: each computes its share of a step from them."""

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
 from kfuse.train.step import Step, StepSamples
 
+if TYPE_CHECKING:
+    from kfuse.checkpoint.manager import Checkpoints
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -49,13 +52,15 @@ class Trainer:
         *,
         policy: BasePolicy | None = None,
         scheduler: UserSchedule | None = None,
+        checkpoints: Checkpoints | None = None,
         loss_fn: LossFunction = default_loss,
         heldout: Dataset | None = None,
         facts: Mapping[str, float] | None = None,
         user_loop: bool = False,
     ) -> None:
-        """scheduler: a torch scheduler, stepped here. loss_fn(output, target): the MEAN loss over a micro-batch.
+        """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
+        loss_fn(output, target): the MEAN loss over a micro-batch.
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
@@ -70,7 +75,7 @@ class Trainer:
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
-        self._body_is_users = user_loop
+        self._user_loop = user_loop
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, len(data))
@@ -96,9 +101,16 @@ class Trainer:
         }
         if scheduler is not None:
             parts["scheduler"] = scheduler.scheduler
-        arguments = settings.shared() | {"samples of data": len(data)}
         self._recovery = Recovery(
-            self.session, opt, settings, self.progress, self.decisions, TrainingState(parts), self._reporter, arguments
+            self.session,
+            opt,
+            self.progress,
+            self.decisions,
+            TrainingState(parts),
+            checkpoints,
+            self._reporter,
+            arguments=settings.shared() | {"samples of data": len(data)},
+            base_lr=settings.base_lr,
         )
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
@@ -170,7 +182,7 @@ class Trainer:
         opt.zero_grad()  # drops gradients of an interrupted step, or of an earlier backward
         opt.statistics.begin_run()
         opt.engine.step = 0
-        opt.loop_handles_lost_workers = self._body_is_users and self.session.elastic
+        opt.loop_handles_lost_workers = self._user_loop and self.session.elastic
         try:
             yield
         finally:
