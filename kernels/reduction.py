@@ -227,7 +227,7 @@ def reduce_by_torch(given: ReduceArguments) -> None:
 
 
 def _add_rows(rows: Tensor, merges: Merges, out: Tensor) -> None:
-    """Adds up the rows as `merges` say and writes the sum. `out` may be the first row; the others stay."""
+    """Adds up the rows in the order of `merges` and writes the sum. `out` may be the first row; the others stay."""
     program = postfix(len(rows), merges)
     if program.count(0) > 1 and out.data_ptr() == rows.data_ptr():  # the first row is needed again after it was written
         rows = rows.clone()

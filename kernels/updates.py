@@ -20,7 +20,7 @@ from kfuse.kernels.table import CHUNK, PackTable
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Settings of AdamW and LAMB, in torch.optim's words."""
+    """Settings of AdamW and LAMB, named as in torch.optim."""
 
     lr: float
     beta1: float
@@ -42,7 +42,7 @@ class AdamOptions:
 
 @dataclass(frozen=True)
 class SGDOptions:
-    """Settings of SGD, in torch.optim's words."""
+    """Settings of SGD, named as in torch.optim."""
 
     lr: float
     momentum: float = 0.0
@@ -77,7 +77,7 @@ class UpdateArguments(Arguments):
 
     @property
     def skipped(self) -> bool:
-        """Whether `found_inf` says so. Waits for the device."""
+        """Whether `found_inf` is not 0. Waits for the device."""
         # PyTorch's fused kernels skip for exactly 1.0; here any nonzero count of bad values skips.
         return self.found_inf is not None and self.found_inf.item() != 0
 

@@ -126,7 +126,7 @@ def resize(workers: int) -> None:
     elif decisions is not None:
         decisions.request(workers=workers)
     else:
-        session.order("resize", workers=operator.index(workers))
+        session.ask_supervisor("resize", workers=operator.index(workers))
 
 
 def set_batch_size(samples: int) -> None:

@@ -50,7 +50,7 @@ class Checkpointer:
     """Writes checkpoints into one directory; at most one Checkpointer a process may write there.
 
     A checkpoint is written under a hidden name, made durable, then renamed: whenever the process is killed, the last
-    complete one stays. Hidden directories that dead processes of this host left are removed before the next write.
+    complete one stays. Hidden directories that ended processes of this host left are removed before the next write.
     """
 
     def __init__(self, directory: Path, keep: int, report: Report) -> None:

@@ -46,18 +46,18 @@ def main() -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        meeting = Rendezvous.of_environment()
+        rendezvous = Rendezvous.of_environment()
     except RuntimeError as error:
         return _refuse(str(error))
-    if meeting is None or meeting.size == 1:
+    if rendezvous is None or rendezvous.size == 1:
         return _main()
-    if meeting.rank > 0:
-        return torchrun.follow(meeting)
+    if rendezvous.rank > 0:
+        return torchrun.follow(rendezvous)
     status = USAGE_ERROR
     try:
         status = _main(fixed=True)
     finally:
-        meeting.dismiss(status)
+        rendezvous.dismiss(status)
     return status
 
 

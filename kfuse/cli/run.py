@@ -37,7 +37,7 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     )
     if isinstance(launcher, TorchrunLauncher):
         set_up_logging(observe["log_level"], "worker 0")
-        return torchrun.lead(launcher.meeting, job, recorder)
+        return torchrun.lead(launcher.rendezvous, job, recorder)
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
     elasticity = Elasticity(
         **{key: config["workers"][key] for key in ("count", "min", "max")},

@@ -21,7 +21,7 @@ from kfuse.session import Record
 from kfuse.train.build import build_trainer, comm_options, set_threads
 
 
-def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
+def lead(rendezvous: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
     """Rank 0: sends the configuration to the others, trains, and writes the run directory. Returns the exit status."""
     lock = threading.Lock()  # checkpoints are reported by the thread that writes them
 
@@ -29,10 +29,10 @@ def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
         with lock:
             recorder.keep([(kind, data)])
 
-    meeting.announce(job)
+    rendezvous.announce(job)
     why: str | None = "failed"
     try:
-        why = _train(meeting, job, record)
+        why = _train(rendezvous, job, record)
     except (CommError, ConsistencyError) as error:
         recorder.failed(str(error))
         print(f"kfuse: error: {error}; the run directory is {recorder.directory.path}", file=sys.stderr)
@@ -42,25 +42,25 @@ def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
     return STOP_STATUS.get(why or "", 0)
 
 
-def follow(meeting: Rendezvous) -> int:
+def follow(rendezvous: Rendezvous) -> int:
     """Any other rank: receives the configuration from rank 0 and trains; shows nothing. Returns the exit status."""
     try:
-        job = meeting.await_job()
+        job = rendezvous.await_job()
         if isinstance(job, int):
             return job
-        set_up_logging(job["observe"]["log_level"], f"worker {meeting.rank}")
-        return STOP_STATUS.get(_train(meeting, job) or "", 0)
+        set_up_logging(job["observe"]["log_level"], f"worker {rendezvous.rank}")
+        return STOP_STATUS.get(_train(rendezvous, job) or "", 0)
     except RuntimeError as error:
         if not isinstance(error, CommError | ConsistencyError):
             raise
-        print(f"kfuse: rank {meeting.rank} ends: {error}", file=sys.stderr)
+        print(f"kfuse: rank {rendezvous.rank} ends: {error}", file=sys.stderr)
         return 1
 
 
-def _train(meeting: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
+def _train(rendezvous: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
     """Returns why training ended. Raises CommError if a worker is lost."""
     set_threads(job)
-    session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
+    session.join_fixed_group(rendezvous, comm_options(job), job["comm"]["timeout_s"], record)
     with _collect_stop_signals() as reasons:
         trainer = build_trainer(job)
         trainer.decisions.stop_requests = reasons

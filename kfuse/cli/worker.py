@@ -18,7 +18,7 @@ def main() -> int:
     config = client.job
     timeout_s = config["comm"]["timeout_s"]
     set_threads(config)
-    session.connect(client, comm_options(config), timeout_s)
+    session.connect_to_supervisor(client, comm_options(config), timeout_s)
     trainer = build_trainer(config)
     try:
         trainer.run()

@@ -112,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             return self.engine.lane
         for p in (p for params in groups for p in params):
             older = owner(p)
-            if older is not None and not older.superseded and older.lane < self._session.lanes:
+            if older is not None and not older.superseded and older.lane < self._session.lanes_used:
                 return older.lane
         return self._session.new_lane()
 
@@ -253,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             return
         used = None if reduced.used is None else reduced.used.tolist()
         self._had_gradients = self._had_gradients or used is None or any(used)
-        for bucket in self.engine.of_params:
+        for bucket in self.engine.gradient_buckets:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if used is None or used[index] > 0:
                     self.engine.params[index].grad = view
@@ -371,7 +371,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _take_back_gradients(self) -> None:
         """Where the user replaced a `p.grad` (it may also be changed in place), the bucket gets the new values."""
-        for bucket in self.engine.of_params:
+        for bucket in self.engine.gradient_buckets:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 p = self.engine.params[index]
                 if p.grad is not None and p.grad is not view:

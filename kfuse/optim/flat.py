@@ -77,7 +77,7 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _layout_changed(self) -> None:
         """Lays parameters and state out for the engine's buckets; values are kept."""
-        self._flats = [self._flatten(bucket) for bucket in self.engine.of_params]
+        self._flats = [self._flatten(bucket) for bucket in self.engine.gradient_buckets]
 
     def _flatten(self, bucket: Bucket) -> Flat:
         params = self._params_of(bucket)
@@ -116,12 +116,12 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, (p, words) in zip(saved, self._named_parameters(), strict=False):  # torch's own checks the numbers
+        for key, (p, label) in zip(saved, self._named_parameters(), strict=False):  # torch's own checks the numbers
             for name in self._moment_names:
                 value = state_dict["state"].get(key, {}).get(name)
                 if value is not None and value.shape != p.shape:
                     raise ValueError(
-                        f"{words} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
+                        f"{label} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
                     )
 
     def _keeps_state(self, group: dict[str, Any]) -> bool:
@@ -138,7 +138,7 @@ class FlatOptimizer(DistributedOptimizer):
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
         self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)
         self._keep_flat()
-        for bucket, flat in zip(self.engine.of_params, self._flats, strict=True):
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
             params = self._params_of(bucket)
             group = self.param_groups[self._group_of[bucket.layout.params[0]]]
             keeps = self._keeps_state(group)
@@ -182,7 +182,7 @@ class FlatOptimizer(DistributedOptimizer):
         Raises RuntimeError where it has another shape, type or device now, ValueError where two share their memory.
         """
         moved: list[tuple[Parameter, Tensor]] = []
-        for bucket, flat in zip(self.engine.of_params, self._flats, strict=True):
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
             start = flat.param.data_ptr()
             for index, offset in zip(bucket.layout.params, bucket.layout.offsets, strict=True):
                 p = self.engine.params[index]

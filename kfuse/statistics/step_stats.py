@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import tail as t
-from kfuse.comm.tail import Control
+from kfuse.comm.tail import Announcement
 from kfuse.statistics.figures import Measured
 from kfuse.statistics.noise_scale import NoiseScale, moments, rounding_error
 
@@ -31,7 +31,7 @@ class StepStats(Measured):
     unit: str
     skipped: bool
     """The update was left out because a gradient was not finite."""
-    control: Control
+    control: Announcement
     """What rank 0 announced with this step."""
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """By rank, seconds per micro-batch in the step before; 0.0 is unknown. The one figure that is not reproducible."""
@@ -142,7 +142,7 @@ class Statistics:
         self._unread = [
             StepStats(
                 **stats
-                | {"control": Control(**stats["control"])}
+                | {"control": Announcement(**stats["control"])}
                 | {name: tuple(stats[name]) for name in ("seconds", "digests")}
             )
             for stats in state["unread"]
@@ -199,7 +199,7 @@ class Statistics:
             mean_grad_sq=running.mean_grad_sq,
             mean_grad_variance=running.mean_grad_variance,
             skipped=bool(values[t.SKIPPED]),
-            control=Control.from_slots(values),
+            control=Announcement.from_slots(values),
             seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),
             digests=self.digests,
         )

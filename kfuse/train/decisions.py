@@ -1,7 +1,7 @@
 """Decisions: from what a step measured, to a request, to rank 0's announcement, to the settings of later steps.
 
 Every worker runs this with the same values and reaches the same result. Only rank 0's requests are sent; other ranks'
-are dropped. They travel as an announcement (`comm.tail.Control`) in the tail of the next step's gradients, so that
+are dropped. They travel as an announcement (`comm.tail.Announcement`) in the tail of the next step's gradients, so that
 every worker applies them at the same step.
 
     step s      is measured
@@ -24,7 +24,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from kfuse.comm import transports
-from kfuse.comm.tail import Control
+from kfuse.comm.tail import Announcement
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Decision, Signals
@@ -40,7 +40,7 @@ from kfuse.train.state import Progress
 _LOG = logging.getLogger("kfuse")
 
 STOP_REASONS = ("", "interrupted", "terminated")
-"""Control.stop is an index into these."""
+"""Announcement.stop is an index into these."""
 
 
 class Decisions:
@@ -58,7 +58,7 @@ class Decisions:
     ) -> None:
         self._session, self._policy, self._opt, self._schedule = session, policy, opt, schedule
         self._settings, self._progress, self._reporter = settings, progress, reporter
-        self._requested, self._announced = Control(), Control()
+        self._requested, self._announced = Announcement(), Announcement()
         """Requested: not announced yet, or announced with the step under way. Announced: what that step carries."""
         self.lr, self._scale = 0.0, 1.0
         """The learning rate of the step under way, and the lr_scale that it contains."""
@@ -91,7 +91,7 @@ class Decisions:
         decision = self._checked("initial", self._policy.initial())
         if decision is not None:
             self._request_within_bounds(decision)
-            requested, self._requested = self._requested, Control()
+            requested, self._requested = self._requested, Announcement()
             self._apply(requested)
 
     def decide(self, stats: StepStats, context: StepContext) -> None:
@@ -150,7 +150,7 @@ class Decisions:
         self._requested = replace(self._requested, **{name: it for name, it in asked.items() if it is not None})
         if workers is not None:
             self.workers_requested = operator.index(workers)
-            self._session.order("resize", workers=self.workers_requested)
+            self._session.ask_supervisor("resize", workers=self.workers_requested)
 
     def request_lr(self, lr: float) -> None:
         """Requests the learning rate `lr` for now; the schedule continues from it. Raises ValueError if unreachable."""
@@ -201,7 +201,7 @@ class Decisions:
             granted = elastic and rank in ranks
             self._report_if_clipped("replace", None if granted else refused)
             if granted:
-                session.order("replace", worker=session.workers[rank])
+                session.ask_supervisor("replace", worker=session.workers[rank])
         sync = decision.sync
         if sync is not None and session.comm.reproducible:
             self._report_if_clipped(
@@ -228,7 +228,7 @@ class Decisions:
 
     # -- announced ------------------------------------------------------------------------------------------------
 
-    def control(self) -> Control:
+    def announcement(self) -> Announcement:
         """The announcement of the coming step. Every rank makes one; only rank 0's is sent."""
         self._announced = self._requested
         stop = self._session.stop_reason() or (self.stop_requests or [""])[-1]
@@ -238,38 +238,38 @@ class Decisions:
     def announcement_sent(self) -> None:
         """The step that carried the announcement is complete: what was announced is no longer requested."""
         requested, announced = vars(self._requested), vars(self._announced)
-        self._requested = Control(**{name: it for name, it in requested.items() if it != announced[name]})
-        self._announced = Control()
+        self._requested = Announcement(**{name: it for name, it in requested.items() if it != announced[name]})
+        self._announced = Announcement()
 
     # -- applied --------------------------------------------------------------------------------------------------
 
-    def _apply(self, control: Control) -> None:
+    def _apply(self, announced: Announcement) -> None:
         """Applies rank 0's announcement, on every worker, from the next step on."""
         at, bounds = self._progress, self._settings.bounds
         batch_size, lr = at.batch_size, self._opt.base_lr * self._lr_factor()
-        if control.batch_size:
-            at.batch_size = min(max(control.batch_size, bounds.batch_min), bounds.batch_max)
-            note = f"batch_size {control.batch_size} clipped to {at.batch_size}"
-            self._report_if_clipped("set_batch_size", note if control.batch_size != at.batch_size else None)
-        changed_scale = control.lr_scale not in (0.0, at.lr_scale)
-        at.lr_scale = control.lr_scale or at.lr_scale
+        if announced.batch_size:
+            at.batch_size = min(max(announced.batch_size, bounds.batch_min), bounds.batch_max)
+            note = f"batch_size {announced.batch_size} clipped to {at.batch_size}"
+            self._report_if_clipped("set_batch_size", note if announced.batch_size != at.batch_size else None)
+        changed_scale = announced.lr_scale not in (0.0, at.lr_scale)
+        at.lr_scale = announced.lr_scale or at.lr_scale
         if changed_scale or at.batch_size != batch_size:
             pairs: dict[str, list[float]] = {
                 "batch_size": [batch_size, at.batch_size],
                 "lr": [lr, self._opt.base_lr * self._lr_factor()],
             }
             self._report_change(**{name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
-        if control.transport:
-            self.topology = transports.NAMES[control.transport - 1]
+        if announced.transport:
+            self.topology = transports.NAMES[announced.transport - 1]
             self._report_change(topology=self.topology)
             _LOG.info("step %d: transport %s from here on, as decided", self._progress.step, self.topology)
-        if control.tree:
-            self.tree = transports.TREES[control.tree - 1]
+        if announced.tree:
+            self.tree = transports.TREES[announced.tree - 1]
             self._report_change(tree=self.tree)
         self.use_transport()
-        if control.sync_every and control.sync_every != at.sync_every:
-            self._report_change(sync=[at.sync_every, control.sync_every])
-            at.sync_every = control.sync_every
+        if announced.sync_every and announced.sync_every != at.sync_every:
+            self._report_change(sync=[at.sync_every, announced.sync_every])
+            at.sync_every = announced.sync_every
 
     def _report_change(self, **changed: Any) -> None:
         self._reporter.event(self._progress.step, "decision", **changed)
@@ -301,7 +301,7 @@ class Decisions:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over the state of another worker or of a checkpoint."""
         self.topology, self.tree = state["topology"], state["tree"]
-        self.workers_requested, self._requested = state["workers_requested"], Control(**state["requested"])
+        self.workers_requested, self._requested = state["workers_requested"], Announcement(**state["requested"])
         self.use_transport()
 
 

@@ -1,7 +1,7 @@
 """Keeps the workers of one training in the same state: at the start, in each new view, and after a lost worker.
 
-After a loss nothing is restarted. The survivors form a new group, take the state of the most advanced one (nobody can
-be more than one stage ahead, and updates are never torn), and go on; the samples of the lost worker's step are spread
+After a worker is lost nothing is restarted. The survivors form a new group, take the state of the most advanced one (none
+can be more than one stage ahead, and no update is made in part), and continue; the samples of the lost worker's step are spread
 over the rest.
 """
 
@@ -56,8 +56,8 @@ class Recovery:
     def guarded(self) -> Iterator[None]:
         """Context of a training. If it fails and checkpoints are enabled, writes a last one before re-raising.
 
-        It fails for good where the supervisor is lost, or a worker is and there is no supervisor. A worker that is lost
-        before it has the training's state writes none: that would replace the checkpoints which it was to resume from.
+        Errors that end training: the supervisor is lost, or a worker is lost and there is no supervisor. A worker that
+        fails before it has the training state writes none: that would replace the checkpoints it was to resume from.
         """
         self._session.begin_training()
         failed_at = None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
-from kfuse.comm.tail import Control
+from kfuse.comm.tail import Announcement
 from kfuse.data import Dataset
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.optim import DistributedOptimizer
@@ -49,11 +49,11 @@ class StepSamples:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
         return self.indices[j * self.micro_batch : j * self.micro_batch + self.sizes[j]]
 
-    def plan(self, control: Control, local_rank: int | None = None) -> StepPlan:
+    def plan(self, announcement: Announcement, local_rank: int | None = None) -> StepPlan:
         """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None."""
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
         local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, control)
+        return StepPlan(len(self.indices), ranges, local, announcement)
 
 
 class Step:

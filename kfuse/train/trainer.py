@@ -224,7 +224,7 @@ class Trainer:
         if self._scheduler is not None:
             self._scheduler.before_step()
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
-        self.opt.begin(samples.plan(self.decisions.control(), group.rank if alone else None))
+        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None))
         return Step(at.step, samples, group.rank, self._data, self.opt, self.settings.seed)
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:

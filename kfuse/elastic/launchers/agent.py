@@ -25,7 +25,7 @@ class AgentError(RuntimeError):
 
 
 async def offer(host: str, port: int, token: str, slots: int, dies_with_us: bool = True) -> None:
-    """Runs workers for the supervisor at host:port, at most `slots` at a time, until it says that the job is over.
+    """Runs workers for the supervisor at host:port, at most `slots` at a time, until the job is over.
 
     dies_with_us: the kernel ends them with this process, however it ends. Raises AgentError; no worker is left behind.
     """
@@ -65,14 +65,14 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
             if asyncio.get_running_loop().time() > deadline:
                 raise AgentError(f"no supervisor at {host}:{port} within {_CONNECT_S:.0f} s: {error}") from error
             await asyncio.sleep(0.2)
-    protocol.expect_answers(writer.get_extra_info("socket"), SILENCE_S)
+    protocol.set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
     return reader, writer
 
 
 async def send_heartbeats(writer: asyncio.StreamWriter) -> None:
     """Sends heartbeats, so that a lost connection is noticed."""
     while not writer.is_closing():
-        protocol.tell(writer, "alive")
+        protocol.send(writer, "alive")
         await asyncio.sleep(protocol.HEARTBEAT_S)
 
 
@@ -86,7 +86,7 @@ class _Agent:
         self._watching: set[asyncio.Task[None]] = set()
 
     def send(self, kind: str, **fields: Any) -> None:
-        protocol.tell(self._writer, kind, **fields)
+        protocol.send(self._writer, kind, **fields)
 
     async def handle(self, message: dict[str, Any]) -> None:
         """Does what a message of the supervisor asks for."""
@@ -107,12 +107,12 @@ class _Agent:
             self._processes[number].kill()
 
     async def _watch(self, number: int, process: LocalProcess) -> None:
-        async def say(line: str) -> None:
+        async def pass_on(line: str) -> None:
             self.send("line", worker=number, text=line)
             with contextlib.suppress(OSError):
                 await self._writer.drain()
 
-        status = await follow(process, say)
+        status = await follow(process, pass_on)
         del self._processes[number]
         self.send("ended", worker=number, status=status)
 

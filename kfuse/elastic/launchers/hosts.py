@@ -48,7 +48,7 @@ class HostProcess:
         if self.host is None:
             self.end(-signal.SIGKILL)
         else:
-            protocol.tell(self.host.writer, "kill", worker=self.number)
+            protocol.send(self.host.writer, "kill", worker=self.number)
 
     def printed(self, line: str) -> None:
         """Its agent reports a line."""
@@ -113,7 +113,7 @@ class HostsLauncher:
     async def close(self) -> None:
         """Tells all agents that the job is over."""
         for host in self._hosts:
-            protocol.tell(host.writer, "over")
+            protocol.send(host.writer, "over")
             host.writer.close()
         with contextlib.suppress(AgentError):
             await self._own
@@ -130,13 +130,13 @@ class HostsLauncher:
             env, folder = process.env, os.getcwd()
             share = host.slots if self._most is None else min(host.slots, self._most)
             start = {"worker": process.number, "command": self._command, "env": env, "folder": folder, "share": share}
-            protocol.tell(host.writer, "start", **start)
+            protocol.send(host.writer, "start", **start)
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One agent's connection; its end is the loss of the host."""
         host = _Host(writer, int(hello["slots"]))
-        protocol.expect_answers(writer.get_extra_info("socket"), SILENCE_S)
-        protocol.tell(writer, "welcome")
+        protocol.set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
+        protocol.send(writer, "welcome")
         beating = asyncio.create_task(send_heartbeats(writer))
         self._hosts.append(host)
         self._place()

@@ -24,7 +24,7 @@ class LocalProcess(asyncio.SubprocessProtocol):
     """A worker process of this machine.
 
     asyncio's own `Process.wait` returns when the output pipe is closed too, which what the worker has started may hold
-    open. The protocol hears of the process's end by itself.
+    open. asyncio reports the process's end by itself.
     """
 
     running = True
@@ -93,12 +93,12 @@ class LocalProcess(asyncio.SubprocessProtocol):
             os.killpg(self._process.get_pid(), signal.SIGKILL)
 
 
-async def follow(process: WorkerProcess, say: Callable[[str], Awaitable[None]]) -> int:
+async def follow(process: WorkerProcess, pass_on: Callable[[str], Awaitable[None]]) -> int:
     """Passes on what a worker prints, and returns its exit status once it has ended and its output has been read."""
 
     async def read() -> None:
         async for line in process.lines():
-            await say(line)
+            await pass_on(line)
 
     reading = asyncio.create_task(read())
     try:
