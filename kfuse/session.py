@@ -229,6 +229,11 @@ class Session:
         if not sys.is_finalizing():
             self._send("loop_ended", training=self.training, failed_at=failed_at)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether records that are reported reach a run directory."""
+        return self._record is not None or self.elastic
+
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Sends a record to whoever keeps the run directory: the supervisor, if there is one."""
         if self._record is not None:

@@ -58,6 +58,7 @@ class Decisions:
     ) -> None:
         self._session, self._policy, self._opt, self._schedule = session, policy, opt, schedule
         self._settings, self._progress, self._reporter = settings, progress, reporter
+        self._policy_decides = getattr(policy.decide, "__func__", None) is not BasePolicy.decide
         self._requested, self._announced = Announcement(), Announcement()
         """Requested: not announced yet, or announced with the step under way. Announced: what that step carries."""
         self.lr, self._scale = 0.0, 1.0
@@ -100,10 +101,12 @@ class Decisions:
         context: the settings that the step was made with. Raises TypeError if the policy returns another type.
         """
         at = self._progress
-        decision = self._checked("decide", self._policy.decide(self._signals(stats, context)))
-        if decision is not None:
-            self._request_within_bounds(decision)
-        self._apply(stats.control)
+        if self._policy_decides:
+            decision = self._checked("decide", self._policy.decide(self._signals(stats, context)))
+            if decision is not None:
+                self._request_within_bounds(decision)
+        if stats.control != Announcement():
+            self._apply(stats.control)
         if stats.step >= at.resumed_at:
             at.generation = stats.control.generation or at.generation
             at.stop = stats.control.stop or at.stop
@@ -116,6 +119,8 @@ class Decisions:
         """
         at, workers_now = self._progress, self._session.workers
         at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
+        if self._session.group.size == 1 and not self._session.elastic:
+            return
         at.throughput = load_balance.measured(at.throughput, workers, stats.seconds)
         relative = load_balance.relative_throughput(at.throughput, workers_now)
         for rank, (worker, ratio) in enumerate(zip(workers_now, relative, strict=True)):

@@ -1,8 +1,8 @@
 """Keeps the workers of one training in the same state: at the start, in each new view, and after a lost worker.
 
-After a worker is lost nothing is restarted. The survivors form a new group, take the state of the most advanced one (none
-can be more than one stage ahead, and no update is made in part), and continue; the samples of the lost worker's step are spread
-over the rest.
+After a worker is lost nothing is restarted. The survivors form a new group, take the state of the most advanced one
+(none can be more than one stage ahead, and no update is made in part), and continue; the samples of
+the lost worker's step are distributed over the rest.
 """
 
 from __future__ import annotations

@@ -67,6 +67,8 @@ class Reporter:
 
     def step(self, stats: StepStats, context: StepContext, samples: StepSamples | None) -> None:
         """A finished step's figures. samples: those it used, if a ledger was asked for."""
+        if not self._session.is_recorded:
+            return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
         records = [("metrics", figures)]
         if stats.skipped:
