@@ -294,7 +294,7 @@ def _broadcast_from(source: int) -> Any:
 def _process_group(
     store: Store, rank: int, size: int, device: torch.device, timeout_s: float, hostname: str | None
 ) -> Any:
-    """A process group of our own, beside any the user has: rebuilt in process when the view changes."""
+    """A process group for kfuse alone, beside any that the user has. It is not registered in torch.distributed."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()

@@ -31,7 +31,7 @@ class AdamOptions:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What a GPU kernel is given. The logarithm of a beta of 0 is -inf."""
+        """The GPU kernel's scalar arguments, by name. The logarithm of a beta of 0 is -inf."""
         numbers = {name: float(value) for name, value in vars(self).items()}
         for name in ("beta1", "beta2"):
             beta = numbers[name]
@@ -53,7 +53,7 @@ class SGDOptions:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What a GPU kernel is given."""
+        """The GPU kernel's scalar arguments, by name."""
         return {name: float(value) for name, value in vars(self).items()}
 
 

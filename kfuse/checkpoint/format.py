@@ -182,7 +182,7 @@ def load(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file}: {error.strerror}") from error
         except CheckpointError:
             raise
-        except Exception as error:  # torch says with many types that it does not know what another version wrote
+        except Exception as error:  # torch raises many types for a file that another version wrote
             versions = f"written by torch {manifest['torch']}, this is {torch.__version__}"
             raise CheckpointError(f"{file}: {_one_line(error)} ({versions})") from error
     return {"model": parts[_MODEL], "optimizer": parts[_OPTIMIZER], **parts[_REST]}

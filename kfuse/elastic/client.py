@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kfuse.elastic import protocol
 from kfuse.elastic.protocol import View
 
-_ORPHAN_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
+_SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class ControlClient:
             self._lost = f"the supervisor is gone{why}"
             self._changed.notify_all()
         # The main thread notices at its next wait. If it is stuck elsewhere, the process must not stay behind.
-        if not self._closing.wait(_ORPHAN_GRACE_S):
+        if not self._closing.wait(_SUPERVISOR_LOST_GRACE_S):
             sys.stderr.write(f"kfuse: worker {self.worker} ends: {self._lost}\n")
             sys.stderr.flush()
             os._exit(70)

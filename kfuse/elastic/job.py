@@ -27,7 +27,7 @@ class Elasticity:
     """If all workers are lost: start new ones, which resume from the last checkpoint."""
     script: bool = False
     """Workers run a user's script. It may end before a training does or go on after it, may train more than once, and
-    has no checkpoints of ours."""
+    kfuse writes no checkpoints for it."""
 
 
 class JobFailed(RuntimeError):

@@ -111,7 +111,7 @@ class Supervisor:
             message = protocol.decode(line)
             try:
                 await self._receive(worker, message)
-            except Exception as error:  # ours, and not the connection's
+            except Exception as error:  # an error of the supervisor itself, not of the connection
                 self.job.end(error)
 
     async def _receive(self, worker: Worker, message: dict[str, Any]) -> None:

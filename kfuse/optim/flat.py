@@ -58,7 +58,7 @@ class FlatOptimizer(DistributedOptimizer):
     _warned_of_shared_memory = False
 
     def _check_layout(self) -> None:
-        """Flat buffers give each parameter a place of its own: where two share memory, that would part them."""
+        """Raises ValueError if two parameters share memory: in flat buffers each has its own place."""
         self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)
         _refuse_overlaps(self._named_parameters())
 
@@ -200,7 +200,7 @@ class FlatOptimizer(DistributedOptimizer):
                 p.data = _with_own_storage(place)
 
     def _warn_of_shared_memory(self, name: str) -> None:
-        """Once."""
+        """Warns once."""
         if not self._warned_of_shared_memory:
             self._warned_of_shared_memory = True
             logging.getLogger("kfuse").warning(

@@ -35,7 +35,7 @@ class Keeper:
         self._lines: list[str] = []
         self._status: int | None = None
         self._changed = asyncio.Event()
-        launcher = LocalLauncher(folder=folder if os.path.isdir(folder) else None, at_our_end=signal.SIGKILL)
+        launcher = LocalLauncher(folder=folder if os.path.isdir(folder) else None, parent_end_signal=signal.SIGKILL)
         self._process = await launcher.start(env)
         self._watching = asyncio.create_task(self._watch())
 
@@ -60,7 +60,7 @@ class Keeper:
 
 
 class RayProcess:
-    """A worker, as seen from the supervisor."""
+    """A worker in a Ray actor, as the supervisor sees it."""
 
     def __init__(self, actor: Any, needs: str, env: dict[str, str]) -> None:
         self.running = False
@@ -101,7 +101,7 @@ class RayProcess:
             yield line
 
     async def wait(self) -> int:
-        """As of any process; the loss of its actor or node counts as SIGKILL."""
+        """Its exit status once it has ended; -SIGKILL if its actor or node was lost."""
         return await asyncio.shield(self._ending)
 
     def kill(self) -> None:
@@ -137,7 +137,7 @@ class RayLauncher:
         self._address, self._host = address, host
         self._cpus, self._gpus = cpus, gpus
         self._ours = False
-        """Whether we have connected to Ray, not the program that we are part of."""
+        """Whether this launcher has connected to Ray, not the program around it."""
         self._closing = threading.Event()
 
     async def open(self) -> str:
@@ -161,7 +161,7 @@ class RayLauncher:
             self._disconnect()
 
         # Not the main thread, where Ray would take over SIGTERM; and one that may be left behind: for an address where
-        # nothing is, Ray waits for ever. A cluster of our own dies with the thread that started it, so it stays.
+        # nothing is, Ray waits for ever. A cluster that this thread has started ends with it, so it stays until `close`.
         self._holder = threading.Thread(target=hold, name="kfuse-ray", daemon=True)
         self._holder.start()
         try:
