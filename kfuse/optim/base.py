@@ -40,6 +40,14 @@ _LOG = logging.getLogger("kfuse")
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
     """Mix-in over a torch optimizer. A subclass implements `_update`, which changes parameters by the mean gradient."""
 
+    engine: Engine
+    """Reduces the gradients over the workers. `rebuild` replaces it."""
+    statistics: Statistics
+    """The steps' records, and the running noise scale."""
+    clip_norm: float | None
+    """Largest norm of the mean gradient; None: no clipping."""
+    skip_nonfinite: bool
+    """Whether an update with a gradient that is not finite is skipped."""
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
     lr_factor: float = 1.0

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters and state lie in flat buffers, one a bucket, updated by one kernel call each."""
+"""Optimizers that keep parameters and state in flat buffers, one per bucket, and update each by one kernel call."""
 
 from __future__ import annotations
 
@@ -42,19 +42,24 @@ class Piece(NamedTuple):
     """What one call updates: a bucket, or one parameter of it. All tensors are flat fp32 of one length."""
 
     table: PackTable
-    """Where the parameters lie."""
+    """How the piece is cut into parameters."""
     param: Tensor
     grad: Tensor
     moments: dict[str, Tensor]
     step: Tensor
-    """0-dim fp32, the number of this update, counted already."""
+    """0-dim fp32, the number of this update, from 1."""
     first: bool
+    """It is the first update of these parameters."""
 
 
 class FlatOptimizer(DistributedOptimizer):
-    """Keeps torch's per-parameter `state` as views of flat buffers, so that state_dict is torch's own."""
+    """Keeps torch's per-parameter `state` as views of flat buffers, so that state_dict is torch's own.
+
+    A subclass sets `_moment_names` and implements `_update_piece`.
+    """
 
     _moment_names: tuple[str, ...]
+    """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
     _warned_of_shared_memory = False
 
     def _check_layout(self) -> None:
@@ -177,7 +182,7 @@ class FlatOptimizer(DistributedOptimizer):
             flat.known[k] = True
 
     def _keep_flat(self) -> None:
-        """Takes back parameters whose `.data` was replaced since the last step.
+        """Copies parameters whose `.data` was replaced since the last step back into the flat buffers.
 
         Raises RuntimeError where it has another shape, type or device now, ValueError where two share their memory.
         """
@@ -214,7 +219,10 @@ class FlatOptimizer(DistributedOptimizer):
     def _update_piece(
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Updates it in place, by its group's settings."""
+        """Updates a piece's parameters and moments in place. group: the settings of its parameter group.
+
+        scale, found_inf: as for `_update`. All tensors of the piece are flat fp32 of one length.
+        """
 
 
 @cache

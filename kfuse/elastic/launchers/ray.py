@@ -161,7 +161,7 @@ class RayLauncher:
             self._disconnect()
 
         # Not the main thread, where Ray would take over SIGTERM; and one that may be left behind: for an address where
-        # nothing is, Ray waits for ever. A cluster that this thread has started ends with it, so it stays until `close`.
+        # nothing is, Ray waits for ever. A cluster that the thread has started ends with it: it stays until `close`.
         self._holder = threading.Thread(target=hold, name="kfuse-ray", daemon=True)
         self._holder.start()
         try:
