@@ -279,28 +279,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad} != self._trainable:
-            raise RuntimeError(
-                "parameters were frozen or unfrozen after the optimizer was made: call opt.rebuild() before backward"
-            )
-        if self._session.elastic and self._session.view is None:
-            raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
-        if self._session.elastic and hasattr(self, "found_inf"):
-            raise RuntimeError(
-                "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
-                "rest. Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)"
-            )
-        if self.engine.reduced is None:
-            try:
-                if self._lost_worker_error is None and any(p.grad is not None for p in self.engine.params):
-                    self._take_gradients_set_by_hand()
-                self.synchronize()
-            except CommError as error:
-                if not self.leave_to_loop(error):
-                    raise
-        reduced, self.engine.reduced = self.engine.reduced, None
-        if not self._had_gradients and self._lost_worker_error is None:
-            self._warn_of_no_gradients()
+        self._refuse_wrong_use()
+        reduced = self._take_reduced()
         if reduced is None:
             return loss
         if self._session.elastic and not reduced.planned:
@@ -325,6 +305,35 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._warning.after_step(step, scaled.finite, reduced.local, self.statistics, self.skip_nonfinite, warns)
         self._check_consistency()
         return loss
+
+    def _refuse_wrong_use(self) -> None:
+        """Raises RuntimeError if parameters were (un)frozen, or if an elastic job has its own loop or a GradScaler."""
+        if {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad} != self._trainable:
+            raise RuntimeError(
+                "parameters were frozen or unfrozen after the optimizer was made: call opt.rebuild() before backward"
+            )
+        if self._session.elastic and self._session.view is None:
+            raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
+        if self._session.elastic and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
+                "rest. Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)"
+            )
+
+    def _take_reduced(self) -> Reduced | None:
+        """The step's reduction, complete; None without gradients, or if a worker is lost and the loop handles that."""
+        if self.engine.reduced is None:
+            try:
+                if self._lost_worker_error is None and any(p.grad is not None for p in self.engine.params):
+                    self._take_gradients_set_by_hand()
+                self.synchronize()
+            except CommError as error:
+                if not self.leave_to_loop(error):
+                    raise
+        reduced, self.engine.reduced = self.engine.reduced, None
+        if not self._had_gradients and self._lost_worker_error is None:
+            self._warn_of_no_gradients()
+        return reduced
 
     def _check_consistency(self) -> None:
         """Raises ConsistencyError, on every rank, if the ranks' parameters differed in the newest step read."""
