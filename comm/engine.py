@@ -40,7 +40,9 @@ class Engine:
     gradient_buckets: list[Bucket]
     """The buckets that hold gradients: all, or all but the last one, which then holds averaged buffers and the tail."""
     group: Group
+    """The lane of the view's group that this engine uses."""
     transport_name: str
+    """A name in `transports.NAMES`, or the dotted path of the user's class."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Engine:
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
         self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
         self.step = 0
-        """Steps taken."""
+        """Steps completed."""
         self.reduced: Reduced | None = None
         """The last step's result, until the optimizer takes it."""
         self.superseded = False
@@ -78,7 +80,7 @@ class Engine:
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
         self.tree: str | None = None
-        """The same of the shape of transport `tree`."""
+        """The shape that a decision chose for the transport `tree`; None: the configured one."""
         self._build()
         self.set_group(group)
 
@@ -91,7 +93,10 @@ class Engine:
         self.set_group(self.group)
 
     def _build(self) -> None:
-        """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
+        """Makes buckets, partial sums and hooks. The last bucket carries the tail.
+
+        With averaged buffers or bf16 messages it has no gradients: only the buffers and the tail, which need fp32.
+        """
         self.check_owner()
         self.close()
         buffers = self.averaged.tensors
