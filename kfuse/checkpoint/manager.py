@@ -12,7 +12,7 @@ from kfuse.session import Session
 
 _log = logging.getLogger("kfuse")
 
-_LAST_TIMEOUT_S = 15.0  # of the grace period that a preempted job has
+_LAST_TIMEOUT_S = 15.0  # a part of the grace period that a preempted job usually has
 _NOTHING_TO_RESUME = (
     "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 )
@@ -32,10 +32,10 @@ class Checkpoints:
         keep: int = 3,
         resume: str = "never",
     ) -> None:
-        """directory: where they go. every_steps: None: none are written. keep: how many of the newest ones stay.
+        """directory: of the checkpoints. every_steps: steps between two; None: none are written.
 
-        resume: where the first state comes from: never, auto (the newest good one in `directory`, if there is one), or
-        the path of one.
+        keep: how many of the newest are kept. resume: which one to resume from: never, auto (the newest valid one in
+        `directory`, if there is one), or a path.
         """
         self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
         self._session = session

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kfuse.statistics.figures import in_words
+from kfuse.statistics.figures import display_text
 
 LINE_EVERY_S = 2.0
 REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
@@ -47,7 +47,7 @@ class Display:
         self._last_line = -float("inf")
 
     def start(self, total_samples: int | None, total_steps: int | None, title: str) -> None:
-        """Begins, or begins anew. The totals say how far there is to go (whichever comes first); None where unknown."""
+        """Starts the display, or starts it again. total_samples, total_steps: the run's length; None where unknown."""
         self._title, self._totals = title, {"samples": total_samples, "step": total_steps}
         self._latest, self._evaluation, self._last_line = {}, {}, -float("inf")
         self._rates.clear()
@@ -119,7 +119,7 @@ class Display:
         return ((samples1 - samples0) / (t1 - t0), (step1 - step0) / (t1 - t0)) if t1 > t0 else None
 
     def _fields(self) -> list[str]:
-        """The latest figures, each in words; unknown ones are left out."""
+        """The latest figures, each as text; unknown ones are left out."""
         record, rate = self._latest, self._rate()
         low, high = record.get("noise_scale_low"), record.get("noise_scale_high")
         noise = None
@@ -128,8 +128,8 @@ class Display:
             noise = f"noise scale {figure(record['noise_scale'])}{interval}"
         elif low is not None:
             noise = f"noise scale above {figure(low)}"
-        known = [*(in_words(name, record) for name in ("step", "epoch", "loss")), noise]
-        known += [in_words(name, record) for name in ("batch_size", "lr", "workers")]
+        known = [*(display_text(name, record) for name in ("step", "epoch", "loss")), noise]
+        known += [display_text(name, record) for name in ("batch_size", "lr", "workers")]
         texts = [text for text in known if text is not None]
         if self._evaluation.get("accuracy") is not None:
             texts.append(f"held-out accuracy {self._evaluation['accuracy']:.1%}")
@@ -196,7 +196,7 @@ def _label(key: str) -> str:
 
 
 def _value(key: str, value: Any) -> str:
-    """A value in words: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
+    """A value as text: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
     if value is None:
         return "unknown"
     if isinstance(value, list | tuple):

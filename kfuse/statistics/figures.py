@@ -95,7 +95,7 @@ METRICS = (
 """The columns of metrics.jsonl and of TensorBoard's group "train", in order."""
 
 
-def in_words(name: str, record: Mapping[str, Any]) -> str | None:
+def display_text(name: str, record: Mapping[str, Any]) -> str | None:
     """A figure of this record as the display shows it: label and value. None where the value is unknown."""
     value, about = record.get(name), FIGURES[name]
     return None if value is None else f"{about['label'] or name.replace('_', ' ')} {value:{about['shown']}}"
