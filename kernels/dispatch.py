@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Arguments(ABC):
-    """What one call of a kernel is given."""
+    """The arguments of one call of a kernel."""
 
     @abstractmethod
     def check(self) -> None:

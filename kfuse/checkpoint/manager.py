@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, and where its first state comes from."""
+"""When a run writes checkpoints, and which one it resumes from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kfuse.session import Session
 
 _log = logging.getLogger("kfuse")
 
-_LAST_TIMEOUT_S = 15.0  # of the grace period that a preempted job has
+_LAST_TIMEOUT_S = 15.0  # a part of the grace period that a preempted job usually has
 _NOTHING_TO_RESUME = (
     "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 )
 
-State = Callable[[], dict[str, Any]]
+CaptureState = Callable[[], dict[str, Any]]
 
 
 class Checkpoints:
@@ -32,10 +32,10 @@ class Checkpoints:
         keep: int = 3,
         resume: str = "never",
     ) -> None:
-        """directory: where they go. every_steps: None: none are written. keep: how many of the newest ones stay.
+        """directory: of the checkpoints. every_steps: steps between two; None: none are written.
 
-        resume: where the first state comes from: never, auto (the newest good one in `directory`, if there is one), or
-        the path of one.
+        keep: how many of the newest are kept. resume: which one to resume from: never, auto (the newest valid one in
+        `directory`, if there is one), or a path.
         """
         self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
         self._session = session
@@ -43,7 +43,7 @@ class Checkpoints:
         self._written = -1  # step of the newest, written or under way
 
     def load(self, restarted: bool = False) -> dict[str, Any] | None:
-        """The state to begin with; None to begin afresh. `restarted`: this run's own checkpoints come first.
+        """The state to resume from; None to start from the beginning. restarted: this run's own checkpoints come first.
 
         Raises CheckpointError if the one asked for by path cannot be used.
         """
@@ -71,14 +71,17 @@ class Checkpoints:
                 return found
         raise CheckpointError(f"checkpoint.resume={path}: no good checkpoint there")
 
-    def save_when_due(self, step: int, state: State) -> None:
-        """Every `every_steps` steps; later if the one before is still being written."""
+    def save_when_due(self, step: int, state: CaptureState) -> None:
+        """Starts a checkpoint every `every_steps` steps; later if the one before is still being written.
+
+        state: called on the leader, returns the state to write.
+        """
         every = self._every_steps
         if every and step // every > max(self._written, 0) // every and self._save(step, state):
             self._written = step
 
-    def save_last(self, step: int, state: State) -> None:
-        """Writes one more and waits for it, unless this step has one."""
+    def save_last(self, step: int, state: CaptureState) -> None:
+        """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one."""
         if self._every_steps is None or self._session.group.rank != 0:
             return
         if self._writer is not None:
@@ -91,7 +94,7 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.wait()
 
-    def _save(self, step: int, state: State) -> bool:
+    def _save(self, step: int, state: CaptureState) -> bool:
         if self._session.group.rank != 0:
             return True
         if self._writer is None:
