@@ -39,10 +39,14 @@ class GradientHooks:
         self._params, self._names, self._buckets = params, names, buckets
         self._wanted, self._full = wanted, full
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        for bucket in buckets:
-            for k, index in enumerate(bucket.layout.params):
-                register = params[index].register_post_accumulate_grad_hook
-                self._handles.append(register(self._hook(bucket, k)))  # type: ignore[no-untyped-call]
+        try:
+            for bucket in buckets:
+                for k, index in enumerate(bucket.layout.params):
+                    register = params[index].register_post_accumulate_grad_hook
+                    self._handles.append(register(self._hook(bucket, k)))  # type: ignore[no-untyped-call]
+        except BaseException:  # by Ctrl-C: nobody has these hooks to remove them
+            self.close(drop=False)
+            raise
 
     def _hook(self, bucket: Bucket, k: int) -> Callable[[Tensor], None]:
         def on_gradient(param: Tensor) -> None:

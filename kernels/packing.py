@@ -26,7 +26,8 @@ class PackArguments(Arguments):
 
     Args:
         grads: one gradient per tensor of the table, fp32, bf16 or fp16, on the buffer's device, of any shape and
-            strides (read in logical order). None stands for zeros. They may be overwritten.
+            strides (read in logical order). None stands for zeros. They are left as they are: autograd may hand the
+            same memory to several parameters.
         flat: 1-D, contiguous, fp32, bf16 or fp16, at least `table.end` elements.
         scale: factor on every gradient, applied in fp32; 1 is a plain copy or addition.
         sumsq: fp32 [table.num_chunks]; receives the sum of squares of each chunk of the raw, unscaled gradients.
@@ -70,7 +71,8 @@ def pack_by_torch(given: PackArguments) -> None:
     flat, table, scale, accumulate = given.flat, given.table, given.scale, given.accumulate
     segments = table.segments(flat)
     present = [grad for grad in given.grads if grad is not None and grad.dtype == flat.dtype == torch.float32]
-    if table.end <= SMALL and 0 < table.num_chunks <= 2 * len(present) and len(present) == len(given.grads):
+    several = len(given.grads) > 1  # one alone would not be copied by `_pack_together`, and is not ours to change
+    if several and len(present) == len(given.grads) and table.end <= SMALL and table.num_chunks <= 2 * len(present):
         _pack_together(given, present, segments)
         return
     norms = given.sumsq.split_with_sizes(table.sumsq_sizes)

@@ -145,6 +145,25 @@ def test_gradients_set_by_hand_are_measured() -> None:
     assert opt.stats is not None and opt.stats.grad_norm == pytest.approx(5.0)
 
 
+def test_gradients_that_share_their_memory_are_each_packed_as_they_are() -> None:
+    """Autograd gives both views the sum's own gradient; each parameter group has a bucket of its own."""
+    first, second = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
+    opt = kf.FusedSGD([{"params": [first]}, {"params": [second]}], lr=1.0)
+    slope, kept = torch.arange(6.0), torch.ones(2, 3)
+    for j in range(2):
+        with opt.micro_batch(samples=4, last=j == 1):
+            ((first.view(-1) + second.view(-1)) * slope).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    assert torch.equal(first.view(-1), -slope)
+    assert torch.equal(second.view(-1), -slope)
+    with opt.micro_batch(samples=4):
+        first.grad = kept
+    opt.step()
+    assert torch.equal(kept, torch.ones(2, 3))
+    assert torch.equal(first.view(-1), -slope - 1)
+
+
 def test_a_second_step_with_the_gradients_of_the_first_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(3, 1)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)

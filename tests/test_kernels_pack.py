@@ -42,10 +42,13 @@ def gradients(numels: list[int], dtype: torch.dtype, device: str, seed: int = 0)
 def run(
     grads: list[Tensor | None], flat: Tensor, table: PackTable, scale: float = 1.0, accumulate: bool = False
 ) -> Tensor:
-    """Pack copies of the gradients, since they may be consumed; return the sums of squares."""
+    """Pack the gradients, which are left as they are; return the sums of squares."""
     sumsq = torch.full((table.num_chunks,), math.nan, device=flat.device)
     copies = [None if grad is None else grad.clone() for grad in grads]
-    pack(copies, flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq)
+    pack(grads, flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq)
+    for grad, copy in zip(grads, copies, strict=True):
+        if grad is not None and copy is not None:
+            torch.testing.assert_close(grad, copy, rtol=0.0, atol=0.0, equal_nan=True)
     return sumsq
 
 

@@ -97,6 +97,30 @@ def test_a_rate_set_by_hand_stays() -> None:
     assert opt.param_groups[0]["lr"] == 0.0
 
 
+@pytest.mark.parametrize("kind", ["fused", "wrapped"])
+def test_the_rate_that_is_recorded_is_the_one_used(kind: str) -> None:
+    """A loop's body may set the rate before opt.step(), as loops with a schedule of their own do."""
+
+    class Rates(kf.BasePolicy):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def decide(self, signals: kf.Signals) -> None:
+            self.seen.append(signals.lr)
+
+    net, policy, rates = network(), Rates(), [0.1 / (1 + i) for i in range(6)]
+    opt = make(kind, net)
+    for step, rate in zip(
+        kf.DataLoader(problem(), net, opt, batch_size=16, steps=6, policy=policy), rates, strict=True
+    ):
+        opt.param_groups[0]["lr"] = rate
+        for x, y in step:
+            F.cross_entropy(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    assert policy.seen == pytest.approx(rates)
+
+
 def test_kfuse_multiplies_the_schedulers_rate() -> None:
     """Batch-size scaling and the scheduler's decay, both."""
 

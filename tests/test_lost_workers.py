@@ -122,6 +122,23 @@ def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path:
     assert job.of_kind("failure") == []
 
 
+def test_a_newcomer_that_is_being_started_as_training_ends_is_sent_away(undisturbed: Job, tmp_path: Path) -> None:
+    class Slow(WarmLauncher):
+        async def start(self, env: Mapping[str, str]) -> WarmProcess:
+            while self.started and self.started[0].status is None:
+                await asyncio.sleep(0.01)
+            return await super().start(env)
+
+    async def grow(supervisor: Supervisor, job: Job) -> None:
+        await until("a step", lambda: len(job.metrics) > 0)
+        await supervisor.views.resize(2)
+
+    launcher = Slow(tmp_path / "run.log")
+    job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path)], launcher=launcher, during=grow)
+    assert_same_training(job, undisturbed)
+    assert len(launcher.started) == 2 and job.of_kind("ready") == job.of_kind("failure") == []
+
+
 def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart(undisturbed: Job, tmp_path: Path) -> None:
     async def change_of_mind(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)

@@ -63,6 +63,20 @@ def test_steps_wait_for_each_other_and_events_do_not_wait() -> None:
     asyncio.run(asyncio.wait_for(report(), 60))
 
 
+def test_an_event_of_the_next_training_is_kept_although_it_is_equal() -> None:
+    kept, event = Kept(), ("event", {"step": 4, "kind": "decision", "batch_size": [8, 16]})
+
+    async def report() -> None:
+        records = Records(kept, Job(Elasticity(1, 1, 1)))
+        for _ in range(2):
+            records.begin_training()
+            records.add(*event)
+            records.add(*event)
+
+    asyncio.run(report())
+    assert kept.batches == [[event], [event]]
+
+
 def test_an_error_of_who_keeps_them_ends_the_job() -> None:
     class Broken(Kept):
         def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -88,6 +102,22 @@ def test_a_training_that_begins_in_the_middle_of_a_batch_loses_nothing_of_the_on
     lengths = [len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) for name in ("", "2")]
     assert lengths == [3, 1]
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "loop_left"
+
+
+def test_a_training_that_begins_while_the_disk_is_full_is_kept(tmp_path: Path) -> None:
+    told: list[str] = []
+    recorder = Recorder(RunDirectory(tmp_path, tensorboard=False), Display(progress=False, console=Console(quiet=True)))
+    recorder.directory.warn = told.append
+    start = {"samples": None, "steps": None, "step": 0}
+    step = {"step": 0, "epoch": 0, "samples": 1, "lr": 0.1, "batch_size": 1, "workers": 1}
+    recorder.keep([("start", {**start, "training": 1})])
+    with open("/dev/full", "ab", buffering=0) as full:
+        recorder.directory._metrics._file = full
+        recorder.keep([("metrics", step)])
+        recorder.keep([("start", {**start, "training": 2}), ("metrics", step)])
+    recorder.close(None)
+    assert len((tmp_path / "2" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert "1 lines could not be written" in told[-1] and len(told) == 2
 
 
 def test_a_steps_figures_are_the_same_everywhere() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 import kfuse as kf
+from kfuse.comm.gradients import GradientHooks
 from kfuse.train.state import Trainable
 
 Step = list[tuple[Tensor, Tensor]]  # one worker's micro-batches of a step
@@ -482,6 +484,13 @@ def test_clip_norm_holds_for_one_training(how: str) -> None:
             opt.zero_grad()
     torch.testing.assert_close(model[0].weight, network(0)[0].weight)  # type: ignore[union-attr]
     assert opt.clip_norm == 3.0
+    for step in kf.DataLoader(dataset(), model, opt, steps=1):
+        opt.set_clip_norm(2.0)  # the user's own, which stays
+        for x, y in step:
+            F.cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    assert opt.clip_norm == 2.0
     with pytest.raises(ValueError, match=r"clip_norm=-1.0: must be above 0"):
         kf.DataLoader(dataset(), model, opt, clip_norm=-1.0)
 
@@ -566,6 +575,35 @@ def test_a_cell_that_was_interrupted_can_be_run_again(workers: int) -> None:
     run_workers(workers, cells)
 
 
+def test_ctrl_c_as_a_training_begins_leaves_the_optimizer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, twin = plain(0), plain(0)
+    opt, own = (kf.FusedSGD(each.parameters(), lr=0.1, clip_norm=2.0) for each in (model, twin))
+    hook, calls = GradientHooks._hook, itertools.count()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(GradientHooks, "_hook", lambda *at: hook(*at) if next(calls) < 2 else interrupted())
+        kf.fit(model, dataset(), opt, clip_norm=0.5)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(opt.statistics, "begin_run", interrupted)
+        kf.fit(model, dataset(), opt, clip_norm=0.5)
+    assert opt.clip_norm == 2.0
+    kf.fit(model, dataset(), opt)
+    kf.fit(twin, dataset(), own)
+    assert_same(model, twin)
+
+
+def test_a_step_that_was_lost_as_its_body_left_the_loop_is_not_the_next_trainings() -> None:
+    model = plain(0)
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    opt.loop_handles_lost_workers = True
+    assert opt.leave_to_loop(kf.CommError("a worker was lost"))
+    opt.loop_handles_lost_workers = False
+    summary = kf.fit(model, dataset(), opt, steps=3)
+    assert summary is not None and summary["steps"] == 3
+
+
 def test_an_interrupted_bare_loop_says_what_to_do_or_begins_with_zero_grad() -> None:
     model = plain(0)
     opt = kf.FusedAdamW(model.parameters())
@@ -612,6 +650,24 @@ def test_a_loader_is_gone_through_once() -> None:
                     F.cross_entropy(model(x), y).backward()
                 opt.step()
                 opt.zero_grad()
+
+
+def test_a_body_without_a_step_is_an_error_and_one_that_leaves_before_it_has_made_none() -> None:
+    """The gradients are reduced by then, so that the engine has counted a step."""
+    model = plain(0)
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    for step in kf.DataLoader(dataset(), model, opt, scheduler=scheduler):
+        for x, y in step:
+            F.cross_entropy(model(x), y).backward()
+        break
+    assert scheduler.last_epoch == 0 and opt.engine.reduced is None
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"must call opt\.step"):
+        for step in kf.DataLoader(dataset(), model, opt, scheduler=scheduler):
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            model.zero_grad()
 
 
 def test_init_again_is_the_same_session_or_a_refusal() -> None:

@@ -72,7 +72,7 @@ class Job:
     @property
     def takes_newcomers(self) -> bool:
         """Whether a new worker can join: it would run a script from its start, so only during the first training."""
-        return self.training <= 1
+        return self.training <= 1 and not (self.done or self.over.is_set())
 
     @property
     def advice(self) -> str:

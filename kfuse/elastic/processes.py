@@ -157,6 +157,8 @@ class Processes:
                 except Exception as error:  # a launcher may be the user's own
                     raise LaunchError(" ".join(str(error).split()) or type(error).__name__) from error
                 self.workers[number] = Worker(number, process)
+                if not self._job.takes_newcomers:  # meanwhile training has ended, perhaps another has begun
+                    self.workers[number].kill()
                 task = asyncio.create_task(self._watch(self.workers[number]))
                 self._tasks.add(task)
                 task.add_done_callback(self._watched)

@@ -67,7 +67,8 @@ class Records:
         self._recorder.line(text)
 
     def begin_training(self) -> None:
-        """Another training starts: its steps count from 0 again."""
+        """Another training starts: its steps count from 0 again, and its events may be equal to the last one's."""
+        self._events.clear()
         self.furthest = -1
         self.progress += 1
 

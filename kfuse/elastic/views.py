@@ -49,7 +49,7 @@ class Views:
         allowed = min(max(workers, low), high)
         if allowed != workers:
             self._report_clipped(workers, allowed, f"must be {low} to {high}")
-        if allowed > job.wanted and (job.done or not job.takes_newcomers):
+        if allowed > job.wanted and not job.takes_newcomers:
             self._report_clipped(allowed, job.wanted, "a new worker would run the script from its first training")
         elif allowed != job.wanted:
             _log.info("resize asked: %d -> %d workers", job.wanted, allowed)

@@ -138,6 +138,7 @@ class RunDirectory:
         """Closes every file, also in the middle of a batch. Closing twice does no harm."""
         self._batching = False
         self._write()
+        self._full_since = None
         for file in self._files:
             if lines := file.close():
                 self.warn(f"kfuse: warning: {file.path}: {lines} lines could not be written")
@@ -229,9 +230,11 @@ class _Lines:
         return next((record for _, record in reversed(waiting) if record is not None), last)
 
     def close(self) -> int:
-        """Returns how many lines could not be written."""
+        """Returns how many lines could not be written. None of them waits any longer."""
         self._file.close()
-        return len(self._waiting) + self.dropped
+        lost, self.dropped = len(self._waiting) + self.dropped, 0
+        self._waiting.clear()
+        return lost
 
 
 def _earlier(line: bytes, step: int) -> dict[str, Any] | None:

@@ -55,6 +55,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     """
+    last_lr: float = 0.0
+    """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
     loop_handles_lost_workers: bool = False
     """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
     _lost_worker_error: CommError | None = None
@@ -293,6 +295,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
         loss_scale = None if found_inf is None else LossScale(getattr(self, "grad_scale", None), found_inf)
         scaled = scaling(reduced, self.engine.params, self.clip_norm, self.skip_nonfinite, loss_scale)
+        self.last_lr = self.base_lr * self.lr_factor
         self._update(reduced, scaled.factor, scaled.skip)
         if reduced.local:
             scaled.record[t.GRAD_SQ] = torch.nan  # the workers' mean gradient is not computed

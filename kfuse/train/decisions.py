@@ -79,11 +79,11 @@ class Decisions:
         """Context of a training: `running` returns these decisions, for kf.set_batch_size and the like."""
         self.use_transport()  # an earlier training's decision no longer applies
         self.set_learning_rate()
-        _RUNNING.append(self)
         try:
+            _RUNNING.append(self)
             yield
         finally:
-            _RUNNING.remove(self)
+            _RUNNING[:] = [each for each in _RUNNING if each is not self]
 
     # -- requested ------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,11 @@ class Decisions:
         return replace(self._announced, generation=self._session.proposed_generation(), stop=index)
 
     def announcement_sent(self) -> None:
-        """The step that carried the announcement is complete: what was announced is no longer requested."""
+        """The step that carried the announcement is complete: what was announced is no longer requested.
+
+        `lr` is now what the update had: a loop's body may set group["lr"] before opt.step().
+        """
+        self.lr = self._opt.last_lr
         requested, announced = vars(self._requested), vars(self._announced)
         self._requested = Announcement(**{name: it for name, it in requested.items() if it != announced[name]})
         self._announced = Announcement()

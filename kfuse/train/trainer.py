@@ -175,21 +175,23 @@ class Trainer:
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
-        """Context: sets up the optimizer for this training; on exit, resets its settings."""
-        opt, clip_norm = self.opt, self.opt.clip_norm
-        if self.settings.clip_norm is not None:
-            opt.set_clip_norm(self.settings.clip_norm)
-        opt.zero_grad()  # drops gradients of an interrupted step, or of an earlier backward
-        opt.statistics.begin_run()
-        opt.engine.step = 0
-        opt.loop_handles_lost_workers = self._user_loop and self.session.elastic
+        """Context: sets up the optimizer for this training; on exit, also by an early Ctrl-C, resets its settings."""
+        opt, clip_norm, own = self.opt, self.settings.clip_norm, self.opt.clip_norm
         try:
+            if clip_norm is not None:
+                opt.set_clip_norm(clip_norm)
+            opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
+            opt.take_lost_worker_error()  # nor is a worker that was lost in a step whose body left the loop
+            opt.statistics.begin_run()
+            opt.engine.step = 0
+            opt.loop_handles_lost_workers = self._user_loop and self.session.elastic
             yield
         finally:
             opt.loop_handles_lost_workers = False
             opt.statistics.end_run()
             opt.lr_factor = 1.0
-            opt.clip_norm = clip_norm
+            if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
+                opt.clip_norm = own
 
     # -- the parts of a step, in order ----------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Trainer:
         try:
             yield step
         except GeneratorExit:
-            if not sys.is_finalizing() and opt.engine.step == before + 1:
+            if not sys.is_finalizing() and self._has_stepped(before):
                 self._end_update(step)
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
@@ -252,8 +254,16 @@ class Trainer:
         error = step.error or opt.take_lost_worker_error()
         if error is not None:
             raise error
-        if opt.engine.step != before + 1:
+        if not self._has_stepped(before):
             raise RuntimeError("a step's body must call opt.step() once, after all of its micro-batches")
+
+    def _has_stepped(self, before: int) -> bool:
+        """Whether a step was reduced since the engine had made `before` of them, and the optimizer has updated by it.
+
+        The reduction is over with the last micro-batch's backward, before opt.step().
+        """
+        engine = self.opt.engine
+        return engine.step == before + 1 and engine.reduced is None
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The micro-batch's mean loss, in the configured precision."""
