@@ -1,4 +1,4 @@
-"""Buckets: parameters whose gradients travel together in one flat buffer, and buffers that travel with them.
+"""Buckets: parameters whose gradients are reduced together in one flat buffer, and buffers that are averaged too.
 
 The layout is a pure function of the parameters' sizes, so that every worker, and every later view, has the same one.
 """
@@ -18,7 +18,7 @@ ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte ali
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Which parameters (by index, in the order of their places) a bucket holds, and where each one starts."""
+    """Which parameters (by index, in the order of their offsets) a bucket holds, and where each one starts."""
 
     params: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -78,7 +78,7 @@ class Bucket:
         self.mean = self.slot(0)[: self.body]
         """Slot 0 without the tail: after the reduction, the mean gradient."""
         self.views = self.view(self.mean)
-        """The parameters' places in it."""
+        """Tensor views of `mean`, one for each parameter, in its shape."""
 
     def slot(self, k: int) -> Tensor:
         """Slot k, allocated (zeroed, so that padding stays zero) on first use."""
@@ -87,7 +87,7 @@ class Bucket:
         return self.slots[k]
 
     def view(self, flat: Tensor) -> list[Tensor]:
-        """The parameters' places in a flat buffer of this layout, in their shapes."""
+        """Tensor views of a flat buffer of this layout, one for each parameter, in its shape."""
         places = zip(self.layout.offsets, self.shapes, strict=True)
         return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in places]
 
@@ -132,12 +132,12 @@ class AveragedBuffers:
             torch._foreach_copy_(self._first, self.tensors)
 
     def put_back(self) -> None:
-        """For the next micro-batch, or as the step is given up: the step's first values again."""
+        """Restores the values at the start of the step: for the next micro-batch, or because the step is aborted."""
         if self.tensors:
             torch._foreach_copy_(self.tensors, self._first)
 
     def changes(self) -> list[Tensor]:
-        """Of each buffer since the step began, fp32."""
+        """Each buffer's change since the step began, fp32, in its shape."""
         if not self.tensors:
             return []
         changes = list(torch._foreach_sub(self.tensors, self._first))
@@ -146,7 +146,7 @@ class AveragedBuffers:
         return [change.to(torch.float32) for change in changes]
 
     def apply(self, index: int, change: Tensor) -> None:
-        """The step's mean change of one buffer, in its shape; a counter is rounded."""
+        """Sets buffer `index` to its value at the step's start plus `change` (in its shape); a counter is rounded."""
         buffer, first = self.tensors[index], self._first[index]
         change = change if buffer.is_floating_point() else change.round().to(buffer.dtype)
         torch.add(first, change, out=buffer)

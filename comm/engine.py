@@ -1,10 +1,10 @@
-"""The reduction engine: from backward's gradients to their mean over all workers, bucket by bucket, as they come.
+"""The reduction engine: from backward's gradients to their mean over all workers, bucket by bucket, during backward.
 
 1) Hooks take over each parameter's fresh gradient (`gradients`).
 2) When a bucket has all of its gradients one kernel (`pack`) reads them once: into the flat buffer, scaled by the
    micro-batch's weight, with the sum of squares of this micro-batch's own gradient.
 3) After the step's last micro-batch the bucket's reduction starts while backward goes on. Buckets start in index order
-   on every rank; the tail rides at the end of the last one.
+   on every rank; the tail is the end of the last one.
 4) `finish` waits for all of them and measures the mean gradient.
 """
 
@@ -25,7 +25,7 @@ from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import ADD, REMEDY, WRITE, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
 from kfuse.comm.sum_tree import plan_merges, plan_range
-from kfuse.comm.tail import SAMPLES, SILENT, Tail, digest
+from kfuse.comm.tail import NOTHING_ANNOUNCED, SAMPLES, Tail, digest
 from kfuse.comm.timer import Stopwatch
 from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
 
@@ -37,10 +37,12 @@ class Engine:
 
     buckets: list[Bucket]
     """All of them. The last one carries the tail."""
-    of_params: list[Bucket]
-    """Those that hold gradients: all, or all but the last."""
+    gradient_buckets: list[Bucket]
+    """The buckets that hold gradients: all, or all but the last one, which then holds averaged buffers and the tail."""
     group: Group
+    """The lane of the view's group that this engine uses."""
     transport_name: str
+    """A name in `transports.NAMES`, or the dotted path of the user's class."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Engine:
         names: Sequence[str] | None = None,
         lane: int = 0,
     ) -> None:
-        """`names`: what messages call each parameter. `lane`: which of the group's to use, one for each engine.
+        """names: of the parameters, for error messages. lane: which of the group's lanes (`Group.lane`) to use.
 
         Raises ValueError for parameters that are not dense fp32 on one device.
         """
@@ -62,11 +64,11 @@ class Engine:
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
         self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
         self.step = 0
-        """Steps taken."""
+        """Steps completed."""
         self.reduced: Reduced | None = None
         """The last step's result, until the optimizer takes it."""
         self.superseded = False
-        """A newer engine has some of the parameters."""
+        """A newer engine has taken over some of the parameters."""
         self.digest_salt: Callable[[], int] = int
         """What else than parameters must be equal on all ranks (learning rates), as a number: see `tail.digest`."""
         self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
@@ -78,7 +80,7 @@ class Engine:
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
         self.tree: str | None = None
-        """The same of the shape of transport `tree`."""
+        """The shape that a decision chose for the transport `tree`; None: the configured one."""
         self._build()
         self.set_group(group)
 
@@ -91,16 +93,19 @@ class Engine:
         self.set_group(self.group)
 
     def _build(self) -> None:
-        """Buckets, partial sums and hooks. The last bucket carries the tail; buffers and a 16-bit wire need it fp32."""
+        """Makes buckets, partial sums and hooks. The last bucket carries the tail.
+
+        With averaged buffers or bf16 messages it has no gradients: only the buffers and the tail, which need fp32.
+        """
         self.check_owner()
         self.close()
         buffers = self.averaged.tensors
         apart = bool(buffers) or self.options.dtype != "fp32"
         self.buckets = make_buckets(self._layouts, self.params, buffers if apart else None)
-        self.of_params = self.buckets[: len(self._layouts)]
+        self.gradient_buckets = self.buckets[: len(self._layouts)]
         self._device = self.params[0].device if self.params else torch.device("cpu")
-        chunks = [b.table.num_chunks for b in self.of_params]
-        blocks = [num_blocks(b.body) for b in self.of_params]
+        chunks = [b.table.num_chunks for b in self.gradient_buckets]
+        blocks = [num_blocks(b.body) for b in self.gradient_buckets]
         self._sumsq = torch.zeros(sum(chunks), device=self._device)
         self._norms = torch.zeros(sum(blocks), device=self._device)
         self._sumsq_of = self._sumsq.split_with_sizes(chunks) if chunks else ()
@@ -109,8 +114,8 @@ class Engine:
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # of a record: see Tail.record
         take_over(self.params, self)
-        self._hooks = GradientHooks(self.params, self.names, self.of_params, self._wants_gradients, self._pack)
-        self._handed_out = False
+        self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, self._wants_gradients, self._pack)
+        self._gradients_set = False
 
     def use_transport(self, topology: str | None, tree: str | None) -> None:
         """Between steps: goes on with another transport or tree (None: as configured).
@@ -138,7 +143,7 @@ class Engine:
         self._reset()
 
     def close(self) -> None:
-        """Removes the hooks; gradients go where autograd leaves them. Those of a step that was taken are dropped."""
+        """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
         if self._hooks is not None:
             self._hooks.close(drop=self.reduced is None)
 
@@ -167,7 +172,7 @@ class Engine:
         """The context of one micro-batch of `samples`."""
         return MicroBatch(self, samples, last)
 
-    def open(self, micro_batch: MicroBatch) -> None:
+    def open_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
 
         Raises RuntimeError where none may begin now, CommError where an earlier failure has made this worker's
@@ -208,7 +213,7 @@ class Engine:
             bucket.begin_micro_batch()
 
     def _warn_of_no_plan(self) -> None:
-        """Once: without a plan nobody knows a micro-batch's place in the canonical tree."""
+        """Warns once: without a plan a micro-batch has no known place in the canonical tree."""
         if self.group.rank == 0 and not self._warned:
             _LOG.warning(
                 "comm.reproducible=true: the micro-batches of this loop are not planned, so the bits depend on the "
@@ -228,14 +233,14 @@ class Engine:
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
         assert self._hooks is not None
-        return self._handed_out and self.reduced is None and self._hooks.still_there()
+        return self._gradients_set and self.reduced is None and self._hooks.still_there()
 
     def _begin_implicit(self) -> None:
         """A bare `loss.backward()`, or gradients set by hand: this worker's only micro-batch of the step."""
         if self._now.done or self._now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
         self._now.implicit = True
-        self.open(MicroBatch(self, 1.0, last=True))
+        self.open_micro_batch(MicroBatch(self, 1.0, last=True))
 
     def _close_implicit(self) -> None:
         """Backward is over. All engines that took part start their last messages; then each waits for its own."""
@@ -277,11 +282,11 @@ class Engine:
         if now.current is None:
             return
         assert self._hooks is not None
-        for bucket in self.of_params:
+        for bucket in self.gradient_buckets:
             if not bucket.packed:
                 self._hooks.collect_set_by_hand(bucket)
                 self._pack(bucket)
-        if len(self.of_params) < len(self.buckets):
+        if len(self.gradient_buckets) < len(self.buckets):
             self._pack_buffers(last)
         self._write_tail(last, now.current)
         now.done += 1
@@ -308,8 +313,9 @@ class Engine:
         first: dict[str, Any] = {}
         if now.done == 0:
             compared = every is not None and self.step % every == 0 and not now.is_local and self.group.size > 1
+            announced = now.plan.announcement if now.plan is not None and self.group.rank == 0 else NOTHING_ANNOUNCED
             first = {
-                "control": now.plan.control if now.plan is not None and self.group.rank == 0 else SILENT,
+                "announcement": announced,
                 "seconds": self._seconds_each,
                 "digest": digest(self.params, self.digest_salt()) if compared else None,
             }
@@ -355,13 +361,13 @@ class Engine:
         last = self.buckets[-1]
         tail = last.slots[0][last.body :]
         record = self._measure(tail)
-        if last not in self.of_params:
+        if last not in self.gradient_buckets:
             for k, index in enumerate(last.layout.params):
                 change = last.views[k] if now.weighted else last.views[k] / record[SAMPLES]
                 self.averaged.apply(index, change)
         used = None if now.all_fired else self._tail.flags(tail)
         self.reduced = Reduced(record, used, now.implicit, now.is_local, now.plan is not None)
-        self._handed_out = True
+        self._gradients_set = True
         self.step += 1
         self._reset()
 
@@ -369,9 +375,9 @@ class Engine:
         """The step's record, with the sum of squares of the mean gradient, which the buckets hold afterwards."""
         if not self._now.weighted:  # the weights' total was not known while packing
             share = (1.0 / self._tail.record(tail, self._totals)[SAMPLES]).float()
-            for bucket in self.of_params:
+            for bucket in self.gradient_buckets:
                 bucket.mean.mul_(share)
-        for bucket, norms in zip(self.of_params, self._norms_of, strict=True):
+        for bucket, norms in zip(self.gradient_buckets, self._norms_of, strict=True):
             block_sumsq(bucket.mean, norms)
         sum_partials(self._norms, self._totals[0])
         return self._tail.record(tail, self._totals)
@@ -400,30 +406,32 @@ class Engine:
 
     @property
     def interrupted(self) -> bool:
-        """A bare backward began, and its reduction did not come to its end: something raised."""
+        """A bare backward began, and its reduction did not finish: something raised."""
         return self._now.implicit
 
     def drop(self) -> None:
-        """Forgets gradients that came since the last step, but not a micro-batch under way, nor a planned step.
+        """Drops gradients that arrived since the last step, but not a micro-batch under way, nor a planned step.
 
         The caller takes the last step's gradients off the parameters.
         """
         if self.reduced is not None:
             self.reduced = None
             self.step -= 1  # it was no step: the next one has its number, and the check that was due
-        self._handed_out = False
+        self._gradients_set = False
         now = self._now
         unfinished = now.plan is None and now.done > 0 and now.current is None and not now.closed
         if self.interrupted or unfinished:
             self.abort()
 
     def abort(self) -> None:
-        """Forgets the step under way (or, after one, makes ready for the next)."""
+        """Drops the step under way, with its gradients. After a finished step: prepares for the next."""
         now = self._now
         if now.begun and not now.implicit:
             self.averaged.put_back()
         if self._reduction.abandon():
-            self._broken = "a step was given up after its reduction had begun: this worker cannot go on with the others"
+            self._broken = (
+                "a step was aborted after its reduction had begun: this worker cannot continue with the others"
+            )
         self.reduced = None
         self._reset()
 

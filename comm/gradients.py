@@ -1,4 +1,4 @@
-"""Takes gradients over as backward makes them: hooks that put each one into its bucket."""
+"""Hooks that move each gradient into its bucket as soon as backward has computed it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() a
 class GradientHooks:
     """Post-accumulate hooks on the parameters of some buckets.
 
-    A hook moves its parameter's fresh `.grad` into the bucket's `grads` and leaves None behind.
+    A hook moves its parameter's new `.grad` into the bucket's `grads` and sets `.grad` to None.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class GradientHooks:
         wanted: Callable[[], bool],
         full: Callable[[Bucket], None],
     ) -> None:
-        """names: what messages call each parameter. buckets: their layouts are indices into `params`.
+        """names: of the parameters, for error messages. buckets: their layouts are indices into `params`.
 
-        wanted: asked for each gradient that arrives; where it is False the gradient stays with its parameter.
+        wanted: called for each gradient that arrives; if it returns False the gradient stays with its parameter.
         full: called with a bucket that has the gradients of all of its parameters.
         """
         self._params, self._names, self._buckets = params, names, buckets
@@ -112,27 +112,27 @@ class GradientHooks:
 
 
 class Owner(Protocol):
-    """Whoever collects parameters' gradients: an engine."""
+    """The engine that collects a parameter's gradients."""
 
     superseded: bool
     lane: int
 
     def close(self) -> None:
-        """Leaves the parameters' gradients to others."""
+        """Removes the hooks: another engine collects the gradients from now on."""
 
 
 _OWNERS = WeakTensorKeyDictionary()
 
 
 def owner(parameter: Parameter) -> Owner | None:
-    """The engine that has the parameter's gradients."""
+    """The engine that collects the parameter's gradients; None if there is none."""
     reference = _OWNERS.get(parameter)  # type: ignore[no-untyped-call]
     found: Owner | None = reference() if reference is not None else None
     return found
 
 
 def take_over(params: Sequence[Parameter], engine: Owner) -> None:
-    """Makes `engine` the parameters' owner. With two, the first to be asked would take the gradient from the other."""
+    """Makes `engine` the parameters' only owner. With two, the first hook would take the gradient from the second."""
     for param in params:
         other = owner(param)
         if other is not None and other is not engine:
@@ -142,7 +142,7 @@ def take_over(params: Sequence[Parameter], engine: Owner) -> None:
 
 
 def at_the_end_of_backward(act: Callable[[], None]) -> None:
-    """Runs `act` when the backward under way is over, after what was asked for before."""
+    """Runs `act` when the backward under way is over, after the callbacks that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 

@@ -1,7 +1,7 @@
-"""The workers of one view, and what they can do together.
+"""The workers of one view as a group: collectives, and waits that a lost worker cannot block for ever.
 
-Every wait is sliced: it polls, so that a worker notices a timeout, or a change of view announced by the control
-plane, while a peer is silent. (gloo tells only a dead rank's neighbours, and nothing interrupts its blocking wait.)
+A wait polls in short slices, so that a worker notices a timeout, or a new view from the supervisor, while a peer is
+silent. (With gloo only the neighbours of a lost rank get an error, and nothing can interrupt its blocking wait.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPS: dict[str, Any] = {
 
 
 class CommError(RuntimeError):
-    """A collective failed or timed out; the message says which, and whom it waited for."""
+    """A collective failed or timed out. The message names the collective and the ranks that were waited for."""
 
 
 class Pending:
@@ -43,14 +43,14 @@ class Pending:
         group.under_way.add(self)
 
     def done(self) -> bool:
-        """Whether all messages are through, without waiting."""
+        """Whether all messages have completed, without waiting."""
         return all(work.is_completed() for work, _ in self.works)
 
     def wait(self) -> None:
-        """Returns when all messages are through. Raises CommError on failure or after the group's timeout.
+        """Returns when all messages have completed. Raises CommError on failure or after the group's timeout.
 
         On a CUDA device this orders the current stream after the messages. The host is blocked only where the group may
-        change: what a lost worker leaves of a reduction must not get as far as the parameters.
+        change: else parameters could be updated with an incomplete reduction that a lost worker left.
         """
         for work, peer in self.works:
             if self.group.polls:
@@ -108,11 +108,11 @@ class Group:
         self.hosts = [""] * size if hosts is None else list(hosts)
         self.under_way: set[Pending] = set()
         self.device = device or torch.device("cpu")
-        self._arguments = (self.device, timeout_s, hostname, check, hosts)  # for further lanes
+        self._arguments = (self.device, timeout_s, hostname, check, hosts)  # of this group and its further lanes
         self._number, self._further = 0, list[Group]()
         self.check = check or (lambda: None)
         self.polls = check is not None or self.device.type != "cuda"
-        """Whether waiting blocks the host, which looks for news of the view meanwhile."""
+        """Whether a wait blocks the host, which then polls `check` for a new view."""
         self._store = store
         self._pg: Any = None
         self._share_pg: Any = None
@@ -129,7 +129,7 @@ class Group:
             self._share_pg = share[0] if share else self._pg
 
     def lane(self, number: int) -> Group:
-        """The same workers over connections of their own: messages of two lanes may be started in any order.
+        """The same workers over further connections: messages of different lanes may be started in any order.
 
         Lane 0 is this group itself. The others are connected as they are first asked for, which every rank must do at
         the same point. With NCCL all lanes are one still: there the ranks must start all messages in the same order.
@@ -153,11 +153,11 @@ class Group:
 
     @property
     def others(self) -> str:
-        """Everyone else, in words."""
+        """The other ranks, for messages: "rank 1", "the other 3 ranks"."""
         return f"rank {1 - self.rank}" if self.size == 2 else f"the other {self.size - 1} ranks"
 
     def _form(self, connect: Callable[[], list[Any]]) -> list[Any]:
-        """Runs `connect` in a thread, since nothing can interrupt it where a worker that it waits for has died."""
+        """Runs `connect` in a thread, since nothing can interrupt it while it waits for a lost worker."""
         made: list[Any] = []
         errors: list[Exception] = []
         over = threading.Event()
@@ -185,9 +185,9 @@ class Group:
             self._pg.abort()
 
     def retire(self) -> None:
-        """Drops this group as soon as it can be (see `drop_retired`): with a message under way that would block.
+        """Drops this group as soon as possible (see `drop_retired`): while a message is under way, dropping it blocks.
 
-        A message to a dead peer fails at once; one between survivors fails when the other side drops its group, or
+        A message to a lost peer fails at once; one between survivors fails when the other side drops its group, or
         after the timeout.
         """
         _RETIRED.extend([self, *self._further])
@@ -219,7 +219,7 @@ class Group:
         return Pending(self, what, [(self._pg.allreduce([tensor], options), None)])
 
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
-        """Starts sending `tensor` (1-D), cut[r] elements to rank r; into[r] elements of `out` come from rank r."""
+        """Starts sending `tensor` (1-D): cut[r] elements to rank r. into[r] elements of `out` come from rank r."""
         options = dist.AllToAllOptions()
         return Pending(self, what, [(self._pg.alltoall_base(out, tensor, list(into), list(cut), options), None)])
 
@@ -257,7 +257,7 @@ class Group:
         self.all_reduce(torch.zeros(1, device=self.device), what).wait()
 
     def late_ranks(self, what: str) -> str:
-        """After a timeout: the ranks that did not report being stuck too, as words for the error message."""
+        """After a timeout: text for the error message that names the ranks which did not report a timeout too."""
         if self._store is None:
             return ""
         key = f"late/{what}"
@@ -268,7 +268,7 @@ class Group:
             while late and time.monotonic() < deadline:
                 late = {r for r in late if not self._store.check([f"{key}/{r}"])}
                 time.sleep(0.05)
-        except RuntimeError:  # the store's host is gone too; the timeout is the news
+        except RuntimeError:  # the store is lost too: the timeout is reported without names
             return ""
         if not late or len(late) == self.size:
             return ""
@@ -279,7 +279,7 @@ _RETIRED: list[Group] = []
 
 
 def drop_retired() -> None:
-    """Drops the retired groups that can be dropped by now; to be called now and then."""
+    """Drops the retired groups that have no message under way any more; called at step boundaries."""
     for group in [g for g in _RETIRED if all(pending.done() for pending in g.under_way)]:
         group.under_way.clear()  # each knows its group: a circle would keep both, and sockets and threads, for long
         _RETIRED.remove(group)
@@ -294,7 +294,7 @@ def _broadcast_from(source: int) -> Any:
 def _process_group(
     store: Store, rank: int, size: int, device: torch.device, timeout_s: float, hostname: str | None
 ) -> Any:
-    """A process group of our own, beside any the user has: rebuilt in process when the view changes."""
+    """A process group for kfuse alone, beside any that the user has. It is not registered in torch.distributed."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
@@ -305,7 +305,7 @@ def _process_group(
     backend: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
     gloo = backend._Options()
     gloo._devices = [backend.create_device(hostname=hostname) if hostname else backend.create_default_device()]
-    gloo._timeout = 2 * timeout + timedelta(seconds=30)  # ours comes first, and says who was late
+    gloo._timeout = 2 * timeout + timedelta(seconds=30)  # our own timeout comes first, and names the late ranks
     gloo._threads = 2
     return backend(store, rank, size, gloo)
 

@@ -1,4 +1,4 @@
-"""A step's parts: how it is planned, what one micro-batch is, where the step under way stands, and what it yields."""
+"""The data of a step: its plan, a micro-batch, the state of the step under way, and the result of its reduction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kfuse.comm.sum_tree import LeafStep
-from kfuse.comm.tail import SILENT, Control
+from kfuse.comm.tail import NOTHING_ANNOUNCED, Announcement
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, wrap each in "
@@ -23,10 +23,10 @@ REMEDY = (
 class CommOptions:
     """How gradients are reduced (the `comm.*` settings). Raises ValueError for what is not allowed."""
 
-    schedule: str = "auto"  # or a name in kfuse.comm.transports.NAMES, or the dotted path of a class
-    dtype: str = "fp32"  # on the wire: fp32 | bf16; sums on a worker are fp32 always
-    bucket_mb: float = 25.0
-    reproducible: bool = False
+    schedule: str = "auto"  # or a name in kfuse.comm.transports.NAMES, or the dotted path of a Transport class
+    dtype: str = "fp32"  # of gradients in messages: fp32 | bf16; sums on a worker are always fp32
+    bucket_mb: float = 25.0  # MiB of fp32 gradients in a bucket, at most
+    reproducible: bool = False  # the same bits for any number of workers
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
     check_every: int | None = 100  # steps between comparisons of all ranks' parameters; None: never
 
@@ -49,8 +49,8 @@ class StepPlan:
     ranges: tuple[range, ...]
     local: int | None = None
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
-    control: Control = SILENT
-    """The control word: rank 0's travels with the step."""
+    announcement: Announcement = NOTHING_ANNOUNCED
+    """What this worker would announce; only rank 0's is sent."""
 
     @property
     def micro_batches(self) -> int:
@@ -60,10 +60,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a step's reduction yields, on the device. The mean gradient is in the buckets."""
+    """The result of a step's reduction, on the device. The mean gradient is in the buckets."""
 
     record: Tensor
-    """float64, the step's figures: see `kfuse.comm.tail.Tail.record`."""
+    """float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `kfuse.comm.tail.Tail.record`."""
     used: Tensor | None
     """fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient. None: all of this
     worker's micro-batches gave every parameter one."""
@@ -75,10 +75,10 @@ class Reduced:
     """A training loop had announced the step."""
 
 
-class _Steps(Protocol):
-    """What a micro-batch tells the engine: it begins, it is over, it has failed."""
+class _Engine(Protocol):
+    """What a micro-batch calls in the engine: as it begins, ends, or fails."""
 
-    def open(self, micro_batch: MicroBatch) -> None: ...
+    def open_micro_batch(self, micro_batch: MicroBatch) -> None: ...
     def close_micro_batch(self) -> None: ...
     def abort(self) -> None: ...
 
@@ -86,13 +86,13 @@ class _Steps(Protocol):
 class MicroBatch:
     """Context of one micro-batch. Set `loss` (its mean loss, detached) before backward to have it averaged too."""
 
-    def __init__(self, engine: _Steps, samples: float, last: bool) -> None:
+    def __init__(self, engine: _Engine, samples: float, last: bool) -> None:
         """samples: its weight. last: whether it is this worker's last one of the step."""
         self._engine, self.samples, self.last = engine, samples, last
         self.loss: Tensor | float | None = None
 
     def __enter__(self) -> MicroBatch:
-        self._engine.open(self)
+        self._engine.open_micro_batch(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -108,7 +108,7 @@ WRITE, ADD = LeafStep(0, False, ()), LeafStep(0, True, ())
 
 @dataclass
 class StepState:
-    """Where the step under way stands."""
+    """The state of the step under way."""
 
     plan: StepPlan | None = None
     leaves: Sequence[LeafStep] | None = None

@@ -1,4 +1,4 @@
-"""A step's buckets on their way through the transport."""
+"""Passes a step's buckets to the transport in one order on all ranks, and waits for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reduction:
     """
 
     def __init__(self, buckets: Sequence[Bucket], group: Group, transport: Transport, dtype: str) -> None:
-        """dtype: on the wire, fp32 or bf16. The last bucket, which has the tail, always travels in fp32."""
+        """dtype: of gradients in messages, fp32 or bf16. The last bucket, with the tail, is always sent in fp32."""
         self._buckets, self._group, self._transport = buckets, group, transport
         self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
         self._canonical = True
@@ -32,7 +32,7 @@ class Reduction:
         self._canonical = True
 
     def reset(self) -> None:
-        """Ready for a step that nobody has planned: one contribution of each worker, added up in rank order."""
+        """Prepares a step without a plan: one contribution from each worker, added up in rank order."""
         self._complete = [False] * len(self._buckets)
         self.launched = 0
         if self._canonical:
@@ -41,7 +41,7 @@ class Reduction:
             self._canonical = False
 
     def launch(self, complete: Sequence[Bucket], step: int, local: bool) -> None:
-        """These buckets have this worker's whole sum: starts what can be started.
+        """`complete` have this worker's whole sum: starts each bucket whose predecessors are complete too.
 
         local: gradients stay with their worker; only the tail is reduced.
         """
@@ -65,9 +65,9 @@ class Reduction:
             self._transport.poll()
 
     def abandon(self) -> bool:
-        """The step is given up. Whether messages are under way.
+        """The step is aborted. Returns whether messages are under way.
 
-        They may arrive at any time: so they keep their buffers, and the buckets take others.
+        These may still write to their buffers at any time, so the buckets get new ones.
         """
         under_way = self.launched > 0 and self._group.size > 1
         if under_way:

@@ -4,7 +4,7 @@ Floating-point addition is not associative, so a sum's bits depend on its order.
 micro-batch index alone: leaves 0..M-1, node (level, index) covers leaves [index * 2^level, (index + 1) * 2^level),
 and a node is its left child plus its right child. A child with no leaves (beyond M - 1) is skipped, so that its
 sibling *is* the parent. A worker that holds a contiguous range of leaves sums the largest nodes inside it and sends
-those; the receiver goes on adding in the same tree.
+those; the receiver continues the additions in the same tree.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The tail: a few fp32 numbers that travel at the end of the last bucket, so that no message is theirs alone.
+"""The tail: a few fp32 numbers at the end of the last bucket, which are summed with the gradients in one message.
 
 First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then RANK_SLOTS
 for each rank, which it alone writes: the seconds that a micro-batch of its last step took, and in some steps the digest
 of its parameters. Sums over all micro-batches come out of the same reduction as the gradients. Only the leader writes
-the control word, so its sum is the leader's decision; integers up to 2^24 and every fp32 value survive the sum with
-zeros exactly.
+the announcement, so its sum is what the leader wrote: integers up to 2^24, and all fp32 values, stay exact when
+zeros are added.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
 SAMPLES = 1  # sum of b_j
 LOSS = 2  # sum of b_j times the micro-batch's mean loss; NaN where a loss was not given
 MICRO_BATCHES = 3
-CONTROL = 4
+ANNOUNCEMENT = 4
 TAIL_SLOTS = 12
 
 GRAD_SQ = TAIL_SLOTS  # in a step's record, after the slots: |gbar|^2
@@ -35,12 +35,12 @@ _PRESENT = 1 << 16  # in a digest's third slot: tells a digest of zero from none
 
 
 @dataclass(frozen=True)
-class Control:
-    """The control word. A zero field says nothing."""
+class Announcement:
+    """What the leader (rank 0) announces to all workers with a step. A field that is 0 announces nothing."""
 
     batch_size: int = 0
     lr_scale: float = 0.0
-    generation: int = 0  # switch to this view at the step boundary
+    generation: int = 0  # of the view to switch to at the step boundary
     stop: int = 0  # reason code: see kfuse.train.decisions
     transport: int = 0  # 1 + index in kfuse.comm.transports.NAMES
     tree: int = 0  # 1 + index in kfuse.comm.transports.TREES
@@ -53,14 +53,14 @@ class Control:
         return (*values, _fp32(self.lr_scale - values[1]))
 
     @staticmethod
-    def from_slots(values: Sequence[float]) -> Control:
-        """The control word of a step's figures, whose slots are named above."""
-        batch_size, lr_scale, *whole, rest = values[CONTROL:TAIL_SLOTS]
-        return Control(int(batch_size), float(lr_scale) + float(rest), *map(int, whole))
+    def from_slots(values: Sequence[float]) -> Announcement:
+        """The announcement in a step's record (values by the slots named above)."""
+        batch_size, lr_scale, *whole, rest = values[ANNOUNCEMENT:TAIL_SLOTS]
+        return Announcement(int(batch_size), float(lr_scale) + float(rest), *map(int, whole))
 
 
-SILENT = Control()
-"""Announces nothing."""
+NOTHING_ANNOUNCED = Announcement()
+"""What every rank but 0 writes."""
 
 
 def _fp32(value: float) -> float:
@@ -84,23 +84,23 @@ class Tail:
         sum_squares: Tensor,
         loss: Tensor | float | None,
         missed: Collection[int] = (),
-        control: Control = SILENT,
+        announcement: Announcement = NOTHING_ANNOUNCED,
         seconds: float = 0.0,
         digest: Tensor | None = None,
     ) -> None:
         """Writes a micro-batch's tail to `place` (fp32 [numel]), or adds it to what is there. Never waits for a GPU.
 
         sum_squares: float64 scalar on the device, |g_j|^2. loss: its mean loss. missed: parameters that it gave no
-        gradient. With a rank's first micro-batch of the step alone: `control`, on the leader; `seconds`, what one took
-        in the step before; `digest`, in some steps, of the rank's parameters.
+        gradient. With a rank's first micro-batch of the step only: `announcement`, on the leader; `seconds` per
+        micro-batch in the step before; `digest`, in some steps, of the rank's parameters.
         """
         slots, own = self._slots, self._own
         values = [1.0] * slots + [0.0] * (self.numel - slots)
         for index in missed:
             values[index] = 0.0
         values[slots + SAMPLES], values[slots + MICRO_BATCHES], values[slots + LOSS] = samples, 1.0, math.nan
-        if control is not SILENT:
-            values[slots + CONTROL : self._of_ranks] = control.slots()
+        if announcement is not NOTHING_ANNOUNCED:
+            values[slots + ANNOUNCEMENT : self._of_ranks] = announcement.slots()
         values[own] = seconds
         weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}
         if loss is not None:

@@ -8,7 +8,7 @@ import torch
 
 
 class Stopwatch:
-    """Waiting for other workers is not in it. On a CUDA device it times the stream, and never waits for it."""
+    """Does not count waiting for other workers. On a CUDA device it times the stream, and never waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = (
@@ -33,7 +33,7 @@ class Stopwatch:
         self._micro_batches = micro_batches
 
     def seconds_each(self) -> float:
-        """Of the last step, seconds a micro-batch; 0.0 where none was run, or the device is not through with it yet."""
+        """Of the last step, seconds a micro-batch; 0.0 where none was run, or the device has not finished it."""
         if not self._micro_batches:
             return 0.0
         seconds = self._seconds

@@ -3,7 +3,6 @@
 Importing this package needs torch alone; Triton is imported when the first GPU tensor arrives.
 """
 
-from kfuse.kernels.normalisation import norm_backward, norm_forward
 from kfuse.kernels.packing import pack
 from kfuse.kernels.reduction import Measures, Merges, balanced, block_sumsq, reduce, sum_partials
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
@@ -21,8 +20,6 @@ __all__ = [
     "balanced",
     "block_sumsq",
     "lamb",
-    "norm_backward",
-    "norm_forward",
     "num_blocks",
     "pack",
     "reduce",

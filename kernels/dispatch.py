@@ -12,11 +12,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
-from kfuse.kernels.launch import Launch
+if TYPE_CHECKING:
+    from kfuse.kernels.launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Arguments(ABC):
-    """What one call of a kernel is given."""
+    """The arguments of one call of a kernel."""
 
     @abstractmethod
     def check(self) -> None:

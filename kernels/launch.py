@@ -33,7 +33,7 @@ class Launch:
 
     Args:
         given: runtime arguments by the kernel's own names for them: tensors, numbers, and None for an optional tensor.
-            Names that the kernel does not have are ignored, so that a launcher can hand over its fields as they are.
+            Names that the kernel does not have are ignored, so that a launcher can pass all of its fields.
         constants: the kernel's compile-time constants.
         threads: a program.
         registers: most that a thread may have.

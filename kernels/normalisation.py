@@ -41,7 +41,7 @@ class NormForwardArguments(Arguments):
     centred: bool
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         x = self.x
         if x.dim() != 2 or not x.is_contiguous() or x.shape[1] == 0:
             raise ValueError(f"norm: x must be [rows, width >= 1] and contiguous, got {list(x.shape)}")
@@ -75,7 +75,7 @@ class NormBackwardArguments(Arguments):
     with_bias: bool
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         x, dy = self.x, self.dy
         if x.dim() != 3 or dy.shape != x.shape or not (x.is_contiguous() and dy.is_contiguous()):
             raise ValueError(

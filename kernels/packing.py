@@ -45,7 +45,7 @@ class PackArguments(Arguments):
     sumsq: Tensor
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         flat, table, sumsq = self.flat, self.table, self.sumsq
         if len(self.grads) != len(table.numels):
             raise ValueError(f"pack: the table has {len(table.numels)} tensors, got {len(self.grads)} gradients")

@@ -155,7 +155,7 @@ class ReduceArguments(Arguments):
     measures: Measures = Measures()
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         rows, out = self.rows, self.out
         if rows.dim() != 2 or len(rows) == 0 or out.shape != rows.shape[1:]:
             raise ValueError(
@@ -183,7 +183,7 @@ class BlockSumsqArguments(Arguments):
     out: Tensor
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         blocks, out = num_blocks(self.flat.numel()), self.out
         if out.shape != (blocks,) or out.dtype != torch.float32:
             raise ValueError(f"block_sumsq: out must be float32 [{blocks}], got {out.dtype} {list(out.shape)}")
@@ -200,7 +200,7 @@ class SumPartialsArguments(Arguments):
     out: Tensor
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         partials, out = self.partials, self.out
         if partials.dim() not in (1, 2) or out.shape != partials.shape[:-1] or out.dtype != torch.float64:
             raise ValueError(
@@ -227,7 +227,7 @@ def reduce_by_torch(given: ReduceArguments) -> None:
 
 
 def _add_rows(rows: Tensor, merges: Merges, out: Tensor) -> None:
-    """Adds up the rows as `merges` say and writes the sum. `out` may be the first row; the others stay."""
+    """Adds up the rows in the order of `merges` and writes the sum. `out` may be the first row; the others stay."""
     program = postfix(len(rows), merges)
     if program.count(0) > 1 and out.data_ptr() == rows.data_ptr():  # the first row is needed again after it was written
         rows = rows.clone()

@@ -27,7 +27,7 @@ def num_blocks(numel: int) -> int:
 
 @dataclass
 class DevicePointers:
-    """The gradients' addresses on the device, and the host's copy that says whether they are still current."""
+    """The gradients' addresses on the device, and the host's copy, by which a change is noticed."""
 
     uploaded: list[int] = field(default_factory=list)
     tensor: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))

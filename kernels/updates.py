@@ -20,7 +20,7 @@ from kfuse.kernels.table import CHUNK, PackTable
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Settings of AdamW and LAMB, in torch.optim's words."""
+    """Settings of AdamW and LAMB, named as in torch.optim."""
 
     lr: float
     beta1: float
@@ -31,7 +31,7 @@ class AdamOptions:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What a GPU kernel is given. The logarithm of a beta of 0 is -inf."""
+        """The GPU kernel's scalar arguments, by name. The logarithm of a beta of 0 is -inf."""
         numbers = {name: float(value) for name, value in vars(self).items()}
         for name in ("beta1", "beta2"):
             beta = numbers[name]
@@ -42,7 +42,7 @@ class AdamOptions:
 
 @dataclass(frozen=True)
 class SGDOptions:
-    """Settings of SGD, in torch.optim's words."""
+    """Settings of SGD, named as in torch.optim."""
 
     lr: float
     momentum: float = 0.0
@@ -53,7 +53,7 @@ class SGDOptions:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What a GPU kernel is given."""
+        """The GPU kernel's scalar arguments, by name."""
         return {name: float(value) for name, value in vars(self).items()}
 
 
@@ -77,7 +77,7 @@ class UpdateArguments(Arguments):
 
     @property
     def skipped(self) -> bool:
-        """Whether `found_inf` says so. Waits for the device."""
+        """Whether `found_inf` is not 0. Waits for the device."""
         # PyTorch's fused kernels skip for exactly 1.0; here any nonzero count of bad values skips.
         return self.found_inf is not None and self.found_inf.item() != 0
 
@@ -155,7 +155,7 @@ class AdamWArguments(ElementwiseArguments):
     step: Tensor
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         self.check_as("adamw")
 
 
@@ -177,7 +177,7 @@ class SGDArguments(ElementwiseArguments):
     first_step: bool
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         momentum = self.options.momentum
         if (self.momentum_buffer is None) != (momentum == 0):
             raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
@@ -210,7 +210,7 @@ class LAMBArguments(UpdateArguments):
     step: Tensor
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, as the class says."""
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
         for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
             flat: Tensor = getattr(self, name)
             if flat.dim() != 1 or flat.numel() < self.table.end:

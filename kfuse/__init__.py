@@ -12,7 +12,9 @@ from kfuse import interrupt
 
 interrupt.exit_quietly()  # before torch is imported, which takes long
 
-from kfuse import nn
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kfuse.api import (
     allgather,
     allreduce,
@@ -38,8 +40,11 @@ from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
 from kfuse.policies.signals import Bounds, Decision, Signals
 from kfuse.session import Session, init
 from kfuse.statistics.step_stats import StepStats
-from kfuse.train.fit import DataLoader, Hook, fit
 from kfuse.version import __version__
+
+if TYPE_CHECKING:
+    from kfuse import nn
+    from kfuse.train.fit import DataLoader, Hook, fit
 
 __all__ = [
     "BasePolicy",
@@ -81,3 +86,12 @@ __all__ = [
     "set_tree",
     "size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The training loop and `kf.nn` are imported when they are first used: a loop of one's own needs neither."""
+    if name == "nn":
+        return importlib.import_module("kfuse.nn")
+    if name in ("DataLoader", "Hook", "fit"):
+        return getattr(importlib.import_module("kfuse.train.fit"), name)
+    raise AttributeError(f"module 'kfuse' has no attribute {name!r}")

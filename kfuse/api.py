@@ -1,8 +1,9 @@
-"""kfuse's verbs: KungFu's names for what a policy or a training script may ask and order.
+"""The functions kf.rank, kf.resize, kf.set_lr, ... for policies and training scripts; the names are KungFu's.
 
-What changes training (`resize`, `set_batch_size`, `set_lr`, `set_sync`, `set_topology`, `set_tree`) is announced by the
-leader with the next step and takes effect on every worker at the same step; on other workers these calls do nothing.
-What exchanges values (`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
+Functions that change training (`set_batch_size`, `set_lr`, `set_sync`, `set_topology`, `set_tree`): rank 0 announces
+the change with the next step, and it applies on every worker from the same step on. `resize` goes to the supervisor.
+On other ranks these calls do nothing.
+Collectives (`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from torch import Tensor
 from kfuse.optim.base import latest_optimizer
 from kfuse.policies.signals import SYNC_MAX
 from kfuse.session import Session, current
-from kfuse.train.decisions import Decisions, running
+
+if TYPE_CHECKING:
+    from kfuse.train.decisions import Decisions
 
 Number = int | float
 
@@ -57,7 +61,7 @@ def allreduce(value: Tensor | Number, op: str = "sum") -> Tensor | float:
 
 
 def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
-    """Rank `source`'s value; tensors must have one shape and dtype on all workers."""
+    """Rank `source`'s value; tensors must have one shape and dtype on all workers. Raises ValueError, CommError."""
     group = _joined().group
     if not 0 <= source < group.size:
         raise ValueError(f"kf.broadcast source={source}: must be a rank from 0 to {group.size - 1}")
@@ -70,7 +74,7 @@ def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
 
 
 def allgather(value: Tensor | Number) -> list[Tensor] | list[float]:
-    """Every worker's value, in rank order; tensors must have one shape and dtype on all workers."""
+    """Every worker's value, in rank order; tensors must have one shape and dtype on all workers. Raises CommError."""
     group = _joined().group
     if isinstance(value, Tensor):
         return [t.to(value.device) for t in group.all_gather(value.detach().to(group.device), "kf.allgather")]
@@ -79,7 +83,7 @@ def allgather(value: Tensor | Number) -> list[Tensor] | list[float]:
 
 
 def barrier() -> None:
-    """Returns when every worker has called it."""
+    """Returns when every worker has called it. Raises CommError."""
     _joined().group.barrier("kf.barrier")
 
 
@@ -115,19 +119,19 @@ def _latest(name: str) -> float:
 
 
 def resize(workers: int) -> None:
-    """Asks for this many workers. They join, or leave, at a later step boundary, when they are ready."""
-    session, decisions = current(), running()
+    """Requests this many workers. Workers join, when they are ready, or leave, at a later step boundary."""
+    session, decisions = current(), _running()
     if not session.elastic:
         warnings.warn("kf.resize: this job's number of workers is fixed: no supervisor started it", stacklevel=2)
     elif decisions is not None:
         decisions.request(workers=workers)
     else:
-        session.order("resize", workers=operator.index(workers))
+        session.ask_supervisor("resize", workers=operator.index(workers))
 
 
 def set_batch_size(samples: int) -> None:
-    """Sets the global batch size. Inside kf.fit only."""
-    decisions = _running("kf.set_batch_size")
+    """Sets the global batch size. Inside kf.fit only. Raises ValueError below 1."""
+    decisions = _in_training("kf.set_batch_size")
     if samples < 1:
         raise ValueError(f"kf.set_batch_size({samples}): must be at least 1")
     decisions.request(batch_size=samples)
@@ -138,17 +142,17 @@ def set_lr(lr: float) -> None:
 
     Raises ValueError unless it is finite and above 0, and where the rate now is 0, which no factor changes.
     """
-    _running("kf.set_lr").request_lr(lr)
+    _in_training("kf.set_lr").request_lr(lr)
 
 
 def set_topology(name: str) -> None:
     """Sets how gradients are reduced: "allreduce", "all_to_all" or "tree". Inside kf.fit only."""
-    _running("kf.set_topology").request(topology=name)
+    _in_training("kf.set_topology").request(topology=name)
 
 
 def set_tree(shape: str) -> None:
     """Sets the shape of the topology "tree": "binary", "star" or "host" (one message a host). Inside kf.fit only."""
-    _running("kf.set_tree").request(tree=shape)
+    _in_training("kf.set_tree").request(tree=shape)
 
 
 def set_sync(steps: int) -> None:
@@ -157,14 +161,20 @@ def set_sync(steps: int) -> None:
     1: every step's gradients are reduced. More: local SGD (Stich 2019): each worker updates with its own gradients, and
     parameters and optimizer state are averaged every so many steps; statistics of the mean gradient are unknown.
     """
-    decisions = _running("kf.set_sync")
+    decisions = _in_training("kf.set_sync")
     if not 1 <= steps <= SYNC_MAX:
         raise ValueError(f"kf.set_sync({steps}): must be 1 to {SYNC_MAX}")
     decisions.request(sync=steps)
 
 
-def _running(verb: str) -> Decisions:
-    decisions = running()
+def _running() -> Decisions | None:
+    from kfuse.train.decisions import running  # only where there is, or may be, a training loop
+
+    return running()
+
+
+def _in_training(function: str) -> Decisions:
+    decisions = _running()
     if decisions is None:
-        raise RuntimeError(f"{verb} works inside kf.fit: in a loop of your own, set it there")
+        raise RuntimeError(f"{function} works inside kf.fit: in a loop of your own, set it there")
     return decisions

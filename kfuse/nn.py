@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kfuse.kernels import norm_backward, norm_forward
+from kfuse.kernels.normalisation import norm_backward, norm_forward
 from kfuse.statistics.noise_scale import moments
 
 
@@ -54,6 +54,7 @@ class LayerNorm(nn.LayerNorm, _Measured):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        """[examples, ..., *normalized_shape] to the same shape. Raises ValueError for an input without examples."""
         if not (torch.is_grad_enabled() and self.elementwise_affine and self.weight.requires_grad):
             return super().forward(input)
         return self._normalise(input, self.bias, self.eps, centred=True)
@@ -66,6 +67,7 @@ class RMSNorm(nn.RMSNorm, _Measured):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """[examples, ..., *normalized_shape] to the same shape. Raises ValueError for an input without examples."""
         if not (torch.is_grad_enabled() and self.elementwise_affine and self.weight.requires_grad):
             return super().forward(x)
         return self._normalise(x, None, self.eps, centred=False)

@@ -1,4 +1,4 @@
-"""This process's membership: its group, its rank, and its supervisor.
+"""This process as one worker of a job: its group, its rank, and its connection to the supervisor.
 
 `init()` finds out from the environment how the process was started: by a kfuse supervisor (the group may change while
 training), by torchrun (a fixed group), or plainly (one worker).
@@ -31,39 +31,42 @@ from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.rendezvous import Rendezvous, own_address
-from kfuse.logs import set_up_logging
 
 Record = Callable[[str, dict[str, Any]], None]
 
 _LOG = logging.getLogger("kfuse")
 
-_ARRIVED = "arrived"  # in a view's store, once somebody comes from the view before
+_ARRIVED = "arrived"  # a key in a view's store: a worker of the view before has come
 _POLL_S = 0.01
-_MOST_LANES = 8  # only optimizers that take part in one backward need different ones
-_CLOSE_S = 5.0  # at the end of a process, for the others to come to theirs
+_CONNECT_S = 1.0  # an attempt to reach a view's store, which is there before the view is announced
+_MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
+_CLOSE_S = 5.0  # how long an ending process waits until the others end too
 
 
 class ViewChanged(CommError):
-    """The group is no more: a worker of it was lost."""
+    """A worker of this group was lost, and the supervisor has formed another view."""
 
 
 class Session:
-    """One worker's membership. Made by `init`."""
+    """One worker of a job: its group, its view and its supervisor. Made by `init`."""
 
     def __init__(
         self, group: Group, comm: CommOptions, control: ControlClient | None = None, record: Record | None = None
     ) -> None:
-        """`record`: who keeps what is reported where there is no supervisor; None: nobody."""
+        """comm: how gradients are reduced. control: the connection to the supervisor; None: there is no supervisor.
+
+        record: called with each record that is reported, on rank 0 of a job without a supervisor.
+        """
         self.group, self.comm, self.control_client, self._record = group, comm, control, record
         self.view: View | None = None
-        self._listeners: list[weakref.WeakMethod[Callable[[Group], None]]] = []  # in the order in which they came
-        self.lanes = self._optimizers_made = 0
-        """How many of the group's lanes this worker's optimizers use."""
+        self._listeners: list[weakref.WeakMethod[Callable[[Group], None]]] = []  # in the order of registration
+        self.lanes_used = self._optimizers_made = 0
+        """How many of the group's lanes (`Group.lane`) this worker's optimizers use."""
         self.lost = False
-        """The others cannot be reached any more."""
+        """Training has failed because a worker or the supervisor was lost: nothing is waited for at exit."""
         self.left = False
-        """A view was formed without this worker."""
-        self._generation = 0  # of the view in force, or of the one being entered
+        """A view was formed without this worker, which therefore ends."""
+        self._generation = 0  # of the active view, or of the one being entered
         self.training = 0
         """Which training of this process is under way, from 1: a script may train more than once."""
         self.in_training = False
@@ -87,40 +90,40 @@ class Session:
         return self.control_client is not None
 
     def on_group_change(self, listener: Callable[[Group], None]) -> None:
-        """Has `listener`, a bound method, called with each new group, as long as its object lives."""
-        alive = [known for known in self._listeners if known() is not None]
-        self._listeners = [*alive, weakref.WeakMethod(listener)]
+        """Calls `listener`, a bound method, with each new group, until its object is deleted."""
+        living = [known for known in self._listeners if known() is not None]
+        self._listeners = [*living, weakref.WeakMethod(listener)]
 
     def new_lane(self) -> int:
-        """The number of a lane for a new optimizer; the same on every rank, if they make the same optimizers.
+        """The lane of a new optimizer; the same on every rank, if all make the same optimizers in the same order.
 
-        In turns, so that a process that makes many optimizers, one after another, does not hold ever more connections.
+        Lanes are given in turns, so that a process that makes many optimizers does not open ever more connections.
         """
         self._optimizers_made += 1
-        self.lanes = min(self._optimizers_made, _MOST_LANES)
+        self.lanes_used = min(self._optimizers_made, _MOST_LANES)
         return (self._optimizers_made - 1) % _MOST_LANES
 
     # -- the supervisor -------------------------------------------------------------------------------------------
 
     def proposed_generation(self) -> int:
-        """The view that is to come, as far as this worker knows; 0 where none is."""
+        """The generation of the view that the supervisor has proposed to this worker; 0 if there is none."""
         client, view = self.control_client, self.view
         return 0 if client is None or view is None else client.proposed(view.generation)
 
     def stop_reason(self) -> str | None:
-        """Why the supervisor wants training to stop; None where it does not, or there is none."""
+        """Why the supervisor asks training to stop; None if it does not, or there is no supervisor."""
         return None if self.control_client is None else self.control_client.stop_reason()
 
-    def order(self, what: str, **fields: int) -> None:
-        """Asks something of the supervisor ("resize": `workers`; "replace": `worker`, its number, not its rank).
+    def ask_supervisor(self, what: str, **fields: int) -> None:
+        """Sends the supervisor a request ("resize": `workers`; "replace": `worker`, its number, not its rank).
 
-        Only rank 0's orders are sent; other ranks' are dropped, as are those of a job without a supervisor.
+        Only rank 0's requests are sent; other ranks' are dropped, as are those of a job without a supervisor.
         """
         if self.group.rank == 0:
-            self._tell(what, **fields)
+            self._send(what, **fields)
 
-    def _tell(self, message: str, **fields: Any) -> None:
-        """Sends the supervisor a message, if there is one. If it is gone, `check` says so at the next boundary."""
+    def _send(self, message: str, **fields: Any) -> None:
+        """Sends the supervisor, if there is one, a message. If it is lost, `check` raises at the next step boundary."""
         if self.control_client is not None:
             with contextlib.suppress(ControlError):
                 self.control_client.send(message, **fields)
@@ -133,7 +136,7 @@ class Session:
             self.join()
 
     def join(self) -> None:
-        """Tells the supervisor that this worker is ready, and waits to be taken into a view.
+        """Tells the supervisor that this worker is ready, and waits for the first view that contains it.
 
         Whatever takes time (imports, data, model, optimizer) is best done before: others may be training.
         """
@@ -144,14 +147,14 @@ class Session:
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
 
-        Raises CommError if the view does not come about.
+        Raises CommError if the view cannot be formed.
         """
         return self._enter(self._client().await_view(generation, self.group.timeout_s))
 
     def recover(self, error: CommError) -> bool:
-        """After `error`: waits for the supervisor's verdict and moves to the view it gives; False if not in it.
+        """After `error`: waits for the supervisor's next view and moves to it; False if this worker is not in it.
 
-        Raises CommError if that view breaks too, ControlError if no view comes.
+        Raises CommError if a worker of that view is lost too, ControlError if no view comes.
         """
         client, generation = self._client(), self._generation
         if client.recovery(generation) is None:
@@ -169,7 +172,7 @@ class Session:
         old.abort()
         group = _form_group(view, rank, old, self.check, new)
         try:
-            group.connect_lanes(max(1, self.lanes))
+            group.connect_lanes(max(1, self.lanes_used))
         except CommError:
             group.retire()
             raise
@@ -185,14 +188,14 @@ class Session:
         return True
 
     def log_view(self) -> None:
-        """One line about the view in force, on rank 0."""
+        """Logs one line about the active view, on rank 0."""
         if self.view is not None and self.group.rank == 0:
             name = transports.choose(self.comm.schedule, self.comm.reproducible)
             view = self.view
             _LOG.info("view %d (%s): workers %d, transport %s", view.generation, view.reason, view.size, name)
 
     def check(self) -> None:
-        """Raises ViewChanged if the supervisor replaced the view, ControlError if it is gone."""
+        """Raises ViewChanged if the supervisor has formed a view after a lost worker, ControlError if it is lost."""
         client = self._client()
         client.check()
         if client.recovery(self._generation) is not None:
@@ -208,7 +211,7 @@ class Session:
 
     def give_up(self, why: str) -> None:
         """Tells the supervisor, if there is one, that the job must end: no other worker could go on either."""
-        self._tell("fatal", why=why)
+        self._send("fatal", why=why)
 
     def begin_training(self) -> None:
         """A training starts. Raises RuntimeError if another one is under way in an elastic job."""
@@ -224,13 +227,18 @@ class Session:
         """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
         self.in_training = False
         if not sys.is_finalizing():
-            self._tell("loop_ended", training=self.training, failed_at=failed_at)
+            self._send("loop_ended", training=self.training, failed_at=failed_at)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether records that are reported reach a run directory."""
+        return self._record is not None or self.elastic
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Sends a record to whoever keeps the run directory: the supervisor, if there is one."""
         if self._record is not None:
             self._record(kind, data)
-        self._tell("record", kind=kind, data=data)
+        self._send("record", kind=kind, data=data)
 
 
 _current: Session | None = None
@@ -259,18 +267,20 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
     if comm_options.reproducible:
         torch.set_num_threads(1)
     if protocol.ENV_CONTROL in os.environ:
-        return connect(ControlClient(timeout_s), comm_options, timeout_s)
-    meeting = Rendezvous.of_environment()
-    if meeting is not None and meeting.size > 1:
-        return meet(meeting, comm_options, timeout_s)
+        return connect_to_supervisor(ControlClient(timeout_s), comm_options, timeout_s)
+    rendezvous = Rendezvous.of_environment()
+    if rendezvous is not None and rendezvous.size > 1:
+        return join_fixed_group(rendezvous, comm_options, timeout_s)
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm_options)
     return _current
 
 
-def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
-    """The session of a worker that a supervisor started; it is alone until `join`."""
+def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
+    """The session of a worker that a supervisor started. Its group has this worker only, until `join`."""
     global _current
     if "observe" in client.job:
+        from kfuse.logs import set_up_logging  # in the commands' processes only
+
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     _leave_sigterm_to_the_supervisor()
     _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
@@ -279,57 +289,62 @@ def connect(client: ControlClient, comm: CommOptions, timeout_s: float) -> Sessi
 
 
 def _leave_sigterm_to_the_supervisor() -> None:
-    """Where a whole job gets SIGTERM (Slurm, systemd), the supervisor sees to a checkpoint first."""
+    """Ignores SIGTERM: where a whole job gets it (Slurm, systemd), the supervisor has a checkpoint written first."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: None)
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def meet(meeting: Rendezvous, comm: CommOptions, timeout_s: float, record: Record | None = None) -> Session:
-    """The session of a worker of a job of fixed size, in its only view. Raises CommError if the others do not come."""
+def join_fixed_group(
+    rendezvous: Rendezvous, comm: CommOptions, timeout_s: float, record: Record | None = None
+) -> Session:
+    """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     global _current
     try:
-        store = meeting.store(timeout_s)
-        store.set(f"member/{meeting.rank}", json.dumps([meeting.rank, os.getpid(), socket.gethostname()]))
-        members = tuple(Member(*json.loads(store.get(f"member/{rank}"))) for rank in range(meeting.size))
-        address = own_address(meeting.host, meeting.port)
+        store = rendezvous.store(timeout_s)
+        store.set(f"member/{rendezvous.rank}", json.dumps([rendezvous.rank, os.getpid(), socket.gethostname()]))
+        members = tuple(Member(*json.loads(store.get(f"member/{rank}"))) for rank in range(rendezvous.size))
+        address = own_address(rendezvous.host, rendezvous.port)
     except (RuntimeError, OSError) as error:
-        raise CommError(f"meeting {meeting.size} workers at {meeting.host}:{meeting.port}: {error}") from error
+        where = f"{rendezvous.host}:{rendezvous.port}"
+        raise CommError(f"connecting {rendezvous.size} workers at {where}: {error}") from error
     hosts = [member.host for member in members]
-    group = Group(meeting.rank, meeting.size, PrefixStore("view", store), _device(), timeout_s, address, hosts=hosts)
+    group = Group(
+        rendezvous.rank, rendezvous.size, PrefixStore("view", store), _device(), timeout_s, address, hosts=hosts
+    )
     _current = Session(group, comm, record=record)
-    _current.view = View(1, members, (meeting.host, meeting.port), "start")
+    _current.view = View(1, members, (rendezvous.host, rendezvous.port), "start")
     _current.log_view()
-    _close_at_exit(_current, meeting)
+    _close_at_exit(_current, rendezvous)
     return _current
 
 
-def close(session: Session, meeting: Rendezvous | None = None) -> None:
-    """Ends the session's groups, when the process is about to end.
+def close(session: Session, rendezvous: Rendezvous | None = None) -> None:
+    """Closes the session's groups, when the process is about to end.
 
-    meeting: of a job of fixed size. Its workers agree that all are done, within `_CLOSE_S`; one that has failed does
-    not wait for the others.
+    rendezvous: of a job of fixed size. Its workers wait until all are done, `_CLOSE_S` at most; one that has failed
+    does not wait.
     """
     failed = session.lost or getattr(sys, "last_value", None) is not None
-    if meeting is not None and not failed:
-        others = [rank for rank in range(meeting.size) if rank != meeting.rank]
+    if rendezvous is not None and not failed:
+        others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
         with contextlib.suppress(RuntimeError):  # the others take longer, or are gone
-            store = meeting.store(_CLOSE_S)
-            store.set(f"done/{meeting.rank}", "")
+            store = rendezvous.store(_CLOSE_S)
+            store.set(f"done/{rendezvous.rank}", "")
             store.wait([f"done/{rank}" for rank in others])
-            store.set(f"gone/{meeting.rank}", "")
-            if meeting.rank == 0 and not meeting.agent_hosts:  # the store ends with this process
+            store.set(f"gone/{rendezvous.rank}", "")
+            if rendezvous.rank == 0 and not rendezvous.agent_hosts:  # the store ends with this process
                 store.wait([f"gone/{rank}" for rank in others])
     session.group.close(0.0 if failed else _CLOSE_S)
     drop_retired()
 
 
-def _close_at_exit(session: Session, meeting: Rendezvous | None = None) -> None:
+def _close_at_exit(session: Session, rendezvous: Rendezvous | None = None) -> None:
     process = os.getpid()
 
     def act() -> None:
         if os.getpid() == process:  # and not a child that was forked
-            close(session, meeting)
+            close(session, rendezvous)
 
     atexit.register(act)
 
@@ -340,7 +355,7 @@ def current() -> Session:
 
 
 def reset() -> None:
-    """Forgets the session, so that `init` may be called anew in the same process."""
+    """Forgets the session, so that `init` may be called again in the same process."""
     global _current
     if _current is not None and _current.control_client is not None:
         _current.control_client.close()
@@ -350,14 +365,14 @@ def reset() -> None:
 def _form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool) -> Group:
     """The group of a view, with the old group's device and timeout.
 
-    `new`: this worker was in no view before. It learns of one that takes it in as soon as that is proposed; the others
-    come when they have made the steps until then, however long those take.
+    new: this worker was in no view before. It learns of the view when it is proposed; the others come only after they
+    have finished the steps until the switch, so it waits for them without a time limit.
     """
     if view.size == 1:
         return Group(device=old.device, timeout_s=old.timeout_s, check=check)
     host, port = view.store
     try:
-        store = TCPStore(host, port, None, False, timedelta(seconds=old.timeout_s), wait_for_workers=False)
+        store = _connect_store(host, port, old.timeout_s, check)
         address = own_address(host, port)
         if not new:
             store.set(_ARRIVED, "")
@@ -370,6 +385,25 @@ def _form_group(view: View, rank: int, old: Group, check: Callable[[], None], ne
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
     hosts = [member.host for member in view.members]
     return Group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
+
+
+def _connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
+    """A view's store, connected to in short attempts.
+
+    The store may be closed at this moment, because another worker was lost: then `check` raises ViewChanged. Left to
+    itself, torch would try again until the timeout. Raises RuntimeError after the timeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        check()
+        try:
+            attempt = timedelta(seconds=min(timeout_s, _CONNECT_S))
+            store = TCPStore(host, port, None, False, attempt, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
 
 
 def _device() -> torch.device:

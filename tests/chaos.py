@@ -46,6 +46,11 @@ def strike(how: str) -> None:
     match how:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "kill_all":  # workers of this view at once, this one last
+            view = session.current().view
+            others = [] if view is None else [member.pid for member in view.members if member.pid != os.getpid()]
+            for pid in [*others, os.getpid()]:
+                os.kill(pid, signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "stuck_gil":

@@ -81,6 +81,10 @@ def run_workers(
     return [result for _, _, result in replies]
 
 
+KEPT: list[object] = []
+"""What a worker's function leaves here is not destroyed before its process ends: torch's DDP and FSDP models take their
+process group along, and its destructor has been seen to wait for ever for a thread of its own."""
+
 Reply = tuple[bool, str, Any]  # ended by itself; traceback, if it raised; result
 
 

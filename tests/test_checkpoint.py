@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import kfuse.checkpoint.format
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
-from kfuse.checkpoint.manager import Checkpoints, CheckpointSettings
+from kfuse.checkpoint.manager import Checkpoints
 
 PATIENCE_S = 60.0
 FILES = ("manifest.json", "model.pt", "optimizer.pt", "state.pt")
@@ -454,7 +454,7 @@ def test_bad_ones_are_reported_and_skipped(tmp_path: Path) -> None:
 def test_nothing_to_resume_is_said_once(tmp_path: Path, resume: str, restarted: bool, said: int) -> None:
     reports: list[dict[str, Any]] = []
     session: Any = SimpleNamespace(report=lambda kind, event: reports.append(event))
-    checkpoints = Checkpoints(CheckpointSettings(tmp_path / "checkpoints", resume=resume), session)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", session, resume=resume)
     assert checkpoints.load(restarted) is None
     assert [event["kind"] for event in reports] == ["started"] * said
     for event in reports:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kfuse.observe.display import LINE_EVERY_S, Display, _duration, _figure, _fill
+from kfuse.observe.display import LINE_EVERY_S, Display, _fill, duration, figure
 
 
 class Clock:
@@ -154,11 +154,11 @@ def test_fields_are_never_broken(fields: list[str], width: int) -> None:
 
 
 def test_figures() -> None:
-    assert [_figure(x) for x in (0.01234, 99.94, 312.4, 1136.4, 2e7)] == ["0.0123", "99.9", "312", "1,136", "2e+07"]
+    assert [figure(x) for x in (0.01234, 99.94, 312.4, 1136.4, 2e7)] == ["0.0123", "99.9", "312", "1,136", "2e+07"]
 
 
 def test_durations() -> None:
-    assert [_duration(s) for s in (0.4, 59.6, 61, 3661)] == ["0:00", "1:00", "1:01", "1:01:01"]
+    assert [duration(s) for s in (0.4, 59.6, 61, 3661)] == ["0:00", "1:00", "1:01", "1:01:01"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import kfuse as kf
-from kfuse.kernels import norm_backward, norm_forward, normalisation
+from kfuse.kernels import normalisation
+from kfuse.kernels.normalisation import norm_backward, norm_forward
 
 EXAMPLES = 6 if INTERPRETED else 40
 TOKENS = 70  # more than one program sums up

@@ -118,7 +118,7 @@ def test_adascale_progress_follows_the_gain() -> None:
     ],
 )
 def test_wrong_values_are_named(key: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^{key}.*: allowed") as error:
+    with pytest.raises(ValueError, match=rf"^{key}.*: must be") as error:
         LRSchedule(**options)
     if "scaling" in key:
         assert all(name in str(error.value) for name in get_args(Scaling))

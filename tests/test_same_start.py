@@ -17,7 +17,7 @@ from problems import problem
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.checkpoint.manager import CheckpointSettings
+from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.group import CommError
 from kfuse.comm.tail import digest, digest_from_slots, digest_slots
 from kfuse.data import as_dataset
@@ -297,9 +297,11 @@ def start_that_fails(directory: str) -> None:
     """Rank 1 is lost after the optimizer was made, before rank 0 has read the checkpoint that it is to resume from."""
     kf.init()
     net, train = network(kf.rank()), as_dataset(problem())
-    checkpoints = CheckpointSettings(Path(directory), every_steps=5, resume="auto")
-    settings = Settings(8, 4, Bounds(4, 8, 1, 2), checkpoints=checkpoints)
-    trainer = Trainer(net, train, kf.FusedSGD(net.parameters(), lr=0.1), settings, loss_fn=F.cross_entropy)
+    checkpoints = Checkpoints(Path(directory), current(), every_steps=5, resume="auto")
+    settings = Settings(8, 4, Bounds(4, 8, 1, 2))
+    trainer = Trainer(
+        net, train, kf.FusedSGD(net.parameters(), lr=0.1), settings, checkpoints=checkpoints, loss_fn=F.cross_entropy
+    )
     if kf.rank() == 1:
         assert current().group.close(0.0)
         return

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed import run_workers
+from distributed import KEPT, run_workers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,7 +54,7 @@ def wrapped_in_ddp() -> dict[str, str]:
 
         found[f"{name}, in a context"] = refused(in_a_context)
     found["helper"] = refused(lambda: refuse_wrapped(nn.Sequential(nn.Linear(2, 2), model)))
-    dist.destroy_process_group()
+    KEPT.append(model)
     return found
 
 
@@ -101,7 +101,7 @@ def sharded() -> dict[str, str]:
                 opt.step()
 
             found[f"fsdp later, {kind}, {original}"] = refused(train)
-    dist.destroy_process_group()
+    KEPT.append(model)
     return found
 
 
@@ -128,7 +128,7 @@ def beside_another_model() -> bool:
     backward(net)
     opt.step()
     refuse_wrapped(net)
-    dist.destroy_process_group()
+    KEPT.append(other)
     return not torch.equal(before, net.weight)
 
 

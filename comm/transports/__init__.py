@@ -1,4 +1,4 @@
-"""How a bucket is reduced. Each transport sums every worker's slots into slot 0 on all of them."""
+"""Transports: how a bucket is reduced over the workers. (Policies and scripts call the transport the "topology".)"""
 
 from __future__ import annotations
 
@@ -18,27 +18,41 @@ NAMES = ("allreduce", "all_to_all", "tree")
 
 
 class Transport(Protocol):
-    """Sums flat buffers over the group's workers. All ranks launch the same messages in the same order."""
+    """Sums flat buffers over the group's workers. Made for each optimizer and view: the class is called with a `Group`.
+
+    `plan` is called before the first step, and again when the contributions change (with reproducible sums: before each
+    step). In a step `launch` is called for each bucket, in the same order on every rank; `poll` now and then; `wait`
+    for each bucket. A step that is aborted is not waited for.
+    """
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
-        """For the coming step: how many slots each rank contributes, and the order in which they are added up."""
+        """Prepares the coming steps. pieces[r]: how many slots rank r contributes; 1 without reproducible sums.
+
+        merges: the order of additions, as pairs (destination, source); slots are counted rank after rank.
+        Only transports for reproducible sums need it. Raises ValueError for more slots than the transport can take.
+        """
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
-        """Starts reducing this worker's `slots` (it may contribute fewer than given) into slots[0]."""
+        """Starts summing bucket `key` over the workers, without waiting.
+
+        slots: this worker's contributions (the first pieces[rank] of them), 1-D, fp32 or bf16, of one length on all
+        ranks; slots[0] receives the sum. what: names the message in errors.
+        """
 
     def poll(self) -> None:
-        """Moves multi-phase reductions on, without waiting."""
+        """Starts the next phase of launched buckets where the phase before has completed. Does not wait."""
 
     def wait(self, key: int) -> None:
-        """Returns when slots[0] of `key` holds the sum. Raises CommError."""
+        """Returns when slots[0] of bucket `key` holds the sum. Raises CommError if a worker is lost."""
 
 
 def choose(schedule: str, reproducible: bool) -> str:
     """The transport's name for `comm.schedule`; `auto` takes the fastest that keeps the promises made.
 
     Reproducible sums need every contribution at hand: all_to_all. Otherwise the library's all-reduce is as fast
-    (see benchmarks/results) and reads no contributions from memory. A dotted path names a class of the user's own,
-    who answers for what it promises. Raises ValueError for an unknown name and for one that is not reproducible.
+    (see benchmarks/results) and reads no contributions from memory. A dotted path names the user's own class; whether
+    its sums are reproducible is not checked. Raises ValueError for an unknown name, and for one that `reproducible`
+    rules out.
     """
     if "." in schedule:
         return schedule

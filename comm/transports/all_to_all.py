@@ -1,8 +1,8 @@
-"""Every rank gets all contributions to its shard, adds them in canonical order in its own kernel, and shares the sum.
+"""Every rank receives all contributions to its shard, adds them in canonical order in one kernel, and sends the sum.
 
 Two phases: exchange (shard r of every contribution goes to rank r) and share (rank r's summed shard goes to all).
-The wire carries as much as a ring all-reduce. The order of additions is ours, so that the bits do not depend on the
-number of workers.
+It sends as many bytes as a ring all-reduce. kfuse sets the order of additions, so the bits do not depend on the number
+of workers.
 """
 
 from __future__ import annotations

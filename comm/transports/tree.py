@@ -1,4 +1,4 @@
-"""Sums up a tree of workers to its root, and hands the sum down again: for topologies the library does not know.
+"""Sums along a tree of workers up to its root, then sends the sum down: for networks the library does not know.
 
 The host tree sends one message from each host to the next, however many workers it has. (On one machine the library's
 all-reduce is faster: see benchmarks/results.)
@@ -46,7 +46,7 @@ def levels(parent: Sequence[int]) -> list[list[int]]:
 
 
 class Tree:
-    """All ranks take part in each level's message, most of them with nothing to say: so any wait can be polled.
+    """The transport `tree`. All ranks call each level's all-to-all, most of them with no data: so any wait can poll.
 
     The first level is sent as backward goes on, the others when the step waits for the bucket.
     """
@@ -68,10 +68,10 @@ class Tree:
         self._first[key] = (flat, what, *self._up(flat, self._levels[0], f"{what} (tree, up)"))
 
     def poll(self) -> None:
-        """What is left is done in the order of waits, the same on every rank."""
+        """Nothing to start: the other levels are sent in `wait`, whose order is the same on every rank."""
 
     def wait(self, key: int) -> None:
-        """Sums up level by level, then hands the sum down. Raises CommError."""
+        """Sums up level by level, then sends the sum down. Raises CommError."""
         flat, what, pending, rows = self._first.pop(key)
         self._add(flat, pending, rows)
         for children in self._levels[1:]:

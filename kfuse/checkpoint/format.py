@@ -50,7 +50,7 @@ class Checkpointer:
     """Writes checkpoints into one directory; at most one Checkpointer a process may write there.
 
     A checkpoint is written under a hidden name, made durable, then renamed: whenever the process is killed, the last
-    complete one stays. Hidden directories that dead processes of this host left are removed before the next write.
+    complete one stays. Hidden directories that ended processes of this host left are removed before the next write.
     """
 
     def __init__(self, directory: Path, keep: int, report: Report) -> None:
@@ -182,7 +182,7 @@ def load(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file}: {error.strerror}") from error
         except CheckpointError:
             raise
-        except Exception as error:  # torch says with many types that it does not know what another version wrote
+        except Exception as error:  # torch raises many types for a file that another version wrote
             versions = f"written by torch {manifest['torch']}, this is {torch.__version__}"
             raise CheckpointError(f"{file}: {_one_line(error)} ({versions})") from error
     return {"model": parts[_MODEL], "optimizer": parts[_OPTIMIZER], **parts[_REST]}

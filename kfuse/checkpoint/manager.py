@@ -1,10 +1,9 @@
-"""When a run writes checkpoints, and where its first state comes from."""
+"""When a run writes checkpoints, and which one it resumes from."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +12,49 @@ from kfuse.session import Session
 
 _log = logging.getLogger("kfuse")
 
-_LAST_TIMEOUT_S = 15.0  # of the grace period that a preempted job has
+_LAST_TIMEOUT_S = 15.0  # a part of the grace period that a preempted job usually has
 _NOTHING_TO_RESUME = (
     "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 )
 
-State = Callable[[], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """Where checkpoints go, and where the first state comes from."""
-
-    directory: Path
-    every_steps: int | None = None
-    """None: none are written."""
-    keep: int = 3
-    resume: str = "never"
-    """never, auto (the newest good one in `directory`, if there is one), or the path of one."""
+CaptureState = Callable[[], dict[str, Any]]
 
 
 class Checkpoints:
     """The checkpoints of one run, on every worker. Only the leader writes: the others have the same state."""
 
-    def __init__(self, settings: CheckpointSettings | None, session: Session) -> None:
-        self._settings, self._session = settings, session
+    def __init__(
+        self,
+        directory: Path,
+        session: Session,
+        *,
+        every_steps: int | None = None,
+        keep: int = 3,
+        resume: str = "never",
+    ) -> None:
+        """directory: of the checkpoints. every_steps: steps between two; None: none are written.
+
+        keep: how many of the newest are kept. resume: which one to resume from: never, auto (the newest valid one in
+        `directory`, if there is one), or a path.
+        """
+        self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
+        self._session = session
         self._writer: Checkpointer | None = None
         self._written = -1  # step of the newest, written or under way
 
     def load(self, restarted: bool = False) -> dict[str, Any] | None:
-        """The state to begin with; None to begin afresh. `restarted`: this run's own checkpoints come first.
+        """The state to resume from; None to start from the beginning. restarted: this run's own checkpoints come first.
 
         Raises CheckpointError if the one asked for by path cannot be used.
         """
-        if self._settings is None:
-            return None
         found = None
-        if restarted or self._settings.resume == "auto":
-            found = load_newest(self._settings.directory, self._report)
-        if found is None and self._settings.resume not in ("never", "auto"):
-            found = self._load_path(Path(self._settings.resume).expanduser())
+        if restarted or self._resume == "auto":
+            found = load_newest(self._directory, self._report)
+        if found is None and self._resume not in ("never", "auto"):
+            found = self._load_path(Path(self._resume).expanduser())
         if found is None:
-            if self._settings.resume == "auto" and not restarted:
-                self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._settings.directory)})
+            if self._resume == "auto" and not restarted:
+                self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._directory)})
             return None
         state, path = found
         self._written = state["progress"]["step"]
@@ -72,15 +71,18 @@ class Checkpoints:
                 return found
         raise CheckpointError(f"checkpoint.resume={path}: no good checkpoint there")
 
-    def save_when_due(self, step: int, state: State) -> None:
-        """Every `every_steps` steps; later if the one before is still being written."""
-        every = self._settings.every_steps if self._settings else None
+    def save_when_due(self, step: int, state: CaptureState) -> None:
+        """Starts a checkpoint every `every_steps` steps; later if the one before is still being written.
+
+        state: called on the leader, returns the state to write.
+        """
+        every = self._every_steps
         if every and step // every > max(self._written, 0) // every and self._save(step, state):
             self._written = step
 
-    def save_last(self, step: int, state: State) -> None:
-        """Writes one more and waits for it, unless this step has one."""
-        if self._settings is None or self._settings.every_steps is None or self._session.group.rank != 0:
+    def save_last(self, step: int, state: CaptureState) -> None:
+        """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one."""
+        if self._every_steps is None or self._session.group.rank != 0:
             return
         if self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
@@ -92,12 +94,11 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.wait()
 
-    def _save(self, step: int, state: State) -> bool:
-        assert self._settings is not None
+    def _save(self, step: int, state: CaptureState) -> bool:
         if self._session.group.rank != 0:
             return True
         if self._writer is None:
-            self._writer = Checkpointer(self._settings.directory, self._settings.keep, self._report)
+            self._writer = Checkpointer(self._directory, self._keep, self._report)
         return self._writer.save(step, state())
 
     def _report(self, event: dict[str, Any]) -> None:

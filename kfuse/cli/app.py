@@ -39,30 +39,30 @@ _HOME = re.compile(r"(?:^|(?<=[=,\[]))~(?=/)")
 def main() -> int:
     """Runs the command line in `sys.argv`; returns the exit status.
 
-    0: trained. 2: the command line or configuration is wrong, said in one line, with nothing written. Any
-    other: what the run ended with, the largest of a sweep's. Under torchrun, rank 0 does this and the others follow.
+    0: trained. 2: the command line or configuration is wrong; one line is printed, no file is written. Any other: the
+    status of the run, the largest of a sweep's. Under torchrun rank 0 does this; the others wait for its configuration.
     """
     # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        meeting = Rendezvous.of_environment()
+        rendezvous = Rendezvous.of_environment()
     except RuntimeError as error:
         return _refuse(str(error))
-    if meeting is None or meeting.size == 1:
+    if rendezvous is None or rendezvous.size == 1:
         return _main()
-    if meeting.rank > 0:
-        return torchrun.follow(meeting)
+    if rendezvous.rank > 0:
+        return torchrun.follow(rendezvous)
     status = USAGE_ERROR
     try:
         status = _main(fixed=True)
     finally:
-        meeting.dismiss(status)
+        rendezvous.dismiss(status)
     return status
 
 
 def _main(fixed: bool = False) -> int:
-    """`fixed`: torchrun has started the workers, so that there is one run, and no other launcher."""
+    """fixed: torchrun has started the workers, so there can be one run only, and no other launcher."""
     interrupt.raise_again()
     try:
         if "--version" in sys.argv[1:]:  # Hydra's own prints Hydra's
@@ -89,7 +89,7 @@ def _main(fixed: bool = False) -> int:
         return _run_hydra(sweep)
     except KeyboardInterrupt:
         return interrupt.STATUS
-    except Exception as error:  # Hydra's own: a job keeps its errors to itself
+    except Exception as error:  # of Hydra: `_job` handles the errors of a run
         return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
 
 
@@ -101,12 +101,12 @@ def _refuse(message: str) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.allow_abbrev = False
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             args, unknown = parser.parse_known_intermixed_args(argv)
     except SystemExit:
-        raise ConfigError(said.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
+        raise ConfigError(printed.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
     if unknown:
         after = argv[argv.index(unknown[0]) + 1 :]
         raise ConfigError(explain_flag(unknown[0], after[0] if after else None))
@@ -152,7 +152,7 @@ def _check_directories(overrides: list[str]) -> None:
 
 
 def _run_hydra(sweep: Sweep | None) -> int:
-    """Runs what `sys.argv` says, as Hydra reads it. Returns the exit status, the largest of a sweep's."""
+    """Runs the jobs of `sys.argv` through Hydra. Returns the exit status, the largest of a sweep's."""
     statuses = [0]
 
     @hydra.main(config_path="pkg://kfuse.configs", config_name="config", version_base="1.3")
@@ -192,7 +192,7 @@ def _job(cfg: DictConfig, run_dir: Path) -> int:
     except Exception as error:
         if isinstance(error, OSError) and Path(error.filename or "").is_relative_to(run_dir):
             return _refuse(explain(error))
-        # Hydra would add its own words, and the rest of a sweep would not run.
+        # If it reached Hydra, Hydra would print its own message and not run the rest of a sweep.
         traceback.print_exc()
         return 1
 

@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     recorder = Recorder(directory, Display(progress=not args.quiet))
     set_up_logging(args.log_level, "supervisor", recorder.line)
     command = [sys.executable, str(args.script), *args.arguments]
-    # A script that has called kf.init does not mind SIGTERM: it notices that the supervisor is gone.
-    launcher: Launcher = LocalLauncher(command, at_our_end=signal.SIGTERM, share=args.max_workers)
+    # A script that has called kf.init ignores SIGTERM: it ends when it notices that the supervisor is gone.
+    launcher: Launcher = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=args.max_workers)
     if args.listen is not None:
         host, port = args.listen
         launcher = HostsLauncher(command, host, port, args.token, args.slots, args.max_workers)

@@ -23,7 +23,10 @@ from kfuse.observe.run_dir import RunDirectory
 
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
-    """Trains as `cfg` says and returns the exit status: 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Trains and returns the exit status: 0, 1 after a failure, 130 after Ctrl-C, 143 after SIGTERM.
+
+    cfg: the checked configuration. run_dir: an existing directory, which the run writes to.
+    """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     observe = config["observe"]
     launcher = instantiate.build(config["launcher"])
@@ -34,7 +37,7 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     )
     if isinstance(launcher, TorchrunLauncher):
         set_up_logging(observe["log_level"], "worker 0")
-        return torchrun.lead(launcher.meeting, job, recorder)
+        return torchrun.lead(launcher.rendezvous, job, recorder)
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
     elasticity = Elasticity(
         **{key: config["workers"][key] for key in ("count", "min", "max")},

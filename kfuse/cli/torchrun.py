@@ -21,18 +21,18 @@ from kfuse.session import Record
 from kfuse.train.build import build_trainer, comm_options, set_threads
 
 
-def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
-    """Rank 0's part: tells the others the job, trains, and keeps what is reported. Returns the exit status."""
-    keeping = threading.Lock()  # checkpoints are reported by the thread that writes them
+def lead(rendezvous: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
+    """Rank 0: sends the configuration to the others, trains, and writes the run directory. Returns the exit status."""
+    lock = threading.Lock()  # checkpoints are reported by the thread that writes them
 
     def record(kind: str, data: dict[str, Any]) -> None:
-        with keeping:
+        with lock:
             recorder.keep([(kind, data)])
 
-    meeting.announce(job)
+    rendezvous.announce(job)
     why: str | None = "failed"
     try:
-        why = _train(meeting, job, record)
+        why = _train(rendezvous, job, record)
     except (CommError, ConsistencyError) as error:
         recorder.failed(str(error))
         print(f"kfuse: error: {error}; the run directory is {recorder.directory.path}", file=sys.stderr)
@@ -42,43 +42,43 @@ def lead(meeting: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
     return STOP_STATUS.get(why or "", 0)
 
 
-def follow(meeting: Rendezvous) -> int:
-    """Any other rank's part: trains as rank 0 says, in silence. Returns the exit status."""
+def follow(rendezvous: Rendezvous) -> int:
+    """Any other rank: receives the configuration from rank 0 and trains; shows nothing. Returns the exit status."""
     try:
-        job = meeting.await_job()
+        job = rendezvous.await_job()
         if isinstance(job, int):
             return job
-        set_up_logging(job["observe"]["log_level"], f"worker {meeting.rank}")
-        return STOP_STATUS.get(_train(meeting, job) or "", 0)
+        set_up_logging(job["observe"]["log_level"], f"worker {rendezvous.rank}")
+        return STOP_STATUS.get(_train(rendezvous, job) or "", 0)
     except RuntimeError as error:
         if not isinstance(error, CommError | ConsistencyError):
             raise
-        print(f"kfuse: rank {meeting.rank} ends: {error}", file=sys.stderr)
+        print(f"kfuse: rank {rendezvous.rank} ends: {error}", file=sys.stderr)
         return 1
 
 
-def _train(meeting: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
+def _train(rendezvous: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
     """Returns why training ended. Raises CommError if a worker is lost."""
     set_threads(job)
-    session.meet(meeting, comm_options(job), job["comm"]["timeout_s"], record)
-    with _signals_noted() as noted:
+    session.join_fixed_group(rendezvous, comm_options(job), job["comm"]["timeout_s"], record)
+    with _collect_stop_signals() as reasons:
         trainer = build_trainer(job)
-        trainer.decisions.stop_requests = noted
+        trainer.decisions.stop_requests = reasons
         summary = trainer.run()
     return None if summary is None else summary["exit_reason"]
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[list[str]]:
-    """Ctrl-C and SIGTERM as reasons to stop: training then ends at a step boundary, which the leader announces."""
-    noted: list[str] = []
+def _collect_stop_signals() -> Iterator[list[str]]:
+    """Context: Ctrl-C and SIGTERM append a stop reason to the list; training then ends at a step boundary."""
+    reasons: list[str] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        noted.append("interrupted" if number == signal.SIGINT else "terminated")
+        reasons.append("interrupted" if number == signal.SIGINT else "terminated")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield noted
+        yield reasons
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

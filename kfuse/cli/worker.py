@@ -1,4 +1,4 @@
-"""A worker process of the command line: builds what its supervisor's job says, joins, trains, reports."""
+"""A worker process of the command line: gets the configuration from its supervisor, builds, joins, trains, reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kfuse.train.build import build_trainer, comm_options, set_threads
 
 
 def main() -> int:
-    """Exit status 0: trained, or left in good order. Errors are raised: the traceback is the supervisor's to show."""
+    """Returns the exit status; 0: trained, or left as planned. The supervisor shows other errors' traceback."""
     client = ControlClient()
     config = client.job
     timeout_s = config["comm"]["timeout_s"]
     set_threads(config)
-    session.connect(client, comm_options(config), timeout_s)
+    session.connect_to_supervisor(client, comm_options(config), timeout_s)
     trainer = build_trainer(config)
     try:
         trainer.run()
@@ -37,5 +37,5 @@ if __name__ == "__main__":
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: with a message to a dead worker under way, the process group's destructor would block.
+    # Not sys.exit: while a message to a lost worker is under way, the process group's destructor would block.
     os._exit(status)

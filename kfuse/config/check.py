@@ -18,7 +18,6 @@ from kfuse.config import instantiate
 from kfuse.config.instantiate import show
 from kfuse.config.messages import explain
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
-from kfuse.undecorated import undecorated
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
 # The data sets that supply an argument of a model.
@@ -101,13 +100,13 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"batch.micro={batch['micro']}: must be at most batch.size={batch['size']}")
     if train["epochs"] is None and train["steps"] is None:
         raise ConfigError("train.epochs=null, train.steps=null: at least one of them must be a number")
-    for name, allowed, words in (
+    for name, allowed, text in (
         ("schedule", ("auto", "all_to_all"), "one of auto, all_to_all"),
         ("sync_every", (1,), "1"),
         ("dtype", ("fp32",), "fp32"),
     ):
         if comm["reproducible"] and comm[name] not in allowed:
-            raise ConfigError(f"comm.{name}={comm[name]}: must be {words} with comm.reproducible=true")
+            raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.reproducible=true")
 
 
 def _check_resume(resume: str) -> None:
@@ -160,7 +159,7 @@ def _make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> A
 
 
 def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The error of a call, which names the argument that its message speaks of."""
+    """The error of a call. It names the argument that the message is about, if that can be found."""
     message = " ".join(str(error).split()) if isinstance(error, ValueError) else instantiate.one_line(error)
     given = instantiate.arguments(node)
     if message.startswith((f"{group}.", f"{group}=")):
@@ -168,8 +167,8 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     if message.split("=", 1)[0] in given:
         return ConfigError(f"{group}.{message}")
     for name, value in given.items():
-        says_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
-        if says_value or re.search(rf"\b{re.escape(name)}\b", message):
+        names_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
+        if names_value or re.search(rf"\b{re.escape(name)}\b", message):
             return ConfigError(f"{group}.{name}={show(value)}: {message}")
     call = ", ".join(f"{name}={show(value)}" for name, value in given.items())
     return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
@@ -180,7 +179,7 @@ def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -
 
 
 def _check_data(node: Any) -> tuple[Mapping[str, Any], int]:
-    """Loads the data; returns what they tell a model, and the number of samples to train on."""
+    """Loads the data; returns the arguments that they supply to a model, and the number of training samples."""
     split = _make("data", node)
     if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
         raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
@@ -228,7 +227,8 @@ def _check_optimizer(node: Any, lr: float) -> None:
         raise ConfigError(f"{path}: must step once on dense gradients; this one {why}")
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     # Not torch's own add_param_group: its decorator imports torch's compiler, which takes seconds.
-    quick = {"add_param_group": undecorated(torch.optim.Optimizer.add_param_group)}
+    decorated = torch.optim.Optimizer.add_param_group  # against compiling it: a first call imports torch's compiler
+    quick = {"add_param_group": getattr(decorated, "__wrapped__", decorated)}
     base = next(base for base in factory.__mro__ if base.__module__.startswith("torch.optim."))
     try:
         if base is not torch.optim.Optimizer:

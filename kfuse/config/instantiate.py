@@ -138,7 +138,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value (as YAML has them) suits a type annotation. True where that cannot be told."""
+    """Whether a plain value (as YAML has them) suits a type annotation. True where that is not known."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, arg) for arg in args)

@@ -92,18 +92,20 @@ class Comm:
     sync_every: int = setting(
         1, "steps between synchronisations; 1: every step's gradients; more: local SGD", least=1, most=2**20
     )
-    dtype: str = setting("fp32", "type of gradients on the wire; bf16 halves the bytes", choices=("fp32", "bf16"))
+    dtype: str = setting("fp32", "type of gradients in messages; bf16 halves the bytes", choices=("fp32", "bf16"))
     bucket_mb: float = setting(
         25.0, "MiB of gradients reduced together; the default, DDP's, lets reductions overlap with backward", above=0
     )
     reproducible: bool = setting(False, "the same bits for any number of workers")
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
-    timeout_s: float = setting(30.0, "seconds without an answer, after which a worker is given up", above=0, most=10**6)
+    timeout_s: float = setting(
+        30.0, "seconds without an answer, after which a worker counts as lost", above=0, most=10**6
+    )
 
 
 @dataclass
 class Checkpoint:
-    """When checkpoints are written, and where the first state comes from."""
+    """When checkpoints are written, and which one a run resumes from."""
 
     every_steps: int | None = setting(None, "steps between checkpoints; null: none are written", least=1)
     keep: int = setting(3, "how many of the newest are kept; more than one, in case one is damaged", least=1)
@@ -112,14 +114,14 @@ class Checkpoint:
 
 @dataclass
 class Elastic:
-    """What happens when workers are lost or do not come up."""
+    """What happens when workers are lost or are not ready in time."""
 
     replace: bool = setting(True, "start a new worker for each lost one; false: only up to workers.min")
     heartbeat_timeout_s: float = setting(
         10.0, "seconds without a heartbeat (sent each 0.5 s), after which a worker is killed", above=1, most=10**6
     )
     boot_timeout_s: float = setting(120.0, "seconds within which a new worker must be ready", above=0, most=10**6)
-    max_failures: int = setting(5, "losses without a step completed in between, after which the job ends", least=1)
+    max_failures: int = setting(5, "workers lost with no step completed in between, after which the job ends", least=1)
 
 
 @dataclass

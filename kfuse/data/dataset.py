@@ -65,7 +65,7 @@ class TensorData:
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Returns `x[indices], y[indices]`."""
         rows = torch.as_tensor(indices, dtype=torch.int64, device=self.x.device)
-        return self.x[rows], self.y[rows.to(self.y.device)]
+        return self.x.index_select(0, rows), self.y.index_select(0, rows.to(self.y.device))
 
 
 class MapData:

@@ -34,7 +34,7 @@ CROP_RATIO = (3 / 4, 4 / 3)
 
 
 def _import(module: str, data: str, package: str, install: str) -> Any:
-    """Returns a module that only this data set needs. Raises DataError, which says what to install."""
+    """Returns a module that only this data set needs. Raises DataError, which names what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -57,7 +57,7 @@ def load_digits(heldout: float = 0.2, split_seed: int = 0) -> DataSplit:
 
 
 class Images:
-    """Labelled images, uint8 until they are fetched. Subclasses say where their pixels come from."""
+    """Labelled images, uint8 until they are fetched. A subclass reads the pixels."""
 
     def __init__(self, labels: Tensor, pixels: tuple[Sequence[float], Sequence[float]], augment: bool) -> None:
         """labels: int64 `[N]`. pixels: mean and standard deviation by channel, to normalise with."""

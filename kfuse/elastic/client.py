@@ -1,4 +1,4 @@
-"""A worker's end of the control channel: a receiver thread and a heartbeat thread, beside the training."""
+"""The worker's side of the control channel: a receiver thread and a heartbeat thread, beside training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 from kfuse.elastic import protocol
 from kfuse.elastic.protocol import View
 
-_ORPHAN_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
+_SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
 
 T = TypeVar("T")
 
 
 class ControlError(RuntimeError):
-    """The supervisor cannot be reached, refused us, or went away."""
+    """The supervisor is lost: it cannot be reached, has refused this worker, or has ended."""
 
 
 class ControlClient:
@@ -30,7 +30,7 @@ class ControlClient:
     worker: int
     """This worker's number."""
     job: dict[str, Any]
-    """What the supervisor hands to every worker: the settings of the job."""
+    """The settings of the job, which the supervisor sends to every worker."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
@@ -54,7 +54,7 @@ class ControlClient:
                 raise ControlError(f"the supervisor at {host}:{port} refused this worker")
             welcome = protocol.decode(line)
             self.job = welcome["job"]
-            protocol.expect_answers(self._socket, welcome["silence_s"])
+            protocol.set_acknowledgement_timeout(self._socket, welcome["silence_s"])
         except OSError as error:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
         self._socket.settimeout(None)
@@ -72,7 +72,7 @@ class ControlClient:
     # -- views ----------------------------------------------------------------------------------------------------
 
     def await_first_view(self) -> View:
-        """The view that takes this worker in, without a time limit: the others may train for long before."""
+        """The first view that contains this worker. No time limit: the others may train for long before."""
         return self._await(lambda: max(self._views.values(), key=_generation, default=None), None, "the first view")
 
     def await_view(self, generation: int, timeout_s: float) -> View:
@@ -85,7 +85,7 @@ class ControlClient:
         return self._await(find, timeout_s, f"view {generation}")
 
     def await_recovery(self, after: int, timeout_s: float) -> View:
-        """The newest view that recovers from a failure of generation `after`. Raises ControlError."""
+        """The newest view that recovers from a worker lost in generation `after`. Raises ControlError."""
         return self._await(lambda: self.recovery(after), timeout_s, f"a view after {after} to recover with")
 
     def recovery(self, after: int) -> View | None:
@@ -99,7 +99,7 @@ class ControlClient:
         return newest if newest > current else 0
 
     def await_over(self, current: int) -> bool:
-        """True when the supervisor says that the job is over, False if there is a view to recover with first."""
+        """Waits until the job is over: True. False if the supervisor forms a recovering view first."""
         self._await(lambda: True if self._over else self.recovery(current), None, "the job's end")
         over, self._over = self._over, False
         return over
@@ -119,12 +119,12 @@ class ControlClient:
             raise ControlError(self._lost)
 
     def close(self) -> None:
-        """Ends the connection, as at the end of the job."""
+        """Ends the connection, at the end of the job."""
         self._closing.set()
         self._socket.close()
 
     def _await(self, find: Callable[[], T | None], timeout_s: float | None, what: str) -> T:
-        """What `find` finds, as soon as it does. Raises ControlError after the timeout, or without a supervisor."""
+        """Waits until `find` returns a value, and returns it. Raises ControlError after the timeout, or if lost."""
         with self._changed:
             self._changed.wait_for(lambda: find() is not None or self._lost, timeout_s)
             found = find()
@@ -157,15 +157,15 @@ class ControlClient:
             self._lost = f"the supervisor is gone{why}"
             self._changed.notify_all()
         # The main thread notices at its next wait. If it is stuck elsewhere, the process must not stay behind.
-        if not self._closing.wait(_ORPHAN_GRACE_S):
+        if not self._closing.wait(_SUPERVISOR_LOST_GRACE_S):
             sys.stderr.write(f"kfuse: worker {self.worker} ends: {self._lost}\n")
             sys.stderr.flush()
             os._exit(70)
 
     def _send_heartbeats(self) -> None:
-        """Heartbeats stop when the process does, or when something holds the interpreter's lock for long.
+        """Heartbeats stop if the process is stopped, or if something holds the interpreter's lock for long.
 
-        In the second case the supervisor kills this process; if it is not there, a watchdog that needs no lock does.
+        In the second case the supervisor kills this process; if the supervisor is lost, a watchdog without a lock does.
         """
         while not self._closing.wait(protocol.HEARTBEAT_S):
             faulthandler.dump_traceback_later(_STUCK_S, exit=True)

@@ -1,4 +1,4 @@
-"""What the parts of a supervisor share about one job: its limits, how far it is, and how it ends."""
+"""The state of one job, which the parts of the supervisor share: its limits, how far it is, and how it ends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Elasticity:
     heartbeat_timeout_s: float = 10.0
     """A worker without a heartbeat for this long is killed."""
     max_failures: int = 5
-    """Losses in a row, without a step completed in between, after which the job is given up. Workers lost together,
-    as with a host, count as one."""
+    """Workers lost in a row, with no step completed in between, after which the job fails. Workers lost together, as
+    with a host, count as one."""
     boot_timeout_s: float = 120.0
     restart: bool = False
-    """If all workers are lost: start anew, from the last checkpoint."""
+    """If all workers are lost: start new ones, which resume from the last checkpoint."""
     script: bool = False
     """Workers run a user's script. It may end before a training does or go on after it, may train more than once, and
-    has no checkpoints of ours."""
+    kfuse writes no checkpoints for it."""
 
 
 class JobFailed(RuntimeError):
@@ -42,7 +42,7 @@ class Job:
         self.wanted = elasticity.count
         """How many workers the job is to have."""
         self.view: View | None = None
-        """The newest view, proposed or in force."""
+        """The newest view, proposed or active."""
         self.training = 0
         """Which training is under way, from 1; 0 before the first one."""
         self.done = False
@@ -76,6 +76,6 @@ class Job:
 
     @property
     def advice(self) -> str:
-        """What would have saved a job that lost all its workers, for the end of a message."""
+        """For the end of a message about a job that lost all its workers: what would have saved it; or ""."""
         may = not (self.elasticity.script or self.elasticity.restart)
         return "; with checkpoints, training would go on" if may else ""

@@ -1,4 +1,4 @@
-"""The worker processes of a job: started through the launcher, watched until they end."""
+"""The worker processes of a job: starts them through the launcher, and watches them until they end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Worker:
     """None until it has connected."""
     host: str = ""
     started_at: float = field(default_factory=time.monotonic)
-    alive_at: float = field(default_factory=time.monotonic)
+    last_message_at: float = field(default_factory=time.monotonic)
     """When its last message arrived."""
     why: str = ""
     """Why the supervisor killed it, if it did."""
@@ -61,10 +61,10 @@ class Worker:
     """The last lines that it printed."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         """Sends it a message, if it is connected."""
         if self.writer is not None:
-            protocol.tell(self.writer, kind, **fields)
+            protocol.send(self.writer, kind, **fields)
 
     def kill(self) -> None:
         """Ends its process at once."""
@@ -97,7 +97,7 @@ class Worker:
         return (*places[-1:], exception.strip())
 
     def how_it_ended(self, status: int | None) -> str:
-        """An exit status in words; None: it was killed, and its end was not reported."""
+        """Text about its end. status: its exit status; None: it was killed, and its end was not reported."""
         if self.why:
             return f"{self.why} and {'cannot be reached' if status is None else 'was killed'}"
         if status is not None and status < 0:
@@ -116,14 +116,14 @@ class Processes:
     """All workers that a job has started, by number."""
 
     def __init__(self, launcher: Launcher, job: Job, records: Records, ended: Ended) -> None:
-        """ended: decides what a worker's end means, from the state it was in and its exit status."""
+        """ended: called with each worker that has ended, the state it was in, and its exit status (None: unknown)."""
         self._launcher, self._job, self._records, self._ended = launcher, job, records, ended
         self.workers: dict[int, Worker] = {}
         self.environment: dict[str, str] = {}
-        """Where workers find the supervisor, and what they show it."""
+        """Environment variables of workers: the supervisor's address and the job's token."""
         self._starting = asyncio.Lock()
         self._undecided = 0
-        """Workers that have ended and whose end's meaning is not decided yet."""
+        """How many workers have ended and are still being handled by `ended`."""
         self._waiting_reported = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -132,7 +132,7 @@ class Processes:
         return [worker for worker in self.workers.values() if worker.state is not State.ENDED]
 
     def members(self) -> list[Worker]:
-        """The living workers of the newest view, in rank order."""
+        """The workers of the newest view that have not ended, in rank order."""
         if self._job.view is None:
             return []
         workers = [self.workers[member.worker] for member in self._job.view.members]
@@ -174,7 +174,7 @@ class Processes:
         lines = asyncio.create_task(self._pass_on(worker))
         status = await worker.end(_KILL_GRACE_S)
         was, worker.state = worker.state, State.ENDED
-        if status is None:  # should it come back, its place is taken
+        if status is None:  # cut off: if it can be reached again, it must not take part any more
             lines.cancel()
             if worker.writer is not None:
                 worker.writer.transport.abort()
@@ -199,19 +199,20 @@ class Processes:
             self._job.end_with_last_worker()
 
     async def watch_heartbeats(self) -> None:
-        """Kills workers that send no heartbeats, or do not come up: what follows is the same as for any death."""
+        """Kills workers that send no heartbeat, or are not ready in time. Their end is then handled like any other."""
         elasticity = self._job.elasticity
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(protocol.HEARTBEAT_S)
             late = time.monotonic() - asleep - protocol.HEARTBEAT_S
             for worker in self.alive():
-                worker.alive_at += late  # while this process was stopped it could not receive, nor perhaps they send
+                # While this process was stopped it could not receive; perhaps the workers were stopped too.
+                worker.last_message_at += late
                 if not worker.process.running:
-                    worker.alive_at = time.monotonic()
+                    worker.last_message_at = time.monotonic()
                 booting = worker.state is State.BOOTING
                 limit = elasticity.boot_timeout_s if booting else elasticity.heartbeat_timeout_s
-                silent = time.monotonic() - worker.alive_at
+                silent = time.monotonic() - worker.last_message_at
                 if silent > limit and not worker.why:
                     worker.why = f"sent no heartbeat for {silent:.0f} s"
                     if worker.writer is None and elasticity.script:
@@ -220,7 +221,7 @@ class Processes:
             self._report_waiting()
 
     def _report_waiting(self) -> None:
-        """An event, once: a script may take any time between kf.init and its training, but the others wait for it."""
+        """Reports, once, which workers are not ready: a script may take any time to begin its training; others wait."""
         if self._job.view is not None or self._waiting_reported:
             return
         ready = [worker for worker in self.alive() if worker.state is State.READY]

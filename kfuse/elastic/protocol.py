@@ -1,4 +1,4 @@
-"""What the supervisor and its workers say to each other: one JSON object a line over TCP.
+"""The messages between the supervisor and its workers: one JSON object a line, over TCP (the control channel).
 
 worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive (a heartbeat), broken
 (generation, why), fatal (why: no worker can go on), resize (workers), replace (worker), record (kind, data), loop_ended
@@ -40,21 +40,27 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """The ordered list of workers of one generation, and the store they meet at."""
+    """A view: the ordered list of workers that train together, and the store over which they connect.
+
+    Generations count views from 1. A worker's rank is its place in `members`; rank 0 is the leader.
+    """
 
     generation: int
     members: tuple[Member, ...]
     store: tuple[str, int]
+    """Host and port."""
     reason: str
+    """start, restart, grow, shrink, replace, failure or quit."""
     recovers: bool = False
-    """Something broke: leave the old view at once. Otherwise the leader says at which step boundary to leave it."""
+    """A worker was lost: leave the old view at once. Otherwise the leader announces when to leave it."""
 
     @property
     def size(self) -> int:
+        """The number of workers."""
         return len(self.members)
 
     def rank_of(self, worker: int) -> int | None:
-        """None if the worker is not in this view."""
+        """The rank of worker number `worker`; None if it is not in this view."""
         return next((r for r, member in enumerate(self.members) if member.worker == worker), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def who(hello: dict[str, Any]) -> tuple[int, int, str]:
+def parse_hello(hello: dict[str, Any]) -> tuple[int, int, str]:
     """The number, pid and host in a worker's hello. Raises ValueError if one is missing or of another type."""
     try:
         return int(hello["worker"]), int(hello["pid"]), str(hello["host"])
@@ -82,16 +88,16 @@ def who(hello: dict[str, Any]) -> tuple[int, int, str]:
         raise ValueError("not a worker's hello") from error
 
 
-def tell(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
+def send(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:
     """Writes a message, unless the connection is closing."""
     if not writer.is_closing():
         writer.write(encode({"type": kind, **fields}))
 
 
-def expect_answers(connection: socket.socket, silence_s: float) -> None:
+def set_acknowledgement_timeout(connection: socket.socket, silence_s: float) -> None:
     """Ends the connection if what we send (at least heartbeats) is not acknowledged for `silence_s`. Linux only.
 
-    Without it, the loss of a host that is cut off would be noticed after a quarter of an hour.
+    Without it, TCP would notice a host that is cut off only after a quarter of an hour.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silence_s))

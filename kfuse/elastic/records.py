@@ -1,4 +1,4 @@
-"""What workers report, on its way from the supervisor to who keeps it."""
+"""Passes the records that workers report from the supervisor to the recorder, in batches."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _KNOWN_EVENTS = 256
 
 
 class Recorder(Protocol):
-    """Who keeps what workers report; `kfuse.observe.recorder.Recorder` is one."""
+    """Receives all records of a job; `kfuse.observe.recorder.Recorder` writes and shows them."""
 
     def keep(self, records: Sequence[Record]) -> None:
-        """Records in the order in which they were reported. After a loss, those of a step may come again."""
+        """Takes records in the order of their reports. After a lost worker, those of a step may come again."""
 
     def line(self, text: str) -> None:
-        """A line that a worker has printed."""
+        """Takes a line that a worker has printed."""
 
 
 class Records:
     """Passes records on in batches: writing each alone would take CPU time that workers on this machine need.
 
     Metrics and ledger lines are passed on `_FLUSH_S` later at most; everything else at once, after what came before it.
-    A worker's death loses nothing: what it has sent is here.
+    A lost worker loses no record: what it has sent is here.
     """
 
     def __init__(self, recorder: Recorder, job: Job) -> None:
@@ -44,7 +44,7 @@ class Records:
         self._events: deque[dict[str, Any]] = deque(maxlen=_KNOWN_EVENTS)
 
     def add(self, kind: str, data: dict[str, Any]) -> None:
-        """Takes in one record. An event that is known is dropped: a new leader may report it again after a loss."""
+        """Takes one record. An event that is known already is dropped: a new leader may report it again."""
         if kind == "event":
             if data in self._events:
                 return

@@ -1,4 +1,4 @@
-"""Where the workers of a job of fixed size meet, from torchrun's environment variables."""
+"""How the workers of a job of fixed size find each other: torchrun's environment variables and its store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JOB_TIMEOUT_S = 600.0  # rank 0 loads the data before it announces the job
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """This process's place among `size` workers, and the store at which they meet."""
+    """This process's rank among `size` workers, and the address of the store over which they connect."""
 
     rank: int
     size: int
@@ -51,10 +51,10 @@ class Rendezvous:
         store.set_timeout(timedelta(seconds=timeout_s))
         return PrefixStore(f"kfuse/{self.attempt}", store)
 
-    # -- the command line: rank 0 reads it, the others are told ---------------------------------------------------
+    # -- rank 0 reads the command line and sends the job to the others --------------------------------------------
 
     def announce(self, job: dict[str, Any]) -> None:
-        """Rank 0: this is what to train (plain JSON values)."""
+        """Rank 0: sends the job's configuration (plain JSON values) to the others."""
         self.store(_JOB_TIMEOUT_S).set("job", json.dumps({"job": job}))
 
     def dismiss(self, status: int) -> None:
@@ -62,22 +62,22 @@ class Rendezvous:
         self.store(_JOB_TIMEOUT_S).compare_set("job", "", json.dumps({"status": status}))
 
     def await_job(self) -> dict[str, Any] | int:
-        """The job that rank 0 announces, or the status to exit with. Raises RuntimeError if it says nothing."""
+        """The job that rank 0 sends, or the status to exit with. Raises RuntimeError if it sends nothing in time."""
         try:
-            said: dict[str, Any] = json.loads(self.store(_JOB_TIMEOUT_S).get("job"))
+            message: dict[str, Any] = json.loads(self.store(_JOB_TIMEOUT_S).get("job"))
         except RuntimeError as error:
             raise RuntimeError(f"rank 0, at {self.host}:{self.port}, has announced no job: {error}") from error
-        return said["job"] if "job" in said else int(said["status"])
+        return message["job"] if "job" in message else int(message["status"])
 
 
 @functools.cache
-def _connect(meeting: Rendezvous) -> Store:
+def _connect(rendezvous: Rendezvous) -> Store:
     """One connection per process: where rank 0 hosts the store, it can open it only once."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    master = meeting.rank == 0 and not meeting.agent_hosts
+    master = rendezvous.rank == 0 and not rendezvous.agent_hosts
     timeout = timedelta(seconds=_JOB_TIMEOUT_S)
-    return TCPStore(meeting.host, meeting.port, None, master, timeout, wait_for_workers=False)
+    return TCPStore(rendezvous.host, rendezvous.port, None, master, timeout, wait_for_workers=False)
 
 
 def own_address(host: str, port: int) -> str:

@@ -66,7 +66,7 @@ class Server:
         try:
             await self._serve(await self.authenticate(reader, writer), reader, writer)
         except (OSError, ValueError, KeyError):
-            pass  # not authenticated, or the other side died in the middle of a line: its process's end is what counts
+            pass  # not authenticated, or the other side was lost: the end of its process is handled elsewhere
         finally:
             del self._connections[task]
             writer.close()

@@ -1,7 +1,7 @@
 """The supervisor: starts workers, forms views of them, and passes on what they report. It trains nothing itself.
 
-It has one control connection to each worker. What a worker's message means is decided here; what follows is the work of
-its parts: `Processes` (start, heartbeats, ends), `Views` (membership), `Losses`, `Records`.
+It has one control connection to each worker. It receives the workers' messages and calls
+its parts: `Processes` (start, heartbeats, ends), `Views` (membership), `LostWorkers`, `Records`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity, Job, JobFailed
 from kfuse.elastic.launchers import Launcher
-from kfuse.elastic.losses import Losses
+from kfuse.elastic.lost_workers import LostWorkers
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker
 from kfuse.elastic.records import Recorder, Records
 from kfuse.elastic.server import Server
@@ -26,22 +26,22 @@ __all__ = ["Elasticity", "JobFailed", "Supervisor"]
 _log = logging.getLogger("kfuse")
 
 _STOP_GRACE_S = 20.0
-_BROKEN_GRACE_S = 0.1  # a lost connection is mostly a death that is about to be reported
+_BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
 
 
 class Supervisor:
-    """Runs one job to its end."""
+    """Runs one job until it ends."""
 
     def __init__(
         self, launcher: Launcher, settings: dict[str, Any], recorder: Recorder, elasticity: Elasticity
     ) -> None:
-        """`settings` are handed to every worker as it connects (plain JSON values)."""
+        """settings: sent to every worker as it connects (plain JSON values)."""
         self._launcher, self._settings = launcher, settings
         self.job = Job(elasticity)
         self.records = Records(recorder, self.job)
-        self.processes = Processes(launcher, self.job, self.records, lambda *end: self._losses.ended(*end))
+        self.processes = Processes(launcher, self.job, self.records, lambda *end: self._lost_workers.ended(*end))
         self.views = Views(self.job, self.processes, self.records)
-        self._losses = Losses(self.job, self.processes, self.views, self.records)
+        self._lost_workers = LostWorkers(self.job, self.processes, self.views, self.records)
         self.token = secrets.token_hex(16)
         """The job's secret."""
         self.address = ""
@@ -95,23 +95,23 @@ class Supervisor:
         _log.info("stop asked: %s", reason)
         self.job.stopping = reason
         for worker in self.processes.alive():
-            worker.tell("stop", reason=reason)
+            worker.send("stop", reason=reason)
         asyncio.get_running_loop().call_later(_STOP_GRACE_S, self.job.end)
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One worker's connection."""
-        number, pid, host = protocol.who(hello)
+        number, pid, host = protocol.parse_hello(hello)
         worker = self.processes.workers.get(number)
         if worker is None or worker.writer is not None:
             return
         worker.writer, worker.pid, worker.host = writer, pid, host
-        worker.tell("welcome", job=self._settings, silence_s=self.job.elasticity.heartbeat_timeout_s)
+        worker.send("welcome", job=self._settings, silence_s=self.job.elasticity.heartbeat_timeout_s)
         while line := await reader.readline():
-            worker.alive_at = time.monotonic()
+            worker.last_message_at = time.monotonic()
             message = protocol.decode(line)
             try:
                 await self._receive(worker, message)
-            except Exception as error:  # ours, and not the connection's
+            except Exception as error:  # an error of the supervisor itself, not of the connection
                 self.job.end(error)
 
     async def _receive(self, worker: Worker, message: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Supervisor:
                 self._keep(message["kind"], message["data"])
             case "ready":
                 worker.state = State.READY
-                self._losses.booted()
+                self._lost_workers.booted()
                 if self.job.view is not None:
                     self.records.event("ready", worker=worker.number, boot_s=time.monotonic() - worker.started_at)
                 self.views.propose()
@@ -128,7 +128,7 @@ class Supervisor:
                 self.views.joined(worker, message["generation"])
             case "broken":
                 worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
-                loop, contact_lost = asyncio.get_running_loop(), self._losses.contact_lost
+                loop, contact_lost = asyncio.get_running_loop(), self._lost_workers.contact_lost
                 loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
             case "fatal":
                 self.job.end(JobFailed(message["why"]))
@@ -147,7 +147,7 @@ class Supervisor:
             self.job.done = True
             for worker in self.processes.alive():
                 if worker.joined:
-                    worker.tell("over")
+                    worker.send("over")
                 else:  # still booting, or waiting for the others to come to its view: too late for this job
                     worker.kill()
 

@@ -1,8 +1,8 @@
 """Forms views: which workers are members, and when the next view replaces the newest one.
 
-A planned view (start, grow, shrink, replace) is proposed here, and the leader announces it in a step's control word, so
-that all workers switch at the same step boundary. A view that recovers from a loss is in force at once: the survivors
-drop the step under way.
+A planned view (start, grow, shrink, replace) is proposed here, and the leader announces it in a step's tail, so
+that all workers switch at the same step boundary. A view that recovers from a lost worker is active at once: the
+survivors drop the step under way.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ class Views:
         self.host = ""
         """This machine's address, as workers reach it."""
         self.store: TCPStore | None = None
-        """Where the workers of the newest view meet. A view has its own, hosted here: no worker's death takes it along,
-        and no old key stays behind."""
+        """torch's TCPStore of the newest view, over which its workers connect to each other.
+
+        Each view has its own, in this process: so no lost worker takes it down, and no old key is left in it."""
         self._asked = job.wanted
         self._quit_events: list[dict[str, Any]] = []
-        """Of workers whose scripts have ended or left the loop. They are written if the others go on."""
+        """Events about workers whose scripts have ended or left the loop. Written if the others continue."""
 
     # -- how many workers -----------------------------------------------------------------------------------------
 
     async def resize(self, workers: int) -> None:
-        """A policy asks for so many workers; out of bounds is clipped, and said so in an event."""
+        """A policy requests this many workers. A number out of bounds is clipped, which an event records."""
         if workers == self._asked:
             return
         self._asked = workers
         job, low, high = self._job, self._job.elasticity.min, self._job.elasticity.max
         allowed = min(max(workers, low), high)
         if allowed != workers:
-            self._clipped(workers, allowed, f"must be {low} to {high}")
+            self._report_clipped(workers, allowed, f"must be {low} to {high}")
         if allowed > job.wanted and not job.takes_newcomers:
-            self._clipped(allowed, job.wanted, "a new worker would run the script from its first training")
+            self._report_clipped(allowed, job.wanted, "a new worker would run the script from its first training")
         elif allowed != job.wanted:
             _log.info("resize asked: %d -> %d workers", job.wanted, allowed)
             self._records.event("decision", workers=[job.wanted, allowed])
@@ -80,13 +81,13 @@ class Views:
             for worker in self._processes.members():
                 worker.leaving = False
             asked, job.wanted = job.wanted, min(job.wanted, alive)
-            self._clipped(asked, job.wanted, f"the launcher cannot start another: {error}")
+            self._report_clipped(asked, job.wanted, f"the launcher cannot start another: {error}")
 
-    def _clipped(self, asked: int, allowed: int, why: str) -> None:
+    def _report_clipped(self, asked: int, allowed: int, why: str) -> None:
         self._records.event("clipped", note=f"workers {asked} clipped to {allowed}: {why}")
 
-    def do_without(self, worker: Worker, how: str) -> None:
-        """A worker that is not replaced. The event is written if the others go on."""
+    def continue_without(self, worker: Worker, how: str) -> None:
+        """The job continues without this worker, and starts no other. The event is written if the others continue."""
         members = [member for member in self._processes.members() if not self.out_of_loop(member)]
         leaving = [member for member in members if member.leaving]
         if leaving and not worker.joined:
@@ -97,7 +98,7 @@ class Views:
         self._quit_events.append({"worker": worker.number, "pid": worker.pid, "rank": rank, "how": how})
 
     def write_quit_events(self) -> None:
-        """Writes the events of workers that the job does without."""
+        """Writes the events that `continue_without` has kept."""
         events, self._quit_events = self._quit_events, []
         for fields in events:
             self._records.event("quit", **fields)
@@ -109,7 +110,7 @@ class Views:
     # -- views ----------------------------------------------------------------------------------------------------
 
     def propose(self) -> None:
-        """Proposes the next planned view once its workers are ready and the view before it is in force."""
+        """Proposes the next planned view, once its workers are ready and the view before it is active."""
         job, alive, members = self._job, self._processes.alive(), self._processes.members()
         if job.stopping or job.done or any(worker.state is State.PROPOSED for worker in members):
             return
@@ -128,7 +129,7 @@ class Views:
             self._announce(staying + still_needed + ready[:missing], reason)
 
     def recover(self, reason: str = "failure", anew: bool = False) -> None:
-        """The living workers of the view whose loops have not ended form a view of their own, at once.
+        """Forms a view at once, of the view's workers that have not ended and whose training loops have not.
 
         anew: training is over, and some of them are about to begin another one.
         """
@@ -145,13 +146,14 @@ class Views:
         for worker in workers:
             worker.state = State.PROPOSED
         for worker in workers + leaving:
-            worker.tell("view", view=view.to_json())
+            worker.send("view", view=view.to_json())
         numbers = [worker.number for worker in workers]
         _log.info("view %d formed (%s): workers %s on store %s:%d", generation, reason, numbers, *view.store)
 
     def _open_store(self) -> tuple[str, int]:
-        """A store for the next view. The one before is closed: workers that still wait there are woken by an error."""
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else unknown connections to the store fill the screen
+        """Opens a store for the next view; closes the one before: workers that still wait there get an error."""
+        # Else the store prints a line for each connection that it does not know.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # seconds: the workers boot meanwhile
 
         # Our own socket: by itself the store listens on all interfaces, whatever host it is given.

@@ -27,6 +27,7 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        """fp32 [B, channels_in, H, W] to [B, channels_out, H', W'], H' = ceil(H / stride)."""
         out = F.relu(self.norm1(self.conv1(x)))
         out = self.norm2(self.conv2(out))
         return F.relu(out + self.shortcut(x))
@@ -64,6 +65,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Images, fp32 [B, channels, H, W], to a score per class, [B, num_classes]."""
         features: Tensor = self.stages(self.stem(x))
         logits: Tensor = self.head(features.mean(dim=(2, 3)))
         return logits

@@ -23,6 +23,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, T, width] to [B, T, width]. Position t sees positions 0 to t."""
         batch, length, width = x.shape
         qkv: Tensor = self.qkv(x)
         q, k, v = qkv.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
@@ -45,6 +46,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[B, T, width] to [B, T, width]."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         hidden = F.gelu(self.expand(self.norm2(x)))
         out: Tensor = x + self.dropout(self.contract(hidden))
@@ -100,6 +102,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [B, T] to a score per next token, [B, T, vocab_size]. Raises ValueError for T above block_size."""
         length = tokens.shape[1]
         if length > self.block_size:
             raise ValueError(f"a sequence of {length} tokens is longer than block_size={self.block_size}")

@@ -39,5 +39,6 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
+        """fp32 [B, *input_shape] to a score per class, [B, num_classes]."""
         logits: Tensor = self.layers(x)
         return logits

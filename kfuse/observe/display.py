@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kfuse.statistics.figures import in_words
+from kfuse.statistics.figures import display_text
 
 LINE_EVERY_S = 2.0
 REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
@@ -47,7 +47,7 @@ class Display:
         self._last_line = -float("inf")
 
     def start(self, total_samples: int | None, total_steps: int | None, title: str) -> None:
-        """Begins, or begins anew. The totals say how far there is to go (whichever comes first); None where unknown."""
+        """Starts the display, or starts it again. total_samples, total_steps: the run's length; None where unknown."""
         self._title, self._totals = title, {"samples": total_samples, "step": total_steps}
         self._latest, self._evaluation, self._last_line = {}, {}, -float("inf")
         self._rates.clear()
@@ -119,24 +119,24 @@ class Display:
         return ((samples1 - samples0) / (t1 - t0), (step1 - step0) / (t1 - t0)) if t1 > t0 else None
 
     def _fields(self) -> list[str]:
-        """The latest figures, each in words; unknown ones are left out."""
+        """The latest figures, each as text; unknown ones are left out."""
         record, rate = self._latest, self._rate()
         low, high = record.get("noise_scale_low"), record.get("noise_scale_high")
         noise = None
         if record.get("noise_scale") is not None:
-            interval = f" ({_figure(low)} to {_figure(high)})" if low is not None and high is not None else ""
-            noise = f"noise scale {_figure(record['noise_scale'])}{interval}"
+            interval = f" ({figure(low)} to {figure(high)})" if low is not None and high is not None else ""
+            noise = f"noise scale {figure(record['noise_scale'])}{interval}"
         elif low is not None:
-            noise = f"noise scale above {_figure(low)}"
-        known = [*(in_words(name, record) for name in ("step", "epoch", "loss")), noise]
-        known += [in_words(name, record) for name in ("batch_size", "lr", "workers")]
+            noise = f"noise scale above {figure(low)}"
+        known = [*(display_text(name, record) for name in ("step", "epoch", "loss")), noise]
+        known += [display_text(name, record) for name in ("batch_size", "lr", "workers")]
         texts = [text for text in known if text is not None]
         if self._evaluation.get("accuracy") is not None:
             texts.append(f"held-out accuracy {self._evaluation['accuracy']:.1%}")
         elif self._evaluation.get("loss") is not None:
             texts.append(f"held-out loss {self._evaluation['loss']:.4g}")
         if rate is not None:
-            texts.append(f"{_figure(rate[0])} samples/s")
+            texts.append(f"{figure(rate[0])} samples/s")
         return texts
 
     def _progress_made(self) -> tuple[float, float | None] | None:
@@ -159,7 +159,7 @@ class Display:
             fraction, left = made
             head.add_column(ratio=1)
             head.add_column(no_wrap=True, justify="right")
-            ending = f"{fraction:4.0%}" + (f"  {_duration(left)} left" if left is not None else "")
+            ending = f"{fraction:4.0%}" + (f"  {duration(left)} left" if left is not None else "")
             cells += [ProgressBar(total=1.0, completed=fraction), Text(ending)]
         head.add_row(*cells)
         if not self._latest:
@@ -178,8 +178,8 @@ def _fill(fields: list[str], width: int) -> str:
     return "\n".join(lines)
 
 
-def _figure(value: float) -> str:
-    """Three digits at least, and no exponent before a million."""
+def figure(value: float) -> str:
+    """A number with at least three digits; no exponent from 100 to a million: "0.0123", "1,136", "2e+07"."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
@@ -196,7 +196,7 @@ def _label(key: str) -> str:
 
 
 def _value(key: str, value: Any) -> str:
-    """A value in words: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
+    """A value as text: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
     if value is None:
         return "unknown"
     if isinstance(value, list | tuple):
@@ -206,12 +206,13 @@ def _value(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        words = f"{value:.1%}" if key.endswith("accuracy") else f"{value:.4g}"
-        return words + (" s" if key.endswith("_s") else "")
+        text = f"{value:.1%}" if key.endswith("accuracy") else f"{value:.4g}"
+        return text + (" s" if key.endswith("_s") else "")
     return str(value)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as minutes and seconds, with hours if there are any: "0:59", "1:01:01"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,4 +1,4 @@
-"""Keeps what workers report: writes it to the run directory and shows it."""
+"""Receives the records that workers report, writes them to the run directory and shows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kfuse.observe.run_dir import RunDirectory
 
 
 class Recorder:
-    """Keeps the records of a job.
+    """Writes and shows the records of a job.
 
     A script's second training has a directory of its own in the first one's: RUN_DIR/2, and so on.
     """
@@ -20,7 +20,7 @@ class Recorder:
     directory: RunDirectory
     """Of the training under way."""
     summary: dict[str, Any] | None
-    """What the workers reported at the end of the training under way."""
+    """The summary that the workers reported; None until the training under way has ended."""
 
     def __init__(self, directory: RunDirectory, display: Display) -> None:
         self.directory, self._display = directory, display
@@ -43,7 +43,9 @@ class Recorder:
                     case "start":
                         self._start(data)
                     case "metrics":
-                        if self.directory.metrics(data):  # else it is known: a new leader reports steps again
+                        if self.directory.metrics(
+                            data
+                        ):  # False for a step that is written already: a new leader sends steps again
                             self._last = data
                             self._display.metrics(data)
                     case "event":
@@ -70,13 +72,13 @@ class Recorder:
         self._display.line(text)
 
     def failed(self, why: str) -> None:
-        """The job has failed. The event is not shown: who ends the job says it."""
+        """Writes the event that the job has failed. It is not shown: the command prints the reason."""
         self.directory.event({"step": self._last.get("step"), "kind": "failure", "why": why})
 
     def close(self, why: str | None) -> None:
-        """Writes and shows the summary; if the workers could not report one, from the last step that they reported.
+        """Writes and shows the summary. If the workers reported none, it is made from the last step that they reported.
 
-        why: the exit reason then.
+        why: the exit reason of such a summary.
         """
         summary = self.summary or {
             "steps": self._last["step"] + 1 if self._last else 0,

@@ -31,7 +31,7 @@ class RunDirectory:
     finite becomes null.
 
     Where a line cannot be written (a full disk), nothing is raised: `warn` is called once, lines wait in memory, and
-    when they can be written an event of kind "disk" says for how long they could not.
+    when they can be written again, an event of kind "disk" records for how long they could not.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunDirectory:
 
     @staticmethod
     def is_used(path: Path) -> bool:
-        """Whether a run's records are there."""
+        """Whether the directory holds a run's records already."""
         return any((path / name).exists() for name in _FILES)
 
     def another(self, name: str) -> RunDirectory:
@@ -151,7 +151,7 @@ class RunDirectory:
         return [file for file in (self._metrics, self._events, self._ledger) if file is not None]
 
     def _write(self) -> None:
-        """Writes what waits, unless a batch is being collected; or says that it cannot be written."""
+        """Writes the waiting lines, unless a batch is being collected. Warns if they cannot be written."""
         if self._batching:
             return
         if self._board is not None:
@@ -291,7 +291,7 @@ class _Board:
         self._add(step=step, summary=self._text(tag, words))
 
     def write(self) -> None:
-        """Writes what waits. Raises OSError."""
+        """Writes the waiting events. Raises OSError."""
         if self._waiting.tell():
             self._file.write(self._waiting.getvalue())
             self._waiting.seek(0)

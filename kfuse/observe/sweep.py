@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kfuse.observe.display import _duration, _figure
+from kfuse.observe.display import duration, figure
 
 RESULTS = ("steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s")
 
@@ -26,7 +26,7 @@ class Sweep:
     """
 
     def __init__(self, jobs: Sequence[Sequence[str]], console: Console | None = None) -> None:
-        """jobs: the overrides (key=value) of each."""
+        """jobs: each job's overrides (key=value)."""
         self._console = console or Console(highlight=False)
         if not self._console.is_terminal:
             self._console.width = 200  # of no consequence for a file: lines are as long as they need to be
@@ -82,8 +82,8 @@ class Sweep:
         if key == "eval_accuracy":
             return f"{value:.1%}"
         if key == "wall_s":
-            return _duration(value) if value >= 60 else f"{value:.1f} s"
-        return _figure(value) if isinstance(value, float) else str(value)
+            return duration(value) if value >= 60 else f"{value:.1f} s"
+        return figure(value) if isinstance(value, float) else str(value)
 
 
 _HEADINGS = {

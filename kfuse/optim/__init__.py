@@ -1,4 +1,4 @@
-"""Optimizers that reduce, measure and update in one go."""
+"""Optimizers that reduce gradients over all workers, measure them, and update parameters, in `step()`."""
 
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.consistency import ConsistencyError

@@ -33,15 +33,22 @@ from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
 from kfuse.optim.scaling import LossScale, NonfiniteWarning, scaling
 from kfuse.session import Session, current
 from kfuse.statistics.step_stats import Statistics, StepStats
-from kfuse.undecorated import undecorated
 
 _LOG = logging.getLogger("kfuse")
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
-    """Mix-in over a torch optimizer. Subclasses say how one bucket is updated."""
+    """Mix-in over a torch optimizer. A subclass implements `_update`, which changes parameters by the mean gradient."""
 
-    _step_supports_amp_scaling = True  # GradScaler then hands us its scale and its verdict instead of unscaling
+    engine: Engine
+    """Reduces the gradients over the workers. `rebuild` replaces it."""
+    statistics: Statistics
+    """The steps' records, and the running noise scale."""
+    clip_norm: float | None
+    """Largest norm of the mean gradient; None: no clipping."""
+    skip_nonfinite: bool
+    """Whether an update with a gradient that is not finite is skipped."""
+    _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
     lr_factor: float = 1.0
     """What kfuse multiplies each group's learning rate with in an update (batch-size scaling, a policy's lr_scale).
@@ -50,10 +57,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     """
     last_lr: float = 0.0
     """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
-    absorbs_losses: bool = False
-    """Set by a training loop whose body is the user's: there a lost worker ends the step without an error."""
-    _lost: CommError | None = None
-    """What the step under way was given up for."""
+    loop_handles_lost_workers: bool = False
+    """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
+    _lost_worker_error: CommError | None = None
+    """The lost worker that aborted the current step; kept for the loop."""
 
     def _attach(self, clip_norm: float | None, skip_nonfinite: bool) -> None:
         """Called by subclasses once `param_groups` exist. Raises ValueError for a clip_norm that is not positive."""
@@ -110,12 +117,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.engine.begin(old.plan)
 
     def _choose_lane(self, groups: list[list[Parameter]]) -> int:
-        """Its own; else that of an optimizer whose parameters it takes over; else a new one."""
+        """Its present lane; else that of an optimizer whose parameters it takes over; else a new one."""
         if hasattr(self, "engine"):
             return self.engine.lane
         for p in (p for params in groups for p in params):
             older = owner(p)
-            if older is not None and not older.superseded and older.lane < self._session.lanes:
+            if older is not None and not older.superseded and older.lane < self._session.lanes_used:
                 return older.lane
         return self._session.new_lane()
 
@@ -130,8 +137,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         named: list[tuple[Parameter, str]] = []
         for group in self.param_groups:
             names = group.get("param_names") or [None] * len(group["params"])
-            words = [_words(index, name) for index, name in enumerate(names, len(named))]
-            named += zip(group["params"], words, strict=True)
+            labels = [_label(index, name) for index, name in enumerate(names, len(named))]
+            named += zip(group["params"], labels, strict=True)
         return named
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -139,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if not isinstance(param_group.get("params"), Tensor | set):
             param_group["params"] = list(param_group["params"])
             self._refuse_duplicates(param_group)
-        undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
+        _without_compiler(torch.optim.Optimizer.add_param_group)(self, param_group)
         if hasattr(self, "engine"):
             try:
                 self._build_engine()
@@ -155,13 +162,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         names = param_group.get("param_names") or [name for name, _ in pairs]
         seen = {id(p): name for p, name in self._named_parameters()}
         for index, (name, (_, p)) in enumerate(zip(names, pairs, strict=True), len(seen)):
-            words = _words(index, name)
+            label = _label(index, name)
             if id(p) in seen:
                 raise ValueError(
-                    f"{words} of shape {tuple(p.shape)} is {seen[id(p)]} again: list each parameter once "
+                    f"{label} of shape {tuple(p.shape)} is {seen[id(p)]} again: list each parameter once "
                     "(model.parameters() does, also where modules share one)"
                 )
-            seen[id(p)] = words
+            seen[id(p)] = label
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -171,12 +178,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's."""
-        state: dict[str, Any] = undecorated(torch.optim.Optimizer.state_dict)(self)
+        state: dict[str, Any] = _without_compiler(torch.optim.Optimizer.state_dict)(self)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's."""
-        undecorated(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+        _without_compiler(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Keeps the buffers that `model` changes as it trains (BatchNorm's running statistics) the same on all workers.
@@ -202,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def base_lr(self) -> float:
-        """The learning rate that records speak of, without `lr_factor`: the first group's that is not zero."""
+        """The learning rate that is reported, without `lr_factor`: that of the first group whose rate is not zero."""
         return next((rate for rate in self._base_rates() if rate), 0.0)
 
     def _base_rates(self) -> list[float]:
@@ -214,17 +221,17 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _set_group(self, group: Group) -> None:
         self.engine.set_group(group)
 
-    def absorb(self, error: CommError) -> bool:
-        """Whether a training loop will deal with the loss of a worker: then the step under way is given up."""
-        if self.absorbs_losses:
-            self._lost = error
+    def leave_to_loop(self, error: CommError) -> bool:
+        """Whether the training loop handles lost workers. If so, aborts the step and keeps `error` for the loop."""
+        if self.loop_handles_lost_workers:
+            self._lost_worker_error = error
             self.engine.abort()
-        return self.absorbs_losses
+        return self.loop_handles_lost_workers
 
-    def take_lost(self) -> CommError | None:
-        """What ended the last step's body early, once."""
-        lost, self._lost = self._lost, None
-        return lost
+    def take_lost_worker_error(self) -> CommError | None:
+        """Returns the error that `leave_to_loop` kept, and forgets it; None if there is none."""
+        error, self._lost_worker_error = self._lost_worker_error, None
+        return error
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
@@ -256,7 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             return
         used = None if reduced.used is None else reduced.used.tolist()
         self._had_gradients = self._had_gradients or used is None or any(used)
-        for bucket in self.engine.of_params:
+        for bucket in self.engine.gradient_buckets:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if used is None or used[index] > 0:
                     self.engine.params[index].grad = view
@@ -274,28 +281,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad} != self._trainable:
-            raise RuntimeError(
-                "parameters were frozen or unfrozen after the optimizer was made: call opt.rebuild() before backward"
-            )
-        if self._session.elastic and self._session.view is None:
-            raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
-        if self._session.elastic and hasattr(self, "found_inf"):
-            raise RuntimeError(
-                "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
-                "rest. Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)"
-            )
-        if self.engine.reduced is None:
-            try:
-                if self._lost is None and any(p.grad is not None for p in self.engine.params):
-                    self._take_gradients_set_by_hand()
-                self.synchronize()
-            except CommError as error:
-                if not self.absorb(error):
-                    raise
-        reduced, self.engine.reduced = self.engine.reduced, None
-        if not self._had_gradients and self._lost is None:
-            self._warn_of_no_gradients()
+        self._refuse_wrong_use()
+        reduced = self._take_reduced()
         if reduced is None:
             return loss
         if self._session.elastic and not reduced.planned:
@@ -311,16 +298,45 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.last_lr = self.base_lr * self.lr_factor
         self._update(reduced, scaled.factor, scaled.skip)
         if reduced.local:
-            scaled.record[t.GRAD_SQ] = torch.nan  # of the workers' mean gradient nothing is known
+            scaled.record[t.GRAD_SQ] = torch.nan  # the workers' mean gradient is not computed
         if scaled.skip is not None:
             scaled.record[t.SKIPPED] = scaled.skip
         step, unit = self.engine.step - 1, "micro-batches" if reduced.implicit else self._unit
         self.statistics.push(step, unit, scaled.record)
         if loss_scale is None:  # with GradScaler skips are how it finds its scale
-            says = self._session.group.rank == 0
-            self._warning.after_step(step, scaled.finite, reduced.local, self.statistics, self.skip_nonfinite, says)
+            warns = self._session.group.rank == 0
+            self._warning.after_step(step, scaled.finite, reduced.local, self.statistics, self.skip_nonfinite, warns)
         self._check_consistency()
         return loss
+
+    def _refuse_wrong_use(self) -> None:
+        """Raises RuntimeError if parameters were (un)frozen, or if an elastic job has its own loop or a GradScaler."""
+        if {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad} != self._trainable:
+            raise RuntimeError(
+                "parameters were frozen or unfrozen after the optimizer was made: call opt.rebuild() before backward"
+            )
+        if self._session.elastic and self._session.view is None:
+            raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
+        if self._session.elastic and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
+                "rest. Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)"
+            )
+
+    def _take_reduced(self) -> Reduced | None:
+        """The step's reduction, complete; None without gradients, or if a worker is lost and the loop handles that."""
+        if self.engine.reduced is None:
+            try:
+                if self._lost_worker_error is None and any(p.grad is not None for p in self.engine.params):
+                    self._take_gradients_set_by_hand()
+                self.synchronize()
+            except CommError as error:
+                if not self.leave_to_loop(error):
+                    raise
+        reduced, self.engine.reduced = self.engine.reduced, None
+        if not self._had_gradients and self._lost_worker_error is None:
+            self._warn_of_no_gradients()
+        return reduced
 
     def _check_consistency(self) -> None:
         """Raises ConsistencyError, on every rank, if the ranks' parameters differed in the newest step read."""
@@ -375,7 +391,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _take_back_gradients(self) -> None:
         """Where the user replaced a `p.grad` (it may also be changed in place), the bucket gets the new values."""
-        for bucket in self.engine.of_params:
+        for bucket in self.engine.gradient_buckets:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 p = self.engine.params[index]
                 if p.grad is not None and p.grad is not view:
@@ -388,7 +404,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Updates all parameters whose `.grad` is set. `scale` multiplies gradients; non-zero `found_inf` skips."""
+        """Updates all parameters whose `.grad` is set (their mean gradient, fp32).
+
+        scale: fp32 scalar on the device, by which gradients are multiplied; None: 1. found_inf: fp32 scalar on the
+        device; if it is not 0, nothing may change; None: the update is made.
+        """
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets every `p.grad` to None; else, as torch does, those that are there to zeros, which then count as used.
@@ -414,7 +434,7 @@ _latest: weakref.ref[DistributedOptimizer] | None = None
 
 
 def latest_optimizer() -> DistributedOptimizer | None:
-    """The one that was made last in this session, while it lives."""
+    """The optimizer that was made last in this session; None if there is none, or it was deleted."""
     found = None if _latest is None else _latest()
     return found if found is not None and found._session is current() else None
 
@@ -425,5 +445,15 @@ def check_clip_norm(clip_norm: float | None) -> None:
         raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
 
 
-def _words(index: int, name: str | None) -> str:
+def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under torch's decorator `_disable_dynamo`, or `method` itself if it has no decorator.
+
+    The decorator imports torch's compiler at its first call, which takes longer than importing torch: a worker would
+    start later, or all others would wait for it while the training state is transferred.
+    """
+    wrapped: Callable[..., Any] = getattr(method, "__wrapped__", method)
+    return wrapped
+
+
+def _label(index: int, name: str | None) -> str:
     return f"parameter {index}" if name is None else f"parameter {index} ({name})"

@@ -1,4 +1,4 @@
-"""What keeps the workers' models the same: rank 0's at the start, the average of drifted ones, and a comparison."""
+"""Keeps the workers' models equal: rank 0's values at the start, averaging (local SGD), and a comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ConsistencyError(RuntimeError):
 
 
 def rates_salt(rates: Iterable[float]) -> int:
-    """Learning rates as a number that differs where one of them does."""
+    """One integer computed from all learning rates: it differs if one of them does. Added to the parameters' digest."""
     return sum((k + 1) * int.from_bytes(struct.pack("<d", rate), "little") for k, rate in enumerate(rates))
 
 
@@ -80,7 +80,7 @@ def average(group: Group, tensors: Sequence[Tensor]) -> None:
 
 
 def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[str], rates: Sequence[float]) -> str:
-    """In words, the first rate or tensor that is not the same on all ranks. Every rank calls it. Raises CommError."""
+    """Text that names the first rate or tensor that differs between ranks. Every rank calls it. Raises CommError."""
     values = [torch.tensor(rate, dtype=torch.float64).view(torch.int64).to(group.device) for rate in rates]
     values += [digest([tensor]).to(group.device) for tensor in tensors]
     found = torch.stack(group.all_gather(torch.stack(values), "digests of the parameters")).cpu()

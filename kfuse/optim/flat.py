@@ -1,4 +1,4 @@
-"""Optimizers whose parameters and state lie in flat buffers, one a bucket, updated by one kernel call each."""
+"""Optimizers that keep parameters and state in flat buffers, one per bucket, and update each by one kernel call."""
 
 from __future__ import annotations
 
@@ -42,23 +42,28 @@ class Piece(NamedTuple):
     """What one call updates: a bucket, or one parameter of it. All tensors are flat fp32 of one length."""
 
     table: PackTable
-    """Where the parameters lie."""
+    """How the piece is cut into parameters."""
     param: Tensor
     grad: Tensor
     moments: dict[str, Tensor]
     step: Tensor
-    """0-dim fp32, the number of this update, counted already."""
+    """0-dim fp32, the number of this update, from 1."""
     first: bool
+    """It is the first update of these parameters."""
 
 
 class FlatOptimizer(DistributedOptimizer):
-    """Keeps torch's per-parameter `state` as views of flat buffers, so that state_dict is torch's own."""
+    """Keeps torch's per-parameter `state` as views of flat buffers, so that state_dict is torch's own.
+
+    A subclass sets `_moment_names` and implements `_update_piece`.
+    """
 
     _moment_names: tuple[str, ...]
+    """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
     _warned_of_shared_memory = False
 
     def _check_layout(self) -> None:
-        """Flat buffers give each parameter a place of its own: where two share memory, that would part them."""
+        """Raises ValueError if two parameters share memory: in flat buffers each has its own place."""
         self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)
         _refuse_overlaps(self._named_parameters())
 
@@ -77,7 +82,7 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _layout_changed(self) -> None:
         """Lays parameters and state out for the engine's buckets; values are kept."""
-        self._flats = [self._flatten(bucket) for bucket in self.engine.of_params]
+        self._flats = [self._flatten(bucket) for bucket in self.engine.gradient_buckets]
 
     def _flatten(self, bucket: Bucket) -> Flat:
         params = self._params_of(bucket)
@@ -116,12 +121,12 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, (p, words) in zip(saved, self._named_parameters(), strict=False):  # torch's own checks the numbers
+        for key, (p, label) in zip(saved, self._named_parameters(), strict=False):  # torch's own checks the numbers
             for name in self._moment_names:
                 value = state_dict["state"].get(key, {}).get(name)
                 if value is not None and value.shape != p.shape:
                     raise ValueError(
-                        f"{words} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
+                        f"{label} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
                     )
 
     def _keeps_state(self, group: dict[str, Any]) -> bool:
@@ -138,7 +143,7 @@ class FlatOptimizer(DistributedOptimizer):
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
         self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)
         self._keep_flat()
-        for bucket, flat in zip(self.engine.of_params, self._flats, strict=True):
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
             params = self._params_of(bucket)
             group = self.param_groups[self._group_of[bucket.layout.params[0]]]
             keeps = self._keeps_state(group)
@@ -177,12 +182,12 @@ class FlatOptimizer(DistributedOptimizer):
             flat.known[k] = True
 
     def _keep_flat(self) -> None:
-        """Takes back parameters whose `.data` was replaced since the last step.
+        """Copies parameters whose `.data` was replaced since the last step back into the flat buffers.
 
         Raises RuntimeError where it has another shape, type or device now, ValueError where two share their memory.
         """
         moved: list[tuple[Parameter, Tensor]] = []
-        for bucket, flat in zip(self.engine.of_params, self._flats, strict=True):
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
             start = flat.param.data_ptr()
             for index, offset in zip(bucket.layout.params, bucket.layout.offsets, strict=True):
                 p = self.engine.params[index]
@@ -200,7 +205,7 @@ class FlatOptimizer(DistributedOptimizer):
                 p.data = _with_own_storage(place)
 
     def _warn_of_shared_memory(self, name: str) -> None:
-        """Once."""
+        """Warns once."""
         if not self._warned_of_shared_memory:
             self._warned_of_shared_memory = True
             logging.getLogger("kfuse").warning(
@@ -214,7 +219,10 @@ class FlatOptimizer(DistributedOptimizer):
     def _update_piece(
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Updates it in place, by its group's settings."""
+        """Updates a piece's parameters and moments in place. group: the settings of its parameter group.
+
+        scale, found_inf: as for `_update`. All tensors of the piece are flat fp32 of one length.
+        """
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a step's mean gradient is multiplied with (clipping, loss scale), and whether its update is left out."""
+"""The factor on a step's mean gradient (clipping, loss scale), and whether its update is skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("kfuse")
 
 @dataclass(frozen=True)
 class LossScale:
-    """What torch's GradScaler hands to an optimizer's step."""
+    """What torch's GradScaler passes to an optimizer's step."""
 
     scale: Tensor | None
     """What the loss was multiplied with; None where the user has unscaled the gradients (`scaler.unscale_`)."""
@@ -30,7 +30,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Scaling:
-    """On the device, but for `finite` on the CPU."""
+    """What an update needs. Tensors are on the gradients' device."""
 
     record: Tensor
     """The step's record, in units of the true gradient."""
@@ -39,6 +39,7 @@ class Scaling:
     skip: Tensor | None
     """fp32 scalar; non-zero leaves the update out. None: it is made."""
     finite: Tensor | bool
+    """Whether all gradients are finite: a bool on the CPU, a bool scalar on CUDA."""
 
 
 def scaling(
@@ -102,16 +103,16 @@ def _squared_norm_of_gradients(params: Sequence[Parameter]) -> Tensor:
 
 
 class NonfiniteWarning:
-    """Names the first of a run of steps whose gradients are not finite; on CUDA one step later."""
+    """Warns of the first of several steps in a row whose gradients are not finite; on CUDA one step later."""
 
     def __init__(self) -> None:
         self._was_nonfinite = self._was_local = False
 
     def after_step(
-        self, step: int, finite: Tensor | bool, local: bool, statistics: Statistics, skips: bool, says: bool
+        self, step: int, finite: Tensor | bool, local: bool, statistics: Statistics, skips: bool, warns: bool
     ) -> None:
-        """local: the gradients were this worker's own. statistics: CUDA's steps are judged by what has arrived there.
-        skips: whether such updates are left out. says: whether this worker is the one that warns.
+        """local: the gradients were this worker's own. statistics: on CUDA the newest step in them is judged.
+        skips: whether such updates are skipped. warns: whether this worker logs the warning (rank 0 does).
         """
         was_local, self._was_local = self._was_local, local
         if isinstance(finite, bool):
@@ -122,7 +123,7 @@ class NonfiniteWarning:
                 return
             # Of a local step the norm is unknown anyhow.
             step, nonfinite = latest.step, latest.skipped or (latest.grad_norm is None and not was_local)
-        if nonfinite and not self._was_nonfinite and says:
+        if nonfinite and not self._was_nonfinite and warns:
             outcome = "left out" if skips else "made all the same, since skip_nonfinite is off"
             _LOG.warning("step %d: a gradient is not finite; the update was %s", step, outcome)
         self._was_nonfinite = nonfinite

@@ -75,7 +75,7 @@ class Optimizer(DistributedOptimizer):
         if found_inf is not None and found_inf.item():  # an arbitrary optimizer cannot skip on the device
             return
         if scale is not None:
-            for bucket in self.engine.of_params:
+            for bucket in self.engine.gradient_buckets:
                 bucket.mean.mul_(scale)
         with self._scaled_rates():
             self.inner.step()

@@ -51,7 +51,7 @@ class GNSPolicy(BasePolicy):
         return None if decision.is_empty else decision
 
     def _batch_size(self, signals: Signals) -> int | None:
-        """The batch size to have, which may be the one in force; None while the noise scale is unknown."""
+        """The batch size to have, which may be the present one; None while the noise scale is unknown."""
         noise, low, high = signals.noise_scale, signals.noise_scale_low, signals.noise_scale_high
         known = [value for value in (noise, low, high) if value is not None]
         if low is None or len(known) == 2 or not all(map(math.isfinite, known)):

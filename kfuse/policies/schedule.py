@@ -21,9 +21,9 @@ class SchedulePolicy(BasePolicy):
     one of `batch_size`, `lr_scale`, `workers`: [{"epoch": 0, "lr_scale": 1.0},
     {"epoch": 5, "batch_size": 256, "workers": 2}]. A setting holds until a later phase changes it.
 
-    A phase that starts at a step is in force from that step on: the policy asks for it as many steps before as a
-    decision takes (signals.in_force_at). One that starts at steps 1 to 3 is in force from step 4. A phase that starts
-    at an epoch is in force from that epoch's fifth step at the latest, epoch 0's from the first step. More workers join
+    A phase that starts at a step applies from that step on: the policy asks for it as many steps before as a
+    decision takes (signals.in_force_at). One that starts at steps 1 to 3 applies from step 4 on. A phase that starts
+    at an epoch applies from that epoch's fifth step at the latest, epoch 0's from the first step. More workers join
     when they are ready. The policy asks until the signals show the settings, also in a run that resumes later.
 
     Raises ValueError for phases that are not of that form.
@@ -48,7 +48,7 @@ class SchedulePolicy(BasePolicy):
         return None if asked.is_empty else asked
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns the settings of the phases under way that are not in force yet."""
+        """Returns the settings of the phases that have started and that the signals do not show yet."""
         asked = self._asked(signals.in_force_at if self._unit == "step" else signals.epoch)
         # Compare what can be reached: otherwise a setting out of bounds would be asked for at every step.
         goal, _ = asked.clipped(signals.bounds)

@@ -11,7 +11,7 @@ from typing import Any
 from kfuse.statistics.figures import Measured, StepSettings
 
 SYNC_MAX = 2**20
-"""Largest number of steps between synchronisations. The control word (float32) holds every whole number up to it."""
+"""Largest number of steps between synchronisations. Announcements are float32, which holds it exactly."""
 BATCH_MAX = 2**24
 """Largest batch size, in samples: float32 holds every whole number up to it."""
 DECISION_LAG = 4
@@ -55,7 +55,7 @@ class Signals(Measured, StepSettings):
 
     @property
     def in_force_at(self) -> int:
-        """The step from which a decision on these signals is in force."""
+        """The first step that a decision on these signals applies to."""
         return self.step + DECISION_LAG
 
 
@@ -70,7 +70,7 @@ class Decision:
     batch_size: int | None = None
     """Samples of an optimizer step."""
     lr_scale: float | None = None
-    """Factor on the learning rate. It replaces the factor in force."""
+    """Factor on the learning rate. It replaces the present factor."""
     workers: int | None = None
     """Worker count."""
     sync: int | None = None
@@ -122,7 +122,7 @@ class BasePolicy:
     """A rule that adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and a pure function.
 
     Override any hook, `decide`, or both. The hooks run on every worker at the same steps, and may use kfuse's
-    module-level verbs (`kf.allreduce`, `kf.resize`, ...). `decide` is a function of the signals and the policy's
+    module-level functions (`kf.allreduce`, `kf.resize`, ...). `decide` is a function of the signals and the policy's
     attributes only, without side effects. So a policy can be replayed offline, and a step that is repeated after a
     failure gets the same decision.
     """
@@ -148,7 +148,7 @@ class BasePolicy:
     def initial(self) -> Decision | None:
         """Returns what to begin with. Called once, on rank 0, before the first step of a run that resumes no other.
 
-        Batch size, learning-rate factor and synchronisation are in force from the first step. More workers join when
+        Batch size, learning-rate factor and synchronisation apply from the first step on. More workers join when
         they are ready.
         """
         return None

@@ -1,6 +1,6 @@
 """A step's figures, each defined once: name, unit and meaning.
 
-`Measured` is what a step's gradients say, `StepSettings` what the step was made with, `StepContext` that and its times.
+`Measured` is computed from a step's gradients. `StepSettings` is what the step was made with; `StepContext` adds times.
 From them come `StepStats`, `policies.Signals`, the columns of metrics.jsonl, TensorBoard's tags and the display.
 """
 
@@ -95,7 +95,7 @@ METRICS = (
 """The columns of metrics.jsonl and of TensorBoard's group "train", in order."""
 
 
-def in_words(name: str, record: Mapping[str, Any]) -> str | None:
+def display_text(name: str, record: Mapping[str, Any]) -> str | None:
     """A figure of this record as the display shows it: label and value. None where the value is unknown."""
     value, about = record.get(name), FIGURES[name]
     return None if value is None else f"{about['label'] or name.replace('_', ' ')} {value:{about['shown']}}"

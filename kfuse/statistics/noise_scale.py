@@ -180,7 +180,7 @@ class NoiseScale:
         - where the mean of S is not above four times its rounding error;
         - where one step's S stands out: the gradients' tails are too heavy for any interval;
         - where no line fits S or G2 over the latest 20 steps;
-        - after more unknown steps in a row than one block has (10 by default): the past says little then.
+        - after more unknown steps in a row than one block has (10 by default): no recent values.
         noise_scale and high are None too where G2 is not significantly above zero.
         """
         if self._estimate is None:

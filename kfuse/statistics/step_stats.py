@@ -1,4 +1,4 @@
-"""A step's statistics on their way from the device to the host: read when they have arrived, not waited for."""
+"""Copies each step's record from the device to the host without a wait, and computes the step's statistics from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import tail as t
-from kfuse.comm.tail import Control
+from kfuse.comm.tail import Announcement
 from kfuse.statistics.figures import Measured
 from kfuse.statistics.noise_scale import NoiseScale, moments, rounding_error
 
@@ -31,10 +31,10 @@ class StepStats(Measured):
     unit: str
     skipped: bool
     """The update was left out because a gradient was not finite."""
-    control: Control
-    """The leader's control word that travelled with this step."""
+    control: Announcement
+    """What rank 0 announced with this step."""
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
-    """By rank, what a micro-batch of the step before took; 0.0 is unknown. The one figure that is not reproducible."""
+    """By rank, seconds per micro-batch in the step before; 0.0 is unknown. The one figure that is not reproducible."""
     digests: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Of the parameters of each rank that sent its digest with this step (see `comm.check_every`), in rank order."""
 
@@ -59,26 +59,30 @@ class _Arrived:
 
 
 class Statistics:
-    """The queue of steps whose records are on their way, and the running noise scale over those that arrived.
+    """The queue of records that are being copied to the host, and the running noise scale over those that arrived.
 
-    A step's StepStats, with the noise scale's interval, are made only where somebody reads them.
+    A StepStats, with the noise scale's interval, is computed only when it is read.
     """
 
     def __init__(self) -> None:
         self.noise_scale = NoiseScale()
         self.bf16_wire = False
-        """Gradients travel between workers in bf16, so that |gbar|^2 has its rounding error."""
+        """Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16."""
         self.digests: tuple[int, ...] = ()
         """The newest step's `StepStats.digests`."""
         self.keep_unread = False
-        """Someone will `read` every step."""
+        """Steps are kept until `read` returns them."""
         self._in_flight: deque[_InFlight] = deque()
         self._newest: _Arrived | None = None
         self._latest: StepStats | None = None
         self._unread: list[StepStats] = []
 
     def push(self, step: int, unit: str, record: Tensor) -> None:
-        """`record`: float64 [RECORD_SLOTS + workers * RANK_SLOTS] on the device: see `kfuse.comm.tail.Tail.record`."""
+        """Starts copying a step's record to the host, and receives the record of the step before.
+
+        record: float64 [RECORD_SLOTS + workers * RANK_SLOTS] on the device, from `kfuse.comm.tail.Tail.record`.
+        unit: "samples" or "micro-batches".
+        """
         host, arrived = record, None
         if record.device.type == "cuda":
             host = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
@@ -96,7 +100,7 @@ class Statistics:
         return self._latest
 
     def read(self, lag: int) -> list[StepStats]:
-        """Steps not yet read, except the newest `lag` ones, which may still be on their way."""
+        """The steps not yet read, in order, except the newest `lag` ones, whose records may not have arrived."""
         self._receive(lag)
         newest = self._in_flight[-1].step if self._in_flight else self.latest.step if self.latest else -1
         ready = [stats for stats in self._unread if stats.step <= newest - lag]
@@ -104,13 +108,13 @@ class Statistics:
         return ready
 
     def begin_run(self) -> None:
-        """From now on every step is kept until it is read; what was measured before is not."""
+        """A training begins: from now on every step is kept until it is read. Earlier steps are dropped."""
         self._receive(0)
         self.keep_unread, self._unread = True, []
         self._newest, self._latest, self.digests = None, None, ()
 
     def end_run(self) -> None:
-        """Steps are no longer kept."""
+        """The training has ended: steps are no longer kept."""
         self.keep_unread, self._unread = False, []
 
     def wait(self) -> StepStats | None:
@@ -138,7 +142,7 @@ class Statistics:
         self._unread = [
             StepStats(
                 **stats
-                | {"control": Control(**stats["control"])}
+                | {"control": Announcement(**stats["control"])}
                 | {name: tuple(stats[name]) for name in ("seconds", "digests")}
             )
             for stats in state["unread"]
@@ -156,7 +160,7 @@ class Statistics:
                 self._unread.append(latest)
 
     def _take_in(self, item: _InFlight) -> None:
-        """The step's S and G2 enter the running estimate."""
+        """Updates the running estimate with the step's S and G2."""
         values = item.host.tolist()
         unit = self._newest.unit if self._newest else self._latest.unit if self._latest else item.unit
         if unit != item.unit:
@@ -195,7 +199,7 @@ class Statistics:
             mean_grad_sq=running.mean_grad_sq,
             mean_grad_variance=running.mean_grad_variance,
             skipped=bool(values[t.SKIPPED]),
-            control=Control.from_slots(values),
+            control=Announcement.from_slots(values),
             seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),
             digests=self.digests,
         )

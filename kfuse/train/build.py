@@ -1,4 +1,4 @@
-"""From a configuration (plain values) to a trainer: what a worker builds."""
+"""Builds a worker's trainer from the configuration (plain values)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kfuse.checkpoint.manager import CheckpointSettings
+from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
 from kfuse.data import DataSplit, as_dataset
@@ -34,20 +34,23 @@ def set_threads(config: dict[str, Any]) -> None:
     A matrix product's bits depend on the number of threads, so reproducible runs take one on any number of workers.
     """
     workers = config["workers"]
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun says how many there are
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun sets LOCAL_WORLD_SIZE
     shared = int(os.environ.get(protocol.ENV_THREADS, max(1, (os.cpu_count() or 1) // here)))
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 
 def build_trainer(config: dict[str, Any]) -> Trainer:
-    """Data, model, policy and optimizer as configured, ready to run. Needs a session, and no other worker."""
+    """Data, model, policy and optimizer as configured, ready to run. Needs a session.
+
+    In an elastic job no other worker is needed yet; else rank 0 shares its parameters with the others here.
+    """
     torch.manual_seed(config["seed"])
     split: DataSplit = instantiate.build(config["data"])
     model: torch.nn.Module = instantiate.build(config["model"], **split.spec)
     session = current()
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
-    # Where the number is fixed a policy may still ask for another, and is told so: within bounds it would not ask.
+    # With a fixed number of workers the bounds are wide open: so a policy's request is seen, and refused by an event.
     workers_bounds = (workers["min"], workers["max"]) if session.elastic else (1, WORKERS_MAX)
     settings = Settings(
         batch_size=batch["size"],
@@ -66,7 +69,6 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         balance=workers["balance"],
         sync_every=config["comm"]["sync_every"],
         ledger=config["observe"]["ledger"],
-        checkpoints=CheckpointSettings(Path(config["run_dir"], "checkpoints"), **config["checkpoint"]),
     )
     return Trainer(
         model,
@@ -74,6 +76,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         _optimizer(config, model),
         settings,
         policy=instantiate.build(config["policy"]),
+        checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
         heldout=as_dataset(split.heldout),
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
     )
@@ -82,7 +85,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:
     made = instantiate.build(config["optimizer"], model.parameters(), always={"lr": config["lr"]["base"]})
     opt = made if isinstance(made, DistributedOptimizer) else Optimizer(made)
-    # Not by the constructor: a class of the user's own, derived from one of ours, need not pass them on.
+    # Not by the constructor: a user's class that is derived from one of kfuse's may not pass them on.
     opt.clip_norm = config["train"]["clip_norm"]
     opt.skip_nonfinite = config["optimizer"].get("skip_nonfinite", True)
     return opt

@@ -1,12 +1,16 @@
-"""A decision's whole way: from what a step measured, to a request, to all workers, into force.
+"""Decisions: from what a step measured, to a request, to rank 0's announcement, to the settings of later steps.
 
 Every worker runs this with the same values and reaches the same result. Only rank 0's requests are sent; other ranks'
-are dropped. They travel as the control word in the tail of the next step's gradients, so that every worker applies them
-at the same step. What is measured in step s is read after step s + 1 (by then it has reached the host without a wait),
-requested and announced with step s + 2, and in force from step s + 4.
+are dropped. They travel as an announcement (`comm.tail.Announcement`) in the tail of the next step's gradients, so that
+every worker applies them at the same step.
+
+    step s      is measured
+    step s + 1  runs; afterwards the policy sees the figures of step s (they have reached the host without a wait)
+    step s + 2  carries the announcement
+    step s + 4  is the first one that the decision applies to
 
 Batch size, learning-rate factor, synchronisation, topology and tree go this way, and so do the next view and the end of
-training. The number of workers is asked of the supervisor, which announces a view when they are ready.
+training. A number of workers is requested from the supervisor, which proposes a view when they are ready.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from kfuse.comm import transports
-from kfuse.comm.tail import Control
+from kfuse.comm.tail import Announcement
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Decision, Signals
@@ -36,11 +40,11 @@ from kfuse.train.state import Progress
 _LOG = logging.getLogger("kfuse")
 
 STOP_REASONS = ("", "interrupted", "terminated")
-"""Control.stop is an index into these."""
+"""Announcement.stop is an index into these."""
 
 
 class Decisions:
-    """What is requested, what is announced, and what is in force, in one training."""
+    """What is requested, announced and applied in one training. The methods follow a decision in this order."""
 
     def __init__(
         self,
@@ -54,25 +58,26 @@ class Decisions:
     ) -> None:
         self._session, self._policy, self._opt, self._schedule = session, policy, opt, schedule
         self._settings, self._progress, self._reporter = settings, progress, reporter
-        self._requested, self._announced = Control(), Control()
-        """Announced: the part of the requests that the step under way carries."""
+        self._policy_decides = getattr(policy.decide, "__func__", None) is not BasePolicy.decide
+        self._requested, self._announced = Announcement(), Announcement()
+        """Requested: not announced yet, or announced with the step under way. Announced: what that step carries."""
         self.lr, self._scale = 0.0, 1.0
-        """The learning rate of the step under way, and the part of it that is lr_scale."""
+        """The learning rate of the step under way, and the lr_scale that it contains."""
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
         self.tree: str | None = None
-        """The same of the tree transport's shape."""
+        """The shape that a decision chose for the transport `tree`; None: the configured one."""
         self.workers_requested = 0
-        """How many workers were last asked for."""
+        """The number of workers that was last requested; 0: none was."""
         self.stop_requests: list[str] = []
         """Reasons to stop at the next step boundary (of STOP_REASONS), where there is no supervisor to give one."""
         self._clipped: dict[str, str | None] = {}
-        """By what was asked for: how the latest request for it was clipped; None if it was granted as it was."""
+        """By setting: the note on how its latest request was clipped; None if it was granted as it was."""
 
     @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
-        """While training lasts, `running` finds these decisions, for kfuse's verbs."""
-        self.use_transport()  # of an earlier training's decisions nothing is left
+    def active(self) -> Iterator[None]:
+        """Context of a training: `running` returns these decisions, for kf.set_batch_size and the like."""
+        self.use_transport()  # an earlier training's decision no longer applies
         self.set_learning_rate()
         try:
             _RUNNING.append(self)
@@ -83,35 +88,39 @@ class Decisions:
     # -- requested ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before the first step, on the leader, whose state all workers start from: the policy's initial settings."""
-        decision = self._returned("initial", self._policy.initial())
+        """Applies the policy's initial settings. On rank 0, before the first step: all workers start from its state."""
+        decision = self._checked("initial", self._policy.initial())
         if decision is not None:
-            self._ask(decision)
-            requested, self._requested = self._requested, Control()
+            self._request_within_bounds(decision)
+            requested, self._requested = self._requested, Announcement()
             self._apply(requested)
 
     def decide(self, stats: StepStats, context: StepContext) -> None:
-        """The policy decides on a finished step; what the leader announced with that step comes into force.
+        """The policy decides on a finished step; then what rank 0 announced with that step is applied.
 
-        context: the settings that the step was made with.
+        context: the settings that the step was made with. Raises TypeError if the policy returns another type.
         """
         at = self._progress
-        decision = self._returned("decide", self._policy.decide(self._signals(stats, context)))
-        if decision is not None:
-            self._ask(decision)
-        self._apply(stats.control)
+        if self._policy_decides:
+            decision = self._checked("decide", self._policy.decide(self._signals(stats, context)))
+            if decision is not None:
+                self._request_within_bounds(decision)
+        if stats.control != Announcement():
+            self._apply(stats.control)
         if stats.step >= at.resumed_at:
             at.generation = stats.control.generation or at.generation
             at.stop = stats.control.stop or at.stop
 
-    def measured(self, stats: StepStats, workers: Sequence[int]) -> None:
-        """The progress learns what a step measured, and a worker that has become a straggler is reported.
+    def update_progress(self, stats: StepStats, workers: Sequence[int]) -> None:
+        """Writes what a step measured into `Progress`, and reports each worker that has become a straggler.
 
-        It is not reported again until it has recovered at least once.
-        workers: the numbers of those who made the step, in rank order.
+        A straggler is not reported again until it has recovered at least once.
+        workers: the numbers of the workers that made the step, in rank order.
         """
         at, workers_now = self._progress, self._session.workers
         at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
+        if self._session.group.size == 1 and not self._session.elastic:
+            return
         at.throughput = load_balance.measured(at.throughput, workers, stats.seconds)
         relative = load_balance.relative_throughput(at.throughput, workers_now)
         for rank, (worker, ratio) in enumerate(zip(workers_now, relative, strict=True)):
@@ -129,27 +138,27 @@ class Decisions:
         sync: int | None = None,
         workers: int | None = None,
     ) -> None:
-        """What the leader announces with the next step, or asks of the supervisor.
+        """Requests changes: rank 0 announces them with the next step, or sends them to the supervisor (`workers`).
 
-        Raises TypeError where `workers` is not a whole number, ValueError for a topology or tree that does not exist,
-        and for what reproducible sums rule out.
+        batch_size: samples, over all workers. sync: steps. Raises TypeError where `workers` is not a whole number,
+        ValueError for a topology or tree that does not exist, and for one that comm.reproducible=true rules out.
         """
-        word: dict[str, Any] = {"batch_size": batch_size, "lr_scale": lr_scale, "sync_every": sync}
+        asked: dict[str, Any] = {"batch_size": batch_size, "lr_scale": lr_scale, "sync_every": sync}
         reproducible = self._session.comm.reproducible
         if topology is not None:
             name = transports.choose(topology, reproducible)
-            word["transport"] = 1 + _index("topology", name, transports.NAMES)
+            asked["transport"] = 1 + _index("topology", name, transports.NAMES)
         if tree is not None:
-            word["tree"] = 1 + _index("tree", tree, transports.TREES)
+            asked["tree"] = 1 + _index("tree", tree, transports.TREES)
         if sync is not None and sync > 1 and reproducible:
             raise ValueError(f"sync {sync}: comm.reproducible=true synchronises at every step")
-        self._requested = replace(self._requested, **{name: it for name, it in word.items() if it is not None})
+        self._requested = replace(self._requested, **{name: it for name, it in asked.items() if it is not None})
         if workers is not None:
             self.workers_requested = operator.index(workers)
-            self._session.order("resize", workers=self.workers_requested)
+            self._session.ask_supervisor("resize", workers=self.workers_requested)
 
     def request_lr(self, lr: float) -> None:
-        """The rate to have now; its schedule goes on from there. Raises ValueError where no factor can reach it."""
+        """Requests the learning rate `lr` for now; the schedule continues from it. Raises ValueError if unreachable."""
         now, scale = self.lr, self._scale
         if not (math.isfinite(lr) and lr > 0):
             raise ValueError(f"kf.set_lr({lr}): must be a finite number above 0")
@@ -157,8 +166,8 @@ class Decisions:
             raise ValueError(f"kf.set_lr({lr}): the learning rate is 0 now, which no factor changes: set it later")
         self.request(lr_scale=lr * scale / now)
 
-    def _returned(self, method: str, returned: object) -> Decision | None:
-        """What a policy's method returned; None where it asks for nothing. Raises TypeError for another type."""
+    def _checked(self, method: str, returned: object) -> Decision | None:
+        """The decision that a policy's method returned; None if it is empty. Raises TypeError for another type."""
         if not isinstance(returned, Decision | None):
             name, kind = type(self._policy).__name__, type(returned).__name__
             raise TypeError(f"{name}.{method} returned a value of type {kind}: it must be a kf.Decision or None")
@@ -175,12 +184,12 @@ class Decisions:
             **{each.name: getattr(stats, each.name) for each in fields(Measured)},
         )
 
-    def _ask(self, decision: Decision) -> None:
-        """Requests what a policy decided, within the bounds. What is clipped or refused is an event."""
+    def _request_within_bounds(self, decision: Decision) -> None:
+        """Requests what a policy decided, within the bounds. An event records what is clipped or refused."""
         session, elastic, workers = self._session, self._session.elastic, decision.workers
         if workers is not None and not elastic:
             size = session.group.size
-            if workers != size and self.workers_requested in (0, size):  # so it is said once
+            if workers != size and self.workers_requested in (0, size):  # so that it is reported once
                 self._report_clipped(f"workers {workers}: this job's number of workers is fixed")
             self.workers_requested = workers
             decision = replace(decision, workers=None)
@@ -188,19 +197,21 @@ class Decisions:
         by_name = {note.split()[0]: note for note in notes}
         for name in ("batch_size", "workers", "lr_scale", "sync"):
             if getattr(asked, name) is not None:
-                self._note(name, by_name.get(name))
+                self._report_if_clipped(name, by_name.get(name))
         if decision.workers is not None and decision.workers != self.workers_requested:
             self.request(workers=decision.workers)
         if decision.replace is not None:
             ranks, rank = range(len(session.workers)), decision.replace
             refused = f"replace {rank}: must be a rank from 0 to {ranks[-1]} of an elastic job"
             granted = elastic and rank in ranks
-            self._note("replace", None if granted else refused)
+            self._report_if_clipped("replace", None if granted else refused)
             if granted:
-                session.order("replace", worker=session.workers[rank])
+                session.ask_supervisor("replace", worker=session.workers[rank])
         sync = decision.sync
         if sync is not None and session.comm.reproducible:
-            self._note("local SGD", f"sync {sync} clipped to 1: comm.reproducible=true" if sync > 1 else None)
+            self._report_if_clipped(
+                "local SGD", f"sync {sync} clipped to 1: comm.reproducible=true" if sync > 1 else None
+            )
             sync = 1
         self.request(batch_size=decision.batch_size, lr_scale=decision.lr_scale, sync=sync)
         if decision.topology is not None:
@@ -209,10 +220,10 @@ class Decisions:
                 self.request(topology=decision.topology)
             except ValueError as error:
                 refusal = f"{error}; it stays as it is"
-            self._note("topology", refusal)
+            self._report_if_clipped("topology", refusal)
 
-    def _note(self, name: str, note: str | None) -> None:
-        """An event where a request was clipped: one, until the request or the bounds change."""
+    def _report_if_clipped(self, name: str, note: str | None) -> None:
+        """Reports that a request was clipped: once, until the note changes. note: None where it was granted."""
         if note is not None and note != self._clipped.get(name):
             self._report_clipped(note)
         self._clipped[name] = note
@@ -222,62 +233,62 @@ class Decisions:
 
     # -- announced ------------------------------------------------------------------------------------------------
 
-    def control(self) -> Control:
-        """The control word of the coming step: asked for on every rank, sent by the leader."""
+    def announcement(self) -> Announcement:
+        """The announcement of the coming step. Every rank makes one; only rank 0's is sent."""
         self._announced = self._requested
         stop = self._session.stop_reason() or (self.stop_requests or [""])[-1]
         index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0
         return replace(self._announced, generation=self._session.proposed_generation(), stop=index)
 
-    def sent(self) -> None:
-        """The step that carried the control word is complete; what was requested since then waits for the next.
+    def announcement_sent(self) -> None:
+        """The step that carried the announcement is complete: what was announced is no longer requested.
 
         `lr` is now what the update had: a loop's body may set group["lr"] before opt.step().
         """
         self.lr = self._opt.last_lr
         requested, announced = vars(self._requested), vars(self._announced)
-        self._requested = Control(**{name: it for name, it in requested.items() if it != announced[name]})
-        self._announced = Control()
+        self._requested = Announcement(**{name: it for name, it in requested.items() if it != announced[name]})
+        self._announced = Announcement()
 
-    # -- in force -------------------------------------------------------------------------------------------------
+    # -- applied --------------------------------------------------------------------------------------------------
 
-    def _apply(self, control: Control) -> None:
-        """The leader's word: in force from the next step on, on every worker."""
+    def _apply(self, announced: Announcement) -> None:
+        """Applies rank 0's announcement, on every worker, from the next step on."""
         at, bounds = self._progress, self._settings.bounds
         batch_size, lr = at.batch_size, self._opt.base_lr * self._lr_factor()
-        if control.batch_size:
-            at.batch_size = min(max(control.batch_size, bounds.batch_min), bounds.batch_max)
-            note = f"batch_size {control.batch_size} clipped to {at.batch_size}"
-            self._note("set_batch_size", note if control.batch_size != at.batch_size else None)
-        changed_scale = control.lr_scale not in (0.0, at.lr_scale)
-        at.lr_scale = control.lr_scale or at.lr_scale
+        if announced.batch_size:
+            at.batch_size = min(max(announced.batch_size, bounds.batch_min), bounds.batch_max)
+            note = f"batch_size {announced.batch_size} clipped to {at.batch_size}"
+            self._report_if_clipped("set_batch_size", note if announced.batch_size != at.batch_size else None)
+        changed_scale = announced.lr_scale not in (0.0, at.lr_scale)
+        at.lr_scale = announced.lr_scale or at.lr_scale
         if changed_scale or at.batch_size != batch_size:
             pairs: dict[str, list[float]] = {
                 "batch_size": [batch_size, at.batch_size],
                 "lr": [lr, self._opt.base_lr * self._lr_factor()],
             }
-            self._report(**{name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
-        if control.transport:
-            self.topology = transports.NAMES[control.transport - 1]
-            self._report(topology=self.topology)
+            self._report_change(**{name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
+        if announced.transport:
+            self.topology = transports.NAMES[announced.transport - 1]
+            self._report_change(topology=self.topology)
             _LOG.info("step %d: transport %s from here on, as decided", self._progress.step, self.topology)
-        if control.tree:
-            self.tree = transports.TREES[control.tree - 1]
-            self._report(tree=self.tree)
+        if announced.tree:
+            self.tree = transports.TREES[announced.tree - 1]
+            self._report_change(tree=self.tree)
         self.use_transport()
-        if control.sync_every and control.sync_every != at.sync_every:
-            self._report(sync=[at.sync_every, control.sync_every])
-            at.sync_every = control.sync_every
+        if announced.sync_every and announced.sync_every != at.sync_every:
+            self._report_change(sync=[at.sync_every, announced.sync_every])
+            at.sync_every = announced.sync_every
 
-    def _report(self, **changed: Any) -> None:
+    def _report_change(self, **changed: Any) -> None:
         self._reporter.event(self._progress.step, "decision", **changed)
 
     def use_transport(self) -> None:
-        """Has the optimizer reduce over the transport and tree in force; nothing happens where it does already."""
+        """Sets the engine's transport and tree shape; does nothing if they are set already."""
         self._opt.engine.use_transport(self.topology, self.tree)
 
     def set_learning_rate(self) -> None:
-        """The coming update's, for the optimizer; `lr` is then that of its first parameter group that has one."""
+        """Sets the factor of the coming update, and `lr` for reports (see DistributedOptimizer.base_lr)."""
         self._opt.lr_factor = self._lr_factor()
         self.lr, self._scale = self._opt.base_lr * self._opt.lr_factor, self._progress.lr_scale
 
@@ -288,7 +299,7 @@ class Decisions:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in force, and what is requested and not yet announced: a resumed run must decide alike."""
+        """What applies, and what is requested and not yet applied: a resumed run must make the same decisions."""
         return {
             "topology": self.topology,
             "tree": self.tree,
@@ -297,9 +308,9 @@ class Decisions:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what another worker, or a checkpoint, has decided and requested."""
+        """Takes over the state of another worker or of a checkpoint."""
         self.topology, self.tree = state["topology"], state["tree"]
-        self.workers_requested, self._requested = state["workers_requested"], Control(**state["requested"])
+        self.workers_requested, self._requested = state["workers_requested"], Announcement(**state["requested"])
         self.use_transport()
 
 
@@ -307,7 +318,7 @@ _RUNNING: list[Decisions] = []
 
 
 def running() -> Decisions | None:
-    """Those of the training that began last and has not ended; None where there is none."""
+    """The decisions of the training that began last and has not ended; None if there is none."""
     return _RUNNING[-1] if _RUNNING else None
 
 

@@ -170,7 +170,7 @@ class DataLoader:
             clip_norm=clip_norm,
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
-        self._trainer = Trainer(model, train, opt, settings, policy=policy, scheduler=schedule, body_is_users=True)
+        self._trainer = Trainer(model, train, opt, settings, policy=policy, scheduler=schedule, user_loop=True)
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:

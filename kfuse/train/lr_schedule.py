@@ -1,4 +1,4 @@
-"""What kfuse multiplies the optimizer's learning rate with.
+"""The factor by which kfuse multiplies the optimizer's learning rate.
 
     factor = schedule(progress) * gain(batch size, statistics) * the policies' lr_scale
 
@@ -145,11 +145,11 @@ class UserSchedule:
         self._count: int | None = None
 
     def before_step(self) -> None:
-        """A step begins."""
+        """Remembers the scheduler's own step count."""
         self._count = self._now()
 
     def after_step(self) -> None:
-        """The optimizer has stepped. Raises RuntimeError if the scheduler has been stepped meanwhile."""
+        """Steps the scheduler if its interval is the step. Raises RuntimeError if the user has stepped it meanwhile."""
         if self._now() != self._count:
             raise RuntimeError(
                 "the scheduler was stepped in the loop's body, and scheduler= has kf.DataLoader step it: do one of both"
@@ -158,7 +158,7 @@ class UserSchedule:
             self.scheduler.step()
 
     def after_epoch(self) -> None:
-        """The epoch is over."""
+        """Steps the scheduler if its interval is the epoch."""
         if self._interval == "epoch":
             self.scheduler.step()
 
@@ -168,6 +168,6 @@ class UserSchedule:
 
 
 def has_scheduler(opt: DistributedOptimizer) -> bool:
-    """Whether a torch scheduler was made for this optimizer: it marks the optimizer's `step`."""
+    """Whether a torch scheduler was made for this optimizer. (Schedulers mark the optimizer's `step`.)"""
     both = (opt, getattr(opt, "inner", None))
     return any(hasattr(getattr(each, "step", None), "_wrapped_by_lr_sched") for each in both)

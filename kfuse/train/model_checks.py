@@ -1,4 +1,4 @@
-"""What of a model or a data set several workers cannot train alike: refused, or warned of by name."""
+"""Finds what would make workers differ in a model or a data set: refuses it, or logs a warning that names it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_OBJECTS = 10_000
 
 
 def refuse_uneven_embeddings(model: nn.Module) -> None:
-    """Raises ValueError for an embedding that renormalises its weights in forward: each worker would do others."""
+    """Raises ValueError for an embedding that renormalises its weights in forward: each worker would change others."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
@@ -48,10 +48,10 @@ class GeneratorWatch:
         if self._before is None:
             self._before = [(path, generator, _state(generator)) for path, generator in _generators(self._dataset)]
 
-    def after_step(self, says: bool) -> None:
-        """The step is complete. says: whether this worker is the one that warns."""
+    def after_step(self, warns: bool) -> None:
+        """The step is complete. warns: whether this worker logs the warning (rank 0 does)."""
         for path, generator, before in self._before or ():
-            if says and _state(generator) != before:
+            if warns and _state(generator) != before:
                 _LOG.warning(
                     "data set %s draws from a generator of its own (%s): its samples depend on which worker fetched "
                     "what before. Draw from torch, numpy.random or random instead, which are seeded for each "
@@ -136,13 +136,13 @@ class BufferWatch:
         if self._before is None and self._watched:
             self._before = [buffer.clone() for *_, buffer in self._watched]
 
-    def after_step(self, says: bool) -> None:
-        """The step is complete. says: whether this worker is the one that warns."""
+    def after_step(self, warns: bool) -> None:
+        """The step is complete. warns: whether this worker logs the warning (rank 0 does)."""
         if self._before is None or not self._watched:
             return
         for (module, path, name, buffer), before in zip(self._watched, self._before, strict=True):
             now = getattr(module, name, None)
-            if not says or (isinstance(now, Tensor) and now.device == before.device and torch.equal(now, before)):
+            if not warns or (isinstance(now, Tensor) and now.device == before.device and torch.equal(now, before)):
                 continue
             if now is buffer:
                 _LOG.warning(_AVERAGED if id(buffer) in self._averaged else _APART, f"{path}.{name}".lstrip("."))

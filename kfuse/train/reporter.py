@@ -1,4 +1,4 @@
-"""What workers report of a run: the leader speaks, the supervisor keeps the run directory."""
+"""Builds the records of a run (metrics, events, ledger, summary) and sends them to whoever keeps the run directory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _RECENT_STEPS = 128
 
 
 class Reporter:
-    """Every worker calls it alike; only the leader's calls are heard."""
+    """Every worker calls it in the same way; only rank 0's records are sent."""
 
     def __init__(self, session: Session, settings: Settings, samples_an_epoch: int) -> None:
         self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
-        """The newest steps' records. A supervisor that died may have had no time to keep them: see `resend`."""
+        """The newest records, which a lost leader or supervisor may not have written: see `resend`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The newest records, for the worker that leads next."""
+        """The newest records, for the next leader."""
         return {"recent": list(self.recent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -45,14 +45,14 @@ class Reporter:
         self._send("event", data)
 
     def start(self, step: int) -> None:
-        """Training begins at `step` (above 0: from a checkpoint), and this is how far it is to go."""
+        """Training begins at `step` (above 0: from a checkpoint); sends its planned length in samples and steps."""
         epochs = self._settings.epochs
         total = None if epochs is None else epochs * self._samples_an_epoch
         training = self._session.training
         self._send("start", {"samples": total, "steps": self._settings.steps, "step": step, "training": training})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
-        """A view in force; pause_s is how long the survivors stood still for it."""
+        """A new view is active. regroup_s, transfer_s: seconds for forming the group, for sending the state."""
         data = {
             "step": step,
             "kind": "view",
@@ -66,7 +66,9 @@ class Reporter:
         self._send("event", data)
 
     def step(self, stats: StepStats, context: StepContext, samples: StepSamples | None) -> None:
-        """A finished step's figures, and which samples it used where a ledger was asked for."""
+        """A finished step's figures. samples: those it used, if a ledger was asked for."""
+        if not self._session.is_recorded:
+            return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
         records = [("metrics", figures)]
         if stats.skipped:
@@ -80,9 +82,9 @@ class Reporter:
             self._send(kind, data)
 
     def resend(self, events: bool) -> None:
-        """The last leader, or the supervisor, may have been lost before the newest records were kept.
+        """Sends the newest records again: the last leader may have been lost before it sent them.
 
-        events: whether events too; the supervisor that has kept them knows them again.
+        events: whether events are sent too. The supervisor drops records that it has already.
         """
         for records in self.recent:
             for kind, data in records:
@@ -90,5 +92,5 @@ class Reporter:
                     self._send(kind, data)
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """The run is over."""
+        """The run is over: sends its summary."""
         self._send("summary", summary)

@@ -1,4 +1,4 @@
-"""How long, how large, how precise: what a training is given, checked."""
+"""The settings of one training, and the checks of kf.fit's and kf.DataLoader's arguments."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-from kfuse.checkpoint.manager import CheckpointSettings
 from kfuse.optim.base import check_clip_norm
 from kfuse.policies.signals import BATCH_MAX, Bounds
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
 
 WORKERS_MAX = 2**20
-"""For policies, where the supervisor has the job's own limits, or the number of workers is fixed."""
+"""Upper bound of workers for policies where no other is known: the supervisor applies the job's own limits."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +20,9 @@ class Settings:
     """One training's settings; the same on every worker."""
 
     batch_size: int
-    """Samples an optimizer step, over all workers, at first."""
+    """Samples per optimizer step, over all workers, at the start."""
     micro_batch: int
-    """Samples a forward and backward."""
+    """Samples per forward and backward."""
     bounds: Bounds
     epochs: int | None = 1
     steps: int | None = None
@@ -49,10 +48,9 @@ class Settings:
     """Give slower workers fewer micro-batches."""
     ledger: bool = False
     """Report each micro-batch's sample indices."""
-    checkpoints: CheckpointSettings | None = None
 
     def shared(self) -> dict[str, Any]:
-        """By name, what all workers must have been given alike: each one computes its share from it."""
+        """The settings, by name, that must be equal on all workers: each computes its share of a step from them."""
         sizes = ("seed", "batch_size", "micro_batch", "epochs", "steps", "eval_every", "target_accuracy", "precision")
         rates = ("lr_scaling", "warmup_steps", "decay")
         return {name: getattr(self, name) for name in sizes + rates} | {"max_batch_size": self.bounds.batch_max}

@@ -1,8 +1,8 @@
-"""All that training depends on, declared once: where it is (`Progress`), and the parts that make up its state.
+"""The training state, declared once: how far training is (`Progress`), and the parts that it consists of.
 
 The first broadcast, joins, recovery and checkpoints all use the same declaration (`TrainingState`). What is not in it
-needs no keeping: the data order is a pure function of (seed, epoch, cursor), and random numbers are seeded from (seed,
-step, micro-batch) before each micro-batch. Parameters are compared between workers besides (`comm.check_every`).
+need not be saved: the data order is a pure function of (seed, epoch, cursor), and random numbers are seeded from (seed,
+step, micro-batch) before each micro-batch. That workers have the same parameters is checked (`comm.check_every`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRANSFER = "state of the most advanced worker"
 
 
 class Stage(IntEnum):
-    """The parts of a step, in order. A worker that is lost in one of them ends it for all, undone: see `once`."""
+    """The parts of a step, in order. If a worker is lost in one of them, that part is repeated: see `Progress.once`."""
 
     BOUNDARY = 0
     BEFORE_STEP = 1
@@ -39,56 +39,63 @@ class Stage(IntEnum):
 
 @dataclass
 class Progress:
-    """How far training is, and what is in force. The same on every worker; a joiner gets it with the state."""
+    """How far training is, and its settings now. The same on every worker; a new worker receives it with the state."""
 
     batch_size: int
+    """Samples per optimizer step, over all workers."""
     sync_every: int = 1
     """Steps between synchronisations of the workers; above 1, each updates with its own gradients (local SGD)."""
     drifted: int = 0
-    """Steps that the workers have made each for itself since they last had the same parameters."""
+    """Local steps since the workers last had the same parameters (local SGD)."""
     step: int = 0
+    """Steps completed."""
     stage: int = Stage.BOUNDARY
-    """What comes next in this step."""
+    """The part of this step that comes next."""
     epoch: int = 0
     cursor: int = 0
-    """Samples of the epoch that are used."""
+    """Samples of this epoch that were used so far."""
     samples: int = 0
-    """Samples used in all."""
+    """Samples used so far, over all epochs."""
     lr_scale: float = 1.0
+    """The policies' factor on the learning rate."""
     schedule: float = 0.0
     """Progress of the learning-rate schedule, in steps of the base batch size."""
     mean_grad_sq: float | None = None
     mean_grad_variance: float | None = None
     throughput: Throughput = field(default_factory=dict)
+    """By worker number: see `load_balance`."""
     stragglers: tuple[int, ...] = ()
-    """Workers that were reported as such."""
+    """Numbers of the workers that were reported as stragglers."""
     accuracy: float | None = None
     eval_loss: float | None = None
     evaluated: int = 0
-    """Steps that the last evaluation came after."""
+    """Number of steps after which the last evaluation ran."""
     loss: float | None = None
     generation: int = 0
-    """The view to switch to, if it is above the one in force."""
+    """Generation of the view to switch to, if above that of the active view."""
     resumed_at: int = 0
     """Step at which this run resumed. Views and stops announced before it are ignored: they were another run's."""
     stop: int = 0
     """Why to stop: index into `decisions.STOP_REASONS`."""
     contexts: dict[int, StepContext] = field(default_factory=dict)
-    """Of each step whose statistics are not read yet: the settings it was made with."""
+    """By step, for steps whose statistics are not read yet: the settings it was made with."""
 
     @property
-    def order(self) -> int:
-        """How far this worker is: (step, stage) as one number."""
+    def position(self) -> int:
+        """How far this worker is: (step, stage) as one number. A larger one is further."""
         return self.step * len(Stage) + self.stage
 
     def once(self, stage: Stage, act: Callable[[], object]) -> None:
-        """Does `act`, unless this step is past `stage`; after it, it is. If `act` raises, it is not."""
+        """Calls `act`, then marks `stage` as done. Does nothing if it is done already. If `act` raises, it is not done.
+
+        After a worker is lost, all continue from the state of the most advanced one: what it has done is not repeated.
+        """
         if self.stage <= stage:
             act()
             self.stage = stage + 1
 
     def next_step(self) -> None:
-        """All stages are done."""
+        """All stages are done: moves on to the next step."""
         self.step, self.stage = self.step + 1, Stage.BOUNDARY
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +109,7 @@ class Progress:
 
 
 class Stateful(Protocol):
-    """Something with a state of tensors and plain values (None, bool, int, float, str, lists, tuples, dicts)."""
+    """A part of the state: tensors and plain values (None, bool, int, float, str, lists, tuples, dicts)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state; tensors may be the object's own."""
@@ -112,7 +119,7 @@ class Stateful(Protocol):
 
 
 class Trainable:
-    """Which of an optimizer's parameters are trained: a script may freeze and unfreeze some as it goes."""
+    """Which of an optimizer's parameters are trained: a script may freeze and unfreeze some while it trains."""
 
     def __init__(self, opt: DistributedOptimizer) -> None:
         self._opt = opt
@@ -121,7 +128,7 @@ class Trainable:
         return [p for group in self._opt.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter, whether it is trained."""
+        """For each parameter, whether it is trained."""
         return {"requires_grad": [p.requires_grad for p in self._params()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,7 +166,10 @@ class TrainingState:
 
 
 def share(group: Group, source: int, make: Callable[[], Any]) -> bytes:
-    """Gives every rank what `make` makes on rank `source`: tensors and plain values, encoded. Raises CommError."""
+    """Sends what `make` returns on rank `source` (tensors and plain values) to every rank; returns it encoded.
+
+    Two broadcasts: the size, then the bytes. Decode with `decode`. Raises CommError.
+    """
     payload = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
         buffer = io.BytesIO()
@@ -174,7 +184,7 @@ def share(group: Group, source: int, make: Callable[[], Any]) -> bytes:
 
 
 def decode(payload: bytes, device: torch.device) -> Any:
-    """What `share` made `payload` of, tensors on `device`, wherever the sender had them.
+    """Decodes `share`'s bytes, with all tensors on `device`.
 
     Only tensors and plain values are accepted: nothing in it can run code.
     """

@@ -1,4 +1,4 @@
-"""One step's samples: cut into micro-batches, shared out among the workers, fetched with their random numbers.
+"""One step's samples: cut into micro-batches, distributed over the workers, fetched with seeded random numbers.
 
 Random numbers belong to a micro-batch, whichever worker runs it: they are keyed by (seed, step, micro-batch).
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
-from kfuse.comm.tail import Control
+from kfuse.comm.tail import Announcement
 from kfuse.data import Dataset
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.optim import DistributedOptimizer
@@ -26,37 +26,38 @@ from kfuse.optim import DistributedOptimizer
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of one step, cut into micro-batches and shared out among the workers."""
+    """The samples of one step, cut into micro-batches and distributed over the workers."""
 
     indices: np.ndarray
     """int64 [samples], in the order of the epoch."""
     micro_batch: int
+    """Samples in each micro-batch; the last one may have fewer."""
     workers: int
     shares: tuple[int, ...] | None = None
     """Weights of the workers; None: all the same."""
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Of each micro-batch, its samples."""
+        """Number of samples of each micro-batch of the step, over all workers."""
         return micro_batch_sizes(len(self.indices), self.micro_batch)
 
     def range_of(self, rank: int) -> range:
-        """The micro-batches of this worker."""
+        """The micro-batches of worker `rank`, as indices into `sizes`."""
         return worker_range(len(self.sizes), self.workers, rank, self.shares)
 
     def of(self, j: int) -> np.ndarray:
-        """The samples of micro-batch j."""
+        """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
         return self.indices[j * self.micro_batch : j * self.micro_batch + self.sizes[j]]
 
-    def plan(self, control: Control, local_rank: int | None = None) -> StepPlan:
-        """What the engine is told; for a step that each worker makes for itself, with this worker's rank."""
+    def plan(self, announcement: Announcement, local_rank: int | None = None) -> StepPlan:
+        """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None."""
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
         local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, control)
+        return StepPlan(len(self.indices), ranges, local, announcement)
 
 
 class Step:
-    """A step's micro-batches on this worker: iterate for (inputs, targets) of each, already in opt.micro_batch.
+    """A step's micro-batches on this worker. Iterating yields each one's (inputs, targets), inside opt.micro_batch.
 
     Set `loss` (the mean loss of these samples) in the body to have it in the metrics.
     """
@@ -64,17 +65,18 @@ class Step:
     def __init__(
         self, number: int, samples: StepSamples, rank: int, data: Dataset, opt: DistributedOptimizer, key_seed: int
     ) -> None:
-        """number: steps before this one. key_seed: the run's seed, for the random numbers."""
+        """number: steps taken before this one. key_seed: the run's seed, from which random numbers are derived."""
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
         self.loss: Tensor | float | None = None
         self.data_wait_s = 0.0
+        """Seconds spent fetching data so far."""
         self.error: Exception | None = None
-        """What ended the body early."""
+        """The exception that ended the step's body early."""
         self._data, self._opt, self._seed = data, opt, key_seed
         self._started = time.perf_counter()
 
     def seconds(self) -> float:
-        """Since the step began."""
+        """Seconds since the step began."""
         return time.perf_counter() - self._started
 
     @contextlib.contextmanager
@@ -96,13 +98,13 @@ class Step:
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For a loop's body. Where a worker is lost meanwhile the iteration ends: the step comes again."""
+        """For the body of a user's loop. If a worker is lost, the iteration ends early; the step is repeated later."""
         try:
             for j in self.mine:
                 with self.micro_batch(j) as (x, y):
                     yield x, y
         except CommError as error:
-            if not self._opt.absorb(error):
+            if not self._opt.leave_to_loop(error):
                 raise
 
 
@@ -133,7 +135,7 @@ def seed_device(device: torch.device, key: int) -> None:
 
 @contextlib.contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
-    """Afterwards the global generators of torch, numpy and random are where they were: they are the user's."""
+    """On exit, restores the state of the global generators of torch, numpy and random: they belong to the user."""
     cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:

@@ -1,7 +1,8 @@
-"""The training loop: one step from its samples to its report.
+"""The training loop: one step, from its samples to its report.
 
-`Trainer.steps` reads as a step happens. kf.fit and the command line run a step's forward, backward and update in
-`Trainer.run`, kf.DataLoader in the body of the user's own loop.
+`Trainer.steps` shows the parts of a step in order; the other methods follow in that order. With
+kf.fit and the command line, a step's forward, backward and update are in `Trainer.run`; with kf.DataLoader they are the
+body of the user's own loop.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
 from kfuse.train.step import Step, StepSamples
 
+if TYPE_CHECKING:
+    from kfuse.checkpoint.manager import Checkpoints
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -48,15 +52,17 @@ class Trainer:
         *,
         policy: BasePolicy | None = None,
         scheduler: UserSchedule | None = None,
+        checkpoints: Checkpoints | None = None,
         loss_fn: LossFunction = default_loss,
         heldout: Dataset | None = None,
         facts: Mapping[str, float] | None = None,
-        body_is_users: bool = False,
+        user_loop: bool = False,
     ) -> None:
-        """scheduler: a torch scheduler, stepped here. loss_fn(output, target): the MEAN loss over a micro-batch.
+        """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
-        facts: figures of the data that belong into the summary, such as a corpus's entropy.
-        body_is_users: a step's forward, backward and update are the body of a loop over `steps`.
+        loss_fn(output, target): the MEAN loss over a micro-batch.
+        facts: figures of the data that go into the summary, such as a corpus's entropy.
+        user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
         """
         # What is trained, and by what rules.
@@ -69,8 +75,8 @@ class Trainer:
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
-        self._body_is_users = body_is_users
-        # How far it is, what is decided, and what others learn of it.
+        self._user_loop = user_loop
+        # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, len(data))
         self.decisions = Decisions(
@@ -82,7 +88,7 @@ class Trainer:
         self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
         if several:
             self._watches.append(GeneratorWatch(data))
-        # All that training depends on; `Recovery` keeps it the same on all workers.
+        # The training state; `Recovery` keeps it the same on all workers.
         parts: dict[str, Stateful] = {
             "model": model,
             "trainable": Trainable(opt),
@@ -95,12 +101,19 @@ class Trainer:
         }
         if scheduler is not None:
             parts["scheduler"] = scheduler.scheduler
-        arguments = settings.shared() | {"samples of data": len(data)}
         self._recovery = Recovery(
-            self.session, opt, settings, self.progress, self.decisions, TrainingState(parts), self._reporter, arguments
+            self.session,
+            opt,
+            self.progress,
+            self.decisions,
+            TrainingState(parts),
+            checkpoints,
+            self._reporter,
+            arguments=settings.shared() | {"samples of data": len(data)},
+            base_lr=settings.base_lr,
         )
         self.over = False
-        """Training has come to its end, and the supervisor, if there is one, knows."""
+        """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
         """The summary, once training is over."""
 
@@ -109,9 +122,9 @@ class Trainer:
     def run(self) -> dict[str, Any] | None:
         """Trains; returns the summary, or None on a worker that left before the end.
 
-        Raises CommError where workers were lost and there is no supervisor, ControlError where that one is lost.
+        Raises CommError if a worker is lost and there is no supervisor, ControlError if the supervisor is lost.
         """
-        if not self.model.training:  # else modules that the user put into eval mode (a frozen BatchNorm) stay so
+        if not self.model.training:  # if it is, modules that the user put into eval mode (a frozen BatchNorm) stay so
             self.model.train()
         for step in self.steps():
             try:
@@ -121,19 +134,19 @@ class Trainer:
                         loss.backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
-            except Exception as error:  # `steps` deals with it: the loss of a worker, above all
+            except Exception as error:  # `steps` handles it: a lost worker, above all
                 step.error = error
         return self.result
 
     def steps(self) -> Iterator[Step]:
-        """Yields each step, for its forward, backward and update; all else of the step happens here, in this order.
+        """Yields each step for its forward, backward and update; all other parts of a step happen here, in this order.
 
-        `once` passes over what is done already: after a loss all go on from the state of the most advanced worker.
-        On a worker that leaves, the iteration ends and `over` is not set.
+        `once` skips parts that are done: after a worker is lost, all continue from the most advanced worker's state.
+        On a worker that leaves, the iteration ends and `over` stays False.
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        with self._optimizer_prepared(), self.decisions.in_force(), recovery.in_force():
+        with self._optimizer_prepared(), self.decisions.active(), recovery.guarded():
             self.policy.before_train()
             while not (self.over or self.session.left):
                 try:
@@ -147,10 +160,10 @@ class Trainer:
                     at.once(Stage.BEFORE_STEP, self._before_step)
                     if at.stage == Stage.UPDATE:
                         step = self._next_step()  # its samples, its learning rate
-                        yield from self._handed_out(step)  # forward, backward (buckets leave meanwhile), update
+                        yield from self._yielded(step)  # forward, backward (buckets are reduced meanwhile), update
                         at.once(Stage.UPDATE, partial(self._end_update, step))
                     at.once(Stage.AFTER_STEP, self.policy.after_step)
-                    at.once(Stage.DECIDE, self._report_and_decide)  # what was announced comes into force
+                    at.once(Stage.DECIDE, self._report_and_decide)  # applies what was announced
                     at.once(Stage.AVERAGE, self._average_models)
                     at.once(Stage.EVALUATE, self._evaluate_when_due)
                     at.once(Stage.END, self._end_epoch_when_over)
@@ -162,19 +175,19 @@ class Trainer:
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
-        """The optimizer as this training needs it; afterwards as it was, also where Ctrl-C comes early."""
+        """Context: sets up the optimizer for this training; on exit, also by an early Ctrl-C, resets its settings."""
         opt, clip_norm, own = self.opt, self.settings.clip_norm, self.opt.clip_norm
         try:
             if clip_norm is not None:
                 opt.set_clip_norm(clip_norm)
-            opt.zero_grad()  # gradients of an interrupted step, or of a backward before, are not this training's
-            opt.take_lost()  # nor is the loss of a worker in a step whose body left the loop
+            opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
+            opt.take_lost_worker_error()  # nor is a worker that was lost in a step whose body left the loop
             opt.statistics.begin_run()
             opt.engine.step = 0
-            opt.absorbs_losses = self._body_is_users and self.session.elastic
+            opt.loop_handles_lost_workers = self._user_loop and self.session.elastic
             yield
         finally:
-            opt.absorbs_losses = False
+            opt.loop_handles_lost_workers = False
             opt.statistics.end_run()
             opt.lr_factor = 1.0
             if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
@@ -204,7 +217,7 @@ class Trainer:
         self.policy.before_step()
 
     def _next_step(self) -> Step:
-        """The coming step's samples; the optimizer is told of them, and has its learning rate."""
+        """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, group = self.progress, self.session.group
         samples = self._samples(at.epoch, at.cursor, at.batch_size)
         self.decisions.set_learning_rate()
@@ -213,7 +226,7 @@ class Trainer:
         if self._scheduler is not None:
             self._scheduler.before_step()
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
-        self.opt.begin(samples.plan(self.decisions.control(), group.rank if alone else None))
+        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None))
         return Step(at.step, samples, group.rank, self._data, self.opt, self.settings.seed)
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
@@ -223,10 +236,10 @@ class Trainer:
         shares = load_balance.shares(relative) if self.settings.balance else None
         return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
 
-    def _handed_out(self, step: Step) -> Iterator[Step]:
+    def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
 
-        Where the body leaves the loop, a step that it has made is recorded.
+        If the body leaves the loop (`break`) after opt.step(), the step is still reported.
         """
         opt, before = self.opt, self.opt.engine.step
         try:
@@ -236,9 +249,9 @@ class Trainer:
                 self._end_update(step)
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
-                opt.engine.abort()  # its plan is not for the backwards that may follow
+                opt.engine.abort()  # backwards that follow belong to no plan
             raise
-        error = step.error or opt.take_lost()
+        error = step.error or opt.take_lost_worker_error()
         if error is not None:
             raise error
         if not self._has_stepped(before):
@@ -254,13 +267,16 @@ class Trainer:
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The micro-batch's mean loss, in the configured precision."""
-        with torch.autocast(self.session.group.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+        device, low = self.session.group.device.type, self.settings.precision == "bf16"
+        if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
+            return self._loss_fn(self.model(x), y)
+        with torch.autocast(device, torch.bfloat16, enabled=low):
             return self._loss_fn(self.model(x), y)
 
     def _end_update(self, step: Step) -> None:
-        """The optimizer has stepped: the progress moves on."""
+        """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
         at, count = self.progress, len(step.samples.indices)
-        self.decisions.sent()
+        self.decisions.announcement_sent()
         at.contexts[at.step] = StepContext(
             epoch=at.epoch,
             cursor=at.cursor,
@@ -284,10 +300,10 @@ class Trainer:
             at.drifted += 1
 
     def _report_and_decide(self, lag: int = 1) -> None:
-        """Takes in what has arrived of all steps but the newest `lag`: reports, decides, applies."""
+        """For each step whose statistics have arrived, but not the newest `lag`: reports it, decides, applies."""
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
-            self.decisions.measured(stats, context.members)
+            self.decisions.update_progress(stats, context.members)
             used = None
             if self.settings.ledger:
                 used = self._samples(context.epoch, context.cursor, round(stats.samples))
@@ -295,7 +311,7 @@ class Trainer:
             self.decisions.decide(stats, context)
 
     def _average_models(self) -> None:
-        """Where workers drift apart: makes their models one again when it is time, or something needs one model."""
+        """Local SGD: averages the workers' models every `sync_every` steps, and whenever one common model is needed."""
         at, view = self.progress, self.session.view
         if not at.drifted:
             return
@@ -319,7 +335,7 @@ class Trainer:
             self._evaluate(self.progress.step + 1)
 
     def _evaluate(self, steps: int) -> None:
-        """Evaluates on the held-out data after `steps` steps, unless that is done."""
+        """Evaluates on the held-out data after `steps` steps, unless that has been done."""
         at = self.progress
         if self._heldout is None or at.evaluated == steps:
             return
@@ -329,7 +345,7 @@ class Trainer:
 
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
-            self.policy.after_epoch()  # first: where its collective fails it is called again
+            self.policy.after_epoch()  # first: if a collective in it fails, it is called again
             self.progress.epoch, self.progress.cursor = self.progress.epoch + 1, 0
             if self._scheduler is not None:
                 self._scheduler.after_epoch()
@@ -337,7 +353,7 @@ class Trainer:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> None:
-        """Training is over: evaluates what is left to evaluate, and sees to it that the summary arrives."""
+        """Training is over: evaluates, writes a last checkpoint, and waits until the supervisor has the summary."""
         if not self.progress.stop:
             self._evaluate(self.progress.step)
         self._recovery.save_last()
@@ -349,7 +365,7 @@ class Trainer:
             self.session.check()
 
     def _summary(self) -> dict[str, Any]:
-        """What summary.json holds."""
+        """The content of summary.json."""
         at = self.progress
         return {
             "steps": at.step,

@@ -17,38 +17,39 @@ from kfuse.elastic.launchers.local import LocalLauncher, LocalProcess, follow
 
 _CONNECT_S = 60.0
 SILENCE_S = 10.0  # without acknowledgements, after which a connection counts as lost
-_ORPHANED_S = 20.0  # for workers that have lost their supervisor, too: they write a checkpoint
+_SUPERVISOR_LOST_S = 20.0  # time for workers to write a checkpoint after the supervisor is lost
 
 
 class AgentError(RuntimeError):
-    """The supervisor cannot be reached, refused us, or went away."""
+    """The supervisor is lost: it cannot be reached, has refused this agent, or has ended."""
 
 
-async def offer(host: str, port: int, token: str, slots: int, dies_with_us: bool = True) -> None:
-    """Runs workers for the supervisor at host:port, at most `slots` at a time, until it says that the job is over.
+async def offer(host: str, port: int, token: str, slots: int, kill_with_agent: bool = True) -> None:
+    """Runs workers for the supervisor at host:port, at most `slots` at a time, until the job is over.
 
-    dies_with_us: the kernel ends them with this process, however it ends. Raises AgentError; no worker is left behind.
+    kill_with_agent: if this process ends, the kernel sends its workers SIGKILL; else SIGTERM. Raises AgentError; then
+    all of its workers have ended.
     """
     reader, writer = await _connect(host, port)
-    agent, why = _Agent(writer, dies_with_us), ""
-    beating: asyncio.Task[None] | None = None
+    agent, why = _Agent(writer, kill_with_agent), ""
+    heartbeats: asyncio.Task[None] | None = None
     try:
         agent.send("hello", token=token, slots=slots)
         if not await reader.readline():
             raise AgentError(f"the supervisor at {host}:{port} refused this host: is the token its own?")
-        beating = asyncio.create_task(send_heartbeats(writer))  # not before: the hello is one line
+        heartbeats = asyncio.create_task(send_heartbeats(writer))  # not before: the hello is one line
         while line := await reader.readline():
             message = protocol.decode(line)
             if message["type"] == "over":
                 return
             await agent.handle(message)
-        await agent.ended(_ORPHANED_S)
+        await agent.ended(_SUPERVISOR_LOST_S)
     except (OSError, ValueError) as error:
         why = f": {error}"
-        await agent.ended(_ORPHANED_S)
+        await agent.ended(_SUPERVISOR_LOST_S)
     finally:
-        if beating is not None:
-            beating.cancel()
+        if heartbeats is not None:
+            heartbeats.cancel()
         agent.kill_all()
         writer.close()
     raise AgentError(f"the supervisor at {host}:{port} is gone{why}")
@@ -65,31 +66,31 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
             if asyncio.get_running_loop().time() > deadline:
                 raise AgentError(f"no supervisor at {host}:{port} within {_CONNECT_S:.0f} s: {error}") from error
             await asyncio.sleep(0.2)
-    protocol.expect_answers(writer.get_extra_info("socket"), SILENCE_S)
+    protocol.set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
     return reader, writer
 
 
 async def send_heartbeats(writer: asyncio.StreamWriter) -> None:
     """Sends heartbeats, so that a lost connection is noticed."""
     while not writer.is_closing():
-        protocol.tell(writer, "alive")
+        protocol.send(writer, "alive")
         await asyncio.sleep(protocol.HEARTBEAT_S)
 
 
 class _Agent:
     """The workers of this host."""
 
-    def __init__(self, writer: asyncio.StreamWriter, dies_with_us: bool) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, kill_with_agent: bool) -> None:
         self._writer = writer
-        self._launcher = LocalLauncher(at_our_end=signal.SIGKILL if dies_with_us else signal.SIGTERM)
+        self._launcher = LocalLauncher(parent_end_signal=signal.SIGKILL if kill_with_agent else signal.SIGTERM)
         self._processes: dict[int, LocalProcess] = {}
         self._watching: set[asyncio.Task[None]] = set()
 
     def send(self, kind: str, **fields: Any) -> None:
-        protocol.tell(self._writer, kind, **fields)
+        protocol.send(self._writer, kind, **fields)
 
     async def handle(self, message: dict[str, Any]) -> None:
-        """Does what a message of the supervisor asks for."""
+        """Handles a message of the supervisor: start or kill a worker."""
         number = message.get("worker")
         if message["type"] == "start" and isinstance(number, int):
             folder = message["folder"] if os.path.isdir(message["folder"]) else None
@@ -107,12 +108,12 @@ class _Agent:
             self._processes[number].kill()
 
     async def _watch(self, number: int, process: LocalProcess) -> None:
-        async def say(line: str) -> None:
+        async def pass_on(line: str) -> None:
             self.send("line", worker=number, text=line)
             with contextlib.suppress(OSError):
                 await self._writer.drain()
 
-        status = await follow(process, say)
+        status = await follow(process, pass_on)
         del self._processes[number]
         self.send("ended", worker=number, status=status)
 

@@ -1,4 +1,4 @@
-"""What the supervisor asks of a launcher."""
+"""The interface of a launcher, which starts worker processes for the supervisor."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class WorkerProcess(Protocol):
-    """A worker that is started."""
+    """A worker process, as the supervisor sees it."""
 
     running: bool
-    """False while there is no place for it: that may take any time."""
+    """False while it waits for a free slot or node, which may take any time."""
 
     def lines(self) -> AsyncIterator[str]:
         """What it prints, line by line, until it ends."""
@@ -23,7 +23,7 @@ class WorkerProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts workers."""
+    """Starts worker processes; all methods are called by the supervisor."""
 
     async def open(self) -> str:
         """Called once, before the rest: the address of this machine at which workers reach it. Raises OSError."""

@@ -17,7 +17,7 @@ from kfuse.elastic.server import Server
 
 
 class HostProcess:
-    """A worker, as seen from the supervisor."""
+    """A worker on some host, as the supervisor sees it."""
 
     def __init__(self, number: int, env: dict[str, str]) -> None:
         self.number, self.env = number, env
@@ -38,7 +38,7 @@ class HostProcess:
             yield line
 
     async def wait(self) -> int:
-        """As of any process; the loss of its host counts as SIGKILL."""
+        """Its exit status once it has ended; -SIGKILL if its host was lost."""
         return await asyncio.shield(self._status)
 
     def kill(self) -> None:
@@ -48,14 +48,14 @@ class HostProcess:
         if self.host is None:
             self.end(-signal.SIGKILL)
         else:
-            protocol.tell(self.host.writer, "kill", worker=self.number)
+            protocol.send(self.host.writer, "kill", worker=self.number)
 
     def printed(self, line: str) -> None:
-        """Its agent reports a line."""
+        """Called when its agent reports a line."""
         self._lines.put_nowait(line)
 
     def end(self, status: int) -> None:
-        """Its agent reports its end."""
+        """Called when its agent reports its end."""
         if not self.ended:
             self._status.set_result(status)
             self._lines.put_nowait(None)
@@ -63,7 +63,7 @@ class HostProcess:
 
 @dataclass(eq=False)
 class _Host:
-    """An agent's connection."""
+    """A host: the connection of its agent, and the workers in its slots."""
 
     writer: asyncio.StreamWriter
     slots: int
@@ -97,8 +97,8 @@ class HostsLauncher:
     async def open(self) -> str:
         """Waits for hosts from now on, and offers this one's slots. Raises OSError."""
         self._port = await self._server.open(self._host, self._port)
-        # Not dies_with_us: when this process dies, workers of this machine may still write a checkpoint.
-        self._own = asyncio.create_task(offer(self._host, self._port, self._token, self._slots, dies_with_us=False))
+        # If this process ends, its workers get SIGTERM, not SIGKILL: they may still write a checkpoint.
+        self._own = asyncio.create_task(offer(self._host, self._port, self._token, self._slots, kill_with_agent=False))
         return self._host
 
     async def start(self, env: Mapping[str, str]) -> HostProcess:
@@ -113,7 +113,7 @@ class HostsLauncher:
     async def close(self) -> None:
         """Tells all agents that the job is over."""
         for host in self._hosts:
-            protocol.tell(host.writer, "over")
+            protocol.send(host.writer, "over")
             host.writer.close()
         with contextlib.suppress(AgentError):
             await self._own
@@ -130,13 +130,13 @@ class HostsLauncher:
             env, folder = process.env, os.getcwd()
             share = host.slots if self._most is None else min(host.slots, self._most)
             start = {"worker": process.number, "command": self._command, "env": env, "folder": folder, "share": share}
-            protocol.tell(host.writer, "start", **start)
+            protocol.send(host.writer, "start", **start)
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One agent's connection; its end is the loss of the host."""
+        """Serves one agent's connection. When it ends, the host is lost."""
         host = _Host(writer, int(hello["slots"]))
-        protocol.expect_answers(writer.get_extra_info("socket"), SILENCE_S)
-        protocol.tell(writer, "welcome")
+        protocol.set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
+        protocol.send(writer, "welcome")
         beating = asyncio.create_task(send_heartbeats(writer))
         self._hosts.append(host)
         self._place()

@@ -24,7 +24,7 @@ class LocalProcess(asyncio.SubprocessProtocol):
     """A worker process of this machine.
 
     asyncio's own `Process.wait` returns when the output pipe is closed too, which what the worker has started may hold
-    open. The protocol hears of the process's end by itself.
+    open. asyncio reports the process's end by itself.
     """
 
     running = True
@@ -46,18 +46,18 @@ class LocalProcess(asyncio.SubprocessProtocol):
         self._process = transport
         pipe = transport.get_pipe_transport(1)
         assert pipe is not None
-        self._output.set_transport(pipe)  # so that reading pauses while nobody takes the lines
+        self._output.set_transport(pipe)  # so that reading pauses while the lines are not read
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """asyncio: it has printed something."""
         self._output.feed_data(data)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """asyncio: nobody can print any more."""
+        """asyncio: all writers of the pipe have closed it."""
         self._output.feed_eof()
 
     def process_exited(self) -> None:
-        """asyncio: it has ended. What it started ends with it: once, since the number may be another's some day."""
+        """asyncio: the process has ended. Kills its process group, once: the number may later be another group's."""
         self._kill_group()
         self._exited.set()
 
@@ -67,13 +67,13 @@ class LocalProcess(asyncio.SubprocessProtocol):
             while True:
                 try:
                     line = await self._output.readline()
-                except ValueError:  # so long without an end that it is no line (a progress bar's): dropped
+                except ValueError:  # longer than `_LONGEST_LINE` without an end (a progress bar, for example): dropped
                     continue
                 if not line:
                     return
                 yield line.decode(errors="replace").rstrip("\n")
         finally:
-            if self.ended:  # nobody reads any more, though a child may hold the other end of the pipe
+            if self.ended:  # no more is read, though a child may still hold the pipe open
                 self._process.close()
 
     async def wait(self) -> int:
@@ -93,12 +93,12 @@ class LocalProcess(asyncio.SubprocessProtocol):
             os.killpg(self._process.get_pid(), signal.SIGKILL)
 
 
-async def follow(process: WorkerProcess, say: Callable[[str], Awaitable[None]]) -> int:
+async def follow(process: WorkerProcess, pass_on: Callable[[str], Awaitable[None]]) -> int:
     """Passes on what a worker prints, and returns its exit status once it has ended and its output has been read."""
 
     async def read() -> None:
         async for line in process.lines():
-            await say(line)
+            await pass_on(line)
 
     reading = asyncio.create_task(read())
     try:
@@ -120,17 +120,17 @@ class LocalLauncher:
         command: list[str] | None = None,
         *,
         folder: str | None = None,
-        at_our_end: signal.Signals | None = None,
+        parent_end_signal: signal.Signals | None = None,
         share: int | None = None,
     ) -> None:
-        """folder: where it runs; None: here. at_our_end: the signal that the kernel (Linux) sends it when this process
-        ends.
+        """folder: working directory of workers; None: this process's.
 
+        parent_end_signal: the signal that the kernel (Linux) sends a worker when this process ends; None: none.
         share: how many workers share this machine's cores: each gets its part as OMP_NUM_THREADS, unless that is set.
         None: workers set their number of threads themselves.
         """
         self._command = command or [sys.executable, "-m", "kfuse.cli.worker"]
-        self._folder, self._at_our_end, self._share = folder, at_our_end, share
+        self._folder, self._parent_end_signal, self._share = folder, parent_end_signal, share
         self._processes: list[LocalProcess] = []
 
     async def open(self) -> str:
@@ -144,7 +144,7 @@ class LocalLauncher:
     async def spawn(
         self, command: list[str], env: Mapping[str, str], folder: str | None, share: int | None = None
     ) -> LocalProcess:
-        """Starts this command, which finds its slot, the lowest that is free, as LOCAL_RANK. Raises OSError."""
+        """Starts this command, with the lowest free slot as LOCAL_RANK in its environment. Raises OSError."""
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
         slot = next(number for number in count() if number not in taken)
@@ -152,7 +152,7 @@ class LocalLauncher:
         await asyncio.get_running_loop().subprocess_exec(
             lambda: process,
             *command,
-            # gloo and the store log every lost peer at length: here that is an event, and handled.
+            # gloo and the store log many lines for each lost peer, which kfuse reports as an event.
             env={
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
                 **({} if share is None else {"OMP_NUM_THREADS": str(threads_each(share))}),
@@ -165,13 +165,13 @@ class LocalLauncher:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_signalled_at_our_end(self._at_our_end),
+            preexec_fn=_signal_at_parent_end(self._parent_end_signal),
         )
         self._processes.append(process)
         return process
 
     async def close(self) -> None:
-        """Nothing is left to be done."""
+        """Does nothing: the processes have ended."""
 
 
 def threads_each(workers: int) -> int:
@@ -180,8 +180,8 @@ def threads_each(workers: int) -> int:
     return max(1, cores // workers)
 
 
-def _signalled_at_our_end(number: signal.Signals | None) -> Callable[[], None] | None:
-    """For a process just forked: it gets this signal when the thread that forked it ends."""
+def _signal_at_parent_end(number: signal.Signals | None) -> Callable[[], None] | None:
+    """A function for a process just forked: has the kernel (Linux) send it this signal when its parent ends."""
     if number is None or sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork

@@ -1,7 +1,7 @@
 """Workers on a Ray cluster: one plain actor each, which starts the worker's process on its node and watches over it.
 
-The process is not the actor itself, so that it can be killed whatever state it is in, and dies with the actor: the
-kernel sees to that. Ray notices dead actors and nodes, and finds a place for new ones, waiting for nodes to come.
+The process is not the actor itself, so that it can be killed whatever state it is in; the kernel ends it with the
+actor. Ray detects lost actors and nodes, and finds a node for new ones, or waits for one.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Keeper:
         """Starts the worker, in `folder` if this node has it. Raises OSError."""
         self._lines: list[str] = []
         self._status: int | None = None
-        self._news = asyncio.Event()
-        launcher = LocalLauncher(folder=folder if os.path.isdir(folder) else None, at_our_end=signal.SIGKILL)
+        self._changed = asyncio.Event()
+        launcher = LocalLauncher(folder=folder if os.path.isdir(folder) else None, parent_end_signal=signal.SIGKILL)
         self._process = await launcher.start(env)
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         self._status = await follow(self._process, self._printed)
-        self._news.set()
+        self._changed.set()
 
     async def _printed(self, line: str) -> None:
         self._lines.append(line)
-        self._news.set()
+        self._changed.set()
 
-    async def news(self) -> tuple[list[str], int | None]:
+    async def poll(self) -> tuple[list[str], int | None]:
         """The lines printed since the last call, as soon as there are any; the exit status once it has ended."""
-        await self._news.wait()
-        self._news.clear()
+        await self._changed.wait()
+        self._changed.clear()
         lines, self._lines = self._lines, []
         return lines, self._status
 
@@ -60,7 +60,7 @@ class Keeper:
 
 
 class RayProcess:
-    """A worker, as seen from the supervisor."""
+    """A worker in a Ray actor, as the supervisor sees it."""
 
     def __init__(self, actor: Any, needs: str, env: dict[str, str]) -> None:
         self.running = False
@@ -75,7 +75,7 @@ class RayProcess:
         try:
             await self._start(env)
             while True:
-                lines, status = await self._actor.news.remote()
+                lines, status = await self._actor.poll.remote()
                 for line in lines:
                     self._lines.put_nowait(line)
                 if status is not None:
@@ -101,7 +101,7 @@ class RayProcess:
             yield line
 
     async def wait(self) -> int:
-        """As of any process; the loss of its actor or node counts as SIGKILL."""
+        """Its exit status once it has ended; -SIGKILL if its actor or node was lost."""
         return await asyncio.shield(self._ending)
 
     def kill(self) -> None:
@@ -137,7 +137,7 @@ class RayLauncher:
         self._address, self._host = address, host
         self._cpus, self._gpus = cpus, gpus
         self._ours = False
-        """Whether we have connected to Ray, not the program that we are part of."""
+        """Whether this launcher has connected to Ray, not the program around it."""
         self._closing = threading.Event()
 
     async def open(self) -> str:
@@ -145,7 +145,7 @@ class RayLauncher:
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[str] = loop.create_future()
 
-        def settle(host: str, error: OSError | None = None) -> None:
+        def resolve(host: str, error: OSError | None = None) -> None:
             if not opened.done():
                 opened.set_result(host) if error is None else opened.set_exception(error)
 
@@ -154,14 +154,14 @@ class RayLauncher:
                 host = self._connect()
             except Exception as error:  # Ray's are of many kinds
                 with contextlib.suppress(RuntimeError):  # nobody waits any more
-                    loop.call_soon_threadsafe(settle, "", OSError(f"Ray: {' '.join(str(error).split())}"))
+                    loop.call_soon_threadsafe(resolve, "", OSError(f"Ray: {' '.join(str(error).split())}"))
                 return
-            loop.call_soon_threadsafe(settle, host)
+            loop.call_soon_threadsafe(resolve, host)
             self._closing.wait()
             self._disconnect()
 
         # Not the main thread, where Ray would take over SIGTERM; and one that may be left behind: for an address where
-        # nothing is, Ray waits for ever. A cluster of our own dies with the thread that started it, so it stays.
+        # nothing is, Ray waits for ever. A cluster that the thread has started ends with it: it stays until `close`.
         self._holder = threading.Thread(target=hold, name="kfuse-ray", daemon=True)
         self._holder.start()
         try:

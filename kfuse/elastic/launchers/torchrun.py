@@ -6,15 +6,15 @@ from kfuse.elastic.rendezvous import Rendezvous
 
 
 class TorchrunLauncher:
-    """Starts nothing: says where the workers meet, and how many they are."""
+    """Starts nothing: finds the rendezvous in the environment, and the number of workers."""
 
     def __init__(self) -> None:
         """Raises ValueError where torchrun did not start this process."""
-        meeting = Rendezvous.of_environment()
-        if meeting is None:
+        rendezvous = Rendezvous.of_environment()
+        if rendezvous is None:
             raise ValueError(
                 "launcher=torchrun: torchrun did not start this process; start it by "
                 "torchrun --nproc-per-node N -m kfuse launcher=torchrun ..."
             )
-        self.meeting = meeting
-        self.workers = meeting.size
+        self.rendezvous = rendezvous
+        self.workers = rendezvous.size

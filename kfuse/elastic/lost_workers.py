@@ -1,4 +1,4 @@
-"""What the end of a worker means for its job, and what is done about it."""
+"""Decides what the end of a worker process means for its job: continue without it, replace it, or fail."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kfuse.elastic.views import Views
 _log = logging.getLogger("kfuse")
 
 
-class Losses:
-    """Decides whether a job goes on without a worker, with another in its place, or not at all."""
+class LostWorkers:
+    """Handles the end of each worker process. `ended` and `contact_lost` are the two entries."""
 
     def __init__(self, job: Job, processes: Processes, views: Views, records: Records) -> None:
         self._job, self._processes, self._views, self._records = job, processes, views, records
         self._in_a_row = 0
-        """Losses since the last new step."""
+        """Workers lost since the last new step."""
         self._errors: set[tuple[object, ...]] = set()
         """Exceptions that ended workers, each with its step; since the last new step."""
         self._progress = 0
-        """The records' progress when the last loss was counted."""
+        """`Records.progress` when the last lost worker was counted."""
         self._boot_failures = 0
         self._boot_errors: set[tuple[str, ...]] = set()
 
@@ -46,7 +46,7 @@ class Losses:
             self._job.late_failure = self._job.late_failure or failure
 
     def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
-        """A worker of this generation lost contact with another. If nobody has died, the same workers connect anew.
+        """A worker of this generation lost contact with another. If none has ended, the same workers form a new view.
 
         Where a planned view is proposed and this worker has not come to it, the generation is the one before.
         """
@@ -63,11 +63,11 @@ class Losses:
             return
         _log.info("contact lost in view %d: %s", generation, why)
         for worker in () if job.done else filter(views.out_of_loop, self._processes.members()):
-            views.do_without(worker, "left the training loop, and the others waited for it")
+            views.continue_without(worker, "left the training loop, and the others waited for it")
         views.recover(anew=job.done)
 
     def _forget_before_progress(self) -> None:
-        """Losses count together only while no step is made between them: otherwise it is no crash loop."""
+        """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
         if self._records.progress > self._progress:
             self._progress, self._in_a_row = self._records.progress, 0
             self._errors.clear()
@@ -85,12 +85,12 @@ class Losses:
         if self._job.done or (rank is None and worker.joined):  # in good order
             return
         if rank is None:
-            self._views.do_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
+            self._views.continue_without(worker, "ended with exit status 0 before it used kf.fit or kf.DataLoader")
             self._views.propose()
             return
-        self._views.do_without(worker, "ended with exit status 0 before training did")
+        self._views.continue_without(worker, "ended with exit status 0 before training did")
         if not self._processes.members():
-            for newcomer in self._processes.alive():  # they have no state to go on from
+            for newcomer in self._processes.alive():  # they have no training state
                 if not newcomer.joined:
                     newcomer.kill()
             self._job.done = True
@@ -98,7 +98,7 @@ class Losses:
         self._views.recover("quit")
 
     def _report_failure(self, worker: Worker, status: int | None) -> tuple[str, str]:
-        """How the worker ended, and the exception that ended it if there was one, in words."""
+        """Reports a failure. Returns how the worker ended, and its exception, or "", as texts for messages."""
         how, rank = worker.how_it_ended(status), self._processes.rank_of(worker)
         error = worker.error() if not worker.why and (status or 0) > 0 else ()
         cause = f": {error[-1]}" if error else ""
@@ -107,7 +107,7 @@ class Losses:
         return how, cause
 
     async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
-        """A worker ended that should not have: the survivors regroup, and another takes its place."""
+        """A worker ended unexpectedly: the survivors form a new view, and another worker is started in its place."""
         job, limits, views = self._job, self._job.elasticity, self._views
         rank, error = self._processes.rank_of(worker), worker.error()
         recovering = job.view is not None and job.view.recovers
@@ -152,11 +152,11 @@ class Losses:
             views.propose()
 
     async def _boot_failed(self, worker: Worker, how: str) -> None:
-        """A newcomer's end does not end the others' training: another is tried, and then they do without it."""
+        """A new worker ended before it joined: another is tried; if it fails too, the others continue without it."""
         self._boot_failures += 1
         error = worker.error()
         if (error and error in self._boot_errors) or self._boot_failures >= self._job.elasticity.max_failures:
-            self._views.do_without(worker, f"{how}, as others did before they could join: no other is started")
+            self._views.continue_without(worker, f"{how}, as others did before they could join: no other is started")
             self._views.write_quit_events()
         else:
             self._boot_errors.add(error)
