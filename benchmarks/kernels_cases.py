@@ -24,14 +24,13 @@ from kfuse.kernels import (
     balanced,
     block_sumsq,
     lamb,
-    norm_backward,
-    norm_forward,
     num_blocks,
     pack,
     reduce,
     sgd,
     sum_partials,
 )
+from kfuse.kernels.normalisation import norm_backward, norm_forward
 
 Buffers = dict[str, Any]
 Run = Callable[[Buffers], None]
