@@ -72,7 +72,8 @@ def pack_by_torch(given: PackArguments) -> None:
     segments = table.segments(flat)
     present = [grad for grad in given.grads if grad is not None and grad.dtype == flat.dtype == torch.float32]
     several = len(given.grads) > 1  # one alone would not be copied by `_pack_together`, and is not ours to change
-    if several and len(present) == len(given.grads) and table.end <= SMALL and table.num_chunks <= 2 * len(present):
+    few = table.end <= SMALL and 0 < table.num_chunks <= 2 * len(present)
+    if several and few and len(present) == len(given.grads):
         _pack_together(given, present, segments)
         return
     norms = given.sumsq.split_with_sizes(table.sumsq_sizes)

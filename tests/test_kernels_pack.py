@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from devices import DEVICES, INTERPRETED
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -96,6 +96,8 @@ def test_matches_oracle(device: str, grad_dtype: torch.dtype, flat_dtype: torch.
     absent=st.sets(st.integers(0, 3)),
     accumulate=st.booleans(),
 )
+@example(numels=[0, 0], gaps=[0, 0, 0, 0], absent=set(), accumulate=False)
+@example(numels=[5, 0], gaps=[0, 1, 0, 0], absent=set(), accumulate=True)
 def test_any_layout(device: str, numels: list[int], gaps: list[int], absent: set[int], accumulate: bool) -> None:
     offsets, end = [], 0
     for numel, gap in zip(numels, gaps, strict=False):
