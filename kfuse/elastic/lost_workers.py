@@ -103,7 +103,7 @@ class LostWorkers:
         error = worker.error() if not worker.why and (status or 0) > 0 else ()
         cause = f": {error[-1]}" if error else ""
         self._records.event("failure", worker=worker.number, pid=worker.pid, rank=rank, how=how + cause)
-        _log.info("worker %d (pid %s, rank %s) lost: %s%s", worker.number, worker.pid, rank, how, cause)
+        _log.info("worker %d (pid %s, rank %s) %s%s", worker.number, worker.pid, rank, how, cause)
         return how, cause
 
     async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
