@@ -192,7 +192,9 @@ class Session:
         if self.view is not None and self.group.rank == 0:
             name = transports.choose(self.comm.schedule, self.comm.reproducible)
             view = self.view
-            _LOG.info("view %d (%s): workers %d, transport %s", view.generation, view.reason, view.size, name)
+            _LOG.info(
+                "view %d (%s): workers %d, configured transport %s", view.generation, view.reason, view.size, name
+            )
 
     def check(self) -> None:
         """Raises ViewChanged if the supervisor has formed a view after a lost worker, ControlError if it is lost."""
@@ -235,7 +237,7 @@ class Session:
         return self._record is not None or self.elastic
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """Sends a record to whoever keeps the run directory: the supervisor, if there is one."""
+        """Sends a record to the process that keeps the run directory: the supervisor, or rank 0 under torchrun."""
         if self._record is not None:
             self._record(kind, data)
         self._send("record", kind=kind, data=data)

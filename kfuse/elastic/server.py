@@ -73,7 +73,7 @@ class Server:
 
 
 async def _first_line(reader: asyncio.StreamReader) -> bytes:
-    """One line; whoever connects then waits for the answer. Raises ValueError if it is too long or has no end."""
+    """The first line of a connection, whose sender then waits for the answer. Raises ValueError: too long, no end."""
     line = b""
     while not line.endswith(b"\n"):
         more = await reader.read(MAX_HELLO)

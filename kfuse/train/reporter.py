@@ -1,4 +1,4 @@
-"""Builds the records of a run (metrics, events, ledger, summary) and sends them to whoever keeps the run directory."""
+"""Builds the records of a run (metrics, events, ledger, summary) and sends them to the process that keeps them."""
 
 from __future__ import annotations
 
