@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -72,7 +72,7 @@ class MapData:
     """A map-style data set (`len(d)`, `d[i] -> (x, y)`) whose samples are collated as a DataLoader would.
 
     Random transforms inside the data set may draw from the global generators of torch, numpy and random: the training
-    loop seeds them for each micro-batch, so what is drawn does not depend on the worker that fetches it.
+    loop seeds them for each sample, so what is drawn does not depend on the worker that fetches it.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -82,9 +82,22 @@ class MapData:
         """The number of samples."""
         return len(self.dataset)
 
-    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the collated samples. Raises TypeError where they are not pairs of tensors or numbers."""
-        batch = default_collate([self.dataset[int(i)] for i in indices])
+    def fetch(
+        self,
+        indices: np.ndarray,
+        generator: torch.Generator | None = None,
+        before_sample: Callable[[int], None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the collated samples. before_sample: called with each index before its sample is taken.
+
+        Raises TypeError where they are not pairs of tensors or numbers.
+        """
+        samples = []
+        for i in indices.tolist():
+            if before_sample is not None:
+                before_sample(i)
+            samples.append(self.dataset[i])
+        batch = default_collate(samples)
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
         if not is_pair or not all(isinstance(part, Tensor) for part in batch):
             kind = type(self.dataset).__name__

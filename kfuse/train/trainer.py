@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler
+from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
@@ -70,6 +71,7 @@ class Trainer:
         self.policy = policy or BasePolicy()
         self._data, self._heldout, self._loss_fn, self._facts = data, heldout, loss_fn, dict(facts or {})
         self._sampler = EpochSampler(len(data), settings.seed)
+        self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
         self._schedule = settings.schedule(len(data))
         # Who trains it.
@@ -227,14 +229,14 @@ class Trainer:
             self._scheduler.before_step()
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None))
-        return Step(at.step, samples, group.rank, self._data, self.opt, self.settings.seed)
+        return Step(at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed)
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
         workers = self.session.workers
         relative = load_balance.relative_throughput(self.progress.throughput, workers)
         shares = load_balance.shares(relative) if self.settings.balance else None
-        return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
+        return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares)
 
     def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
