@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -102,7 +102,7 @@ class MapData:
     """A map-style data set (`len(d)`, `d[i]`) whose samples are collated as a DataLoader would.
 
     Random transforms inside the data set may draw from the global generators of torch, numpy and random: the training
-    loop seeds them for each micro-batch, so what is drawn does not depend on the worker that fetches it.
+    loop seeds them for each sample, so what is drawn does not depend on the worker that fetches it.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -112,9 +112,22 @@ class MapData:
         """The number of samples."""
         return len(self.dataset)
 
-    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
-        """Returns the collated samples: a pair (inputs, targets) as a tuple, anything else as it was collated."""
-        batch = default_collate([self.dataset[int(i)] for i in indices])
+    def fetch(
+        self,
+        indices: np.ndarray,
+        generator: torch.Generator | None = None,
+        before_sample: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Returns the collated samples: a pair (inputs, targets) as a tuple, anything else as it was collated.
+
+        before_sample: called with each index before its sample is taken.
+        """
+        samples = []
+        for i in indices.tolist():
+            if before_sample is not None:
+                before_sample(i)
+            samples.append(self.dataset[i])
+        batch = default_collate(samples)
         return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
 
 
