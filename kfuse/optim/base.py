@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
-from kfuse.comm.gradients import owner
+from kfuse.comm.gradients import check_owner, owner
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
@@ -235,7 +235,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
-        self.engine.check_owner()
+        check_owner(self.engine)
         self._unit = "samples"
         self.engine.begin(plan)
 
@@ -246,7 +246,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         last: whether it is this worker's last of the step; then the reduction starts as backward goes.
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
-        self.engine.check_owner()
+        check_owner(self.engine)
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
@@ -276,7 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         micro-batch, as those of a bare backward do. Raises RuntimeError if a newer optimizer has the parameters, if
         some were frozen or unfrozen without `rebuild`, or if the last step's gradients are still there.
         """
-        self.engine.check_owner()
+        check_owner(self.engine)
         loss = None
         if closure is not None:
             with torch.enable_grad():
