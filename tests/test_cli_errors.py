@@ -137,7 +137,7 @@ WRONG = [
     # Data that is missing or unfit.
     ("data=text data.path=nope.txt", ["data.path=nope.txt", "does not exist"]),
     ("data=text data.path=empty.txt", ["data.path=empty.txt", "is empty"]),
-    ("data=text 'data.path=\"~/nope.txt\"'", ["data.path=~/nope.txt", "nope.txt does not exist"]),
+    ("data=text 'data.path=\"~/nope.txt\"'", ["data.path=/", "/nope.txt: /", "nope.txt does not exist"]),
     ("data._target_=mistaken.load_triple", ["data._target_=mistaken.load_triple: train", "a pair (x, y) has two"]),
     ("data._target_=mistaken.load_uneven", ["data._target_=mistaken.load_uneven: train", "same first dimension"]),
     ("data=text data.path=short.txt", ["data.path=short.txt", "too short"]),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kfuse.config import instantiate
@@ -41,6 +41,21 @@ def drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
             kept = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
             with open_dict(cfg):
                 cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
+
+
+def expand_home(cfg: DictConfig | ListConfig) -> None:
+    """Replaces a `~` that starts a text value, alone or before a slash, by the home directory.
+
+    For values from option files: in those of the command line a `~` without quotes is no value to Hydra.
+    """
+    for key in range(len(cfg)) if isinstance(cfg, ListConfig) else list(cfg):
+        if OmegaConf.is_interpolation(cfg, key) or OmegaConf.is_missing(cfg, key):
+            continue
+        value = cfg[key]
+        if isinstance(value, DictConfig | ListConfig):
+            expand_home(value)
+        elif isinstance(value, str) and value.split("/")[0] == "~":
+            cfg[key] = os.path.expanduser(value)
 
 
 def validate(cfg: DictConfig) -> None:
@@ -112,7 +127,7 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
 def _check_resume(resume: str) -> None:
     if resume in ("never", "auto"):
         return
-    path = Path(resume).expanduser()
+    path = Path(resume)
     if not resume or not path.exists():
         raise ConfigError(f"checkpoint.resume={resume}: must be never, auto, or a path; there is no such path")
     # A checkpoint, a folder of checkpoints, or a run directory.
@@ -167,7 +182,7 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     if message.split("=", 1)[0] in given:
         return ConfigError(f"{group}.{message}")
     for name, value in given.items():
-        names_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
+        names_value = isinstance(value, str) and value and value in message
         if names_value or re.search(rf"\b{re.escape(name)}\b", message):
             return ConfigError(f"{group}.{name}={show(value)}: {message}")
     call = ", ".join(f"{name}={show(value)}" for name, value in given.items())
