@@ -102,8 +102,15 @@ WRONG = [
     ("comm=reproducible comm.schedule=allreduce", ["comm.schedule=allreduce", "all_to_all"]),
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "9 steps"]),
     ("model=gpt data=text model.heads=3", ["model.width=128", "heads=3"]),
-    ("model=gpt", ["model:", "vocab_size, block_size", "num_classes", "it fits data=text\n"]),
-    ("data=text", ["model:", "input_shape, num_classes", "it fits data=digits|cifar10|image_folder\n"]),
+    (
+        "model=gpt data=digits",
+        ["model:", "vocab_size, block_size", "num_classes", "it fits data=text; these data fit model=mlp|convnet\n"],
+    ),
+    (
+        "data=text",
+        ["model:", "input_shape, num_classes", "it fits data=digits|cifar10|image_folder; these data fit model=gpt\n"],
+    ),
+    ("data=text model=convnet", ["model: ConvNet needs input_shape, num_classes", "these data fit model=gpt\n"]),
     # Unknown keys, groups and options.
     ("batch.sise=8", ["batch.sise", "did you mean batch.size?", "micro"]),
     ("size=8", ["size", "did you mean batch.size?"]),

@@ -186,6 +186,7 @@ def _job(cfg: DictConfig, run_dir: Path) -> int:
     OmegaConf.resolve(cfg)
     try:
         _claim(run_dir, cfg)
+        _name_chosen_data(cfg)
         from kfuse.cli.run import run  # not before it is needed: `--help` is quick
 
         return run(cfg, run_dir)
@@ -197,6 +198,16 @@ def _job(cfg: DictConfig, run_dir: Path) -> int:
         # If it reached Hydra, Hydra would print its own message and not run the rest of a sweep.
         traceback.print_exc()
         return 1
+
+
+def _name_chosen_data(cfg: DictConfig) -> None:
+    """Says so where the model's option has chosen the data (as configs/model/gpt.yaml does), not the command line."""
+    context = HydraConfig.get()
+    data, model = (context.runtime.choices[group] for group in ("data", "model"))
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(context.overrides.task)}
+    if data != "digits" and "data" not in given:
+        own = "; a file of your own: data.path=FILE" if cfg.data.get("path", "") is None else ""
+        print(f"kfuse: model={model} without data=... trains on data={data}{own}")
 
 
 def _claim(run_dir: Path, cfg: DictConfig) -> None:

@@ -20,13 +20,14 @@ from kfuse.config.messages import explain
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
-# The data sets that supply an argument of a model.
+# The data sets that supply an argument of a model, and the models that take it.
 _SUPPLIED_BY = {
     "vocab_size": "data=text",
     "block_size": "data=text",
     "input_shape": "data=digits|cifar10|image_folder",
     "num_classes": "data=digits|cifar10|image_folder",
 }
+_TAKEN_BY = {"vocab_size": "model=gpt", "input_shape": "model=mlp|convnet"}
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
@@ -160,7 +161,10 @@ def _check_class(
         dot = str(error).split("=", 1)[0] in node
         missing = error.names if isinstance(error, instantiate.MissingArguments) else ()
         fitting = dict.fromkeys(_SUPPLIED_BY[name] for name in missing if name in _SUPPLIED_BY)
-        hint = f"; it fits {', '.join(fitting)}" if fitting else ""
+        hint = ""
+        if fitting:
+            takers = [_TAKEN_BY[name] for name in supplied if name in _TAKEN_BY]
+            hint = f"; it fits {', '.join(fitting)}" + "".join(f"; these data fit {model}" for model in takers)
         raise ConfigError(f"{group}{'.' if dot else ': '}{error}{hint}") from error
 
 
