@@ -162,9 +162,9 @@ def _class_arguments() -> dict[str, str]:
         options = [file.name.removesuffix(".yaml") for file in configs.joinpath(group).iterdir()]
         for option in sorted(options, key=lambda option: (option == chosen[group], option)):  # the default option last
             first = "" if option == chosen[group] else f"{group}={option} "
-            for name in OmegaConf.create(configs.joinpath(group, f"{option}.yaml").read_text()):
+            for name in map(str, OmegaConf.create(configs.joinpath(group, f"{option}.yaml").read_text())):
                 if name not in ("_target_", "defaults"):
-                    known[str(name)] = known[f"{group}_{name}"] = f"{first}{group}.{name}"
+                    known[name] = known[f"{group}_{name}"] = f"{first}{group}.{name}"
     return known
 
 
