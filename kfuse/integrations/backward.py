@@ -46,10 +46,11 @@ class BackwardWatch:
         self._began = self._measures = self.kept = False
         self._squares: list[Tensor] = []
         self._leftover: Tensor | None = None
+        self._first: tuple[Parameter, Tensor | None, int] | None = None  # the first to be reached; what it had
         self._forwards = self._backwards = 0
         monitor.attach(model.register_forward_pre_hook(self._before_forward))
         for param in self._params:
-            monitor.attach(param.register_hook(self._on_gradient))  # type: ignore[no-untyped-call]
+            monitor.attach(param.register_hook(self._hook(param)))  # type: ignore[no-untyped-call]
 
     def square(self) -> Tensor | float:
         """|s_j|^2 of the backward under way or just over, or NaN where it is unknown.
@@ -73,15 +74,19 @@ class BackwardWatch:
             self._forwards += 1
             self._began = False  # also where the last backward raised, and never ended
 
-    def _on_gradient(self, grad: Tensor) -> None:
-        if not self._began:
-            self._begin()
-        if self._measures:
-            self._squares.append(squared_norm(grad))
+    def _hook(self, param: Parameter) -> Callable[[Tensor], None]:
+        def on_gradient(grad: Tensor) -> None:
+            if not self._began:
+                self._begin(param)
+            if self._measures:
+                self._squares.append(squared_norm(grad))
 
-    def _begin(self) -> None:
+        return on_gradient
+
+    def _begin(self, first: Parameter) -> None:
         self._began, self._squares = True, []
         at_the_end_of_backward(self._end)
+        self._first = (first, first.grad, 0 if first.grad is None else first.grad._version)
         gradients = [param.grad for param in self._params if param.grad is not None]
         self.kept = bool(gradients)
         if self._monitor.micro_batches and not gradients:  # dropped, by zero_grad without a step
@@ -92,5 +97,8 @@ class BackwardWatch:
         self._measures = self._wanted()
 
     def _end(self) -> None:
-        self._ended()
         self._began = False
+        assert self._first is not None
+        param, before, version = self._first
+        if param.grad is not None and (param.grad is not before or param.grad._version != version):
+            self._ended()  # else this was torch.autograd.grad, which leaves `.grad` alone

@@ -39,7 +39,7 @@ def squared_norm(values: Tensor) -> Tensor:
 
     Its rounding error is that of one block, some tens of 2^-24, whatever the size: S is a difference of such sums.
     """
-    flat = values.detach().reshape(-1)
+    flat = (values.detach().coalesce().values() if values.is_sparse else values.detach()).reshape(-1)
     if flat.dtype == torch.float64:
         return flat.dot(flat)
     if flat.numel() <= BLOCK:
@@ -89,11 +89,18 @@ def check_samples(samples: float | None) -> None:
 
 def refuse_unknown_scaler() -> None:
     """Raises RuntimeError where an enabled GradScaler exists. It takes some 50 ms: all objects are looked at."""
-    if any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects()):
+    if not _scaler_exists():
+        return
+    gc.collect()  # it may be one that nothing uses any more
+    if _scaler_exists():
         raise RuntimeError(
             "a GradScaler is in use, and statistics of scaled gradients are wrong: give it to the monitor, scaler=... "
             "(scaler=torch.amp.GradScaler(enabled=False) says that it scales another model's loss)"
         )
+
+
+def _scaler_exists() -> bool:
+    return any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects())
 
 
 class Monitor:
