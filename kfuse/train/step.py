@@ -19,7 +19,7 @@ from torch import Tensor
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import Announcement
-from kfuse.data import Dataset
+from kfuse.data import Dataset, Stream
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.optim import DistributedOptimizer
 
@@ -63,7 +63,7 @@ class Step:
     """
 
     def __init__(
-        self, number: int, samples: StepSamples, rank: int, data: Dataset, opt: DistributedOptimizer, key_seed: int
+        self, number: int, samples: StepSamples, rank: int, data: Dataset | Stream, opt: DistributedOptimizer, key_seed: int
     ) -> None:
         """number: steps taken before this one. key_seed: the run's seed, from which random numbers are derived."""
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.comm.group import CommError
-from kfuse.data import Dataset, EpochSampler
+from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
@@ -46,7 +46,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        data: Dataset,
+        data: Dataset | Stream,
         opt: DistributedOptimizer,
         settings: Settings,
         *,
@@ -69,16 +69,16 @@ class Trainer:
         self.model, self.opt, self.settings = model, opt, settings
         self.policy = policy or BasePolicy()
         self._data, self._heldout, self._loss_fn, self._facts = data, heldout, loss_fn, dict(facts or {})
-        self._sampler = EpochSampler(len(data), settings.seed)
+        self._sampler = StreamSampler() if isinstance(data, Stream) else EpochSampler(len(data), settings.seed)
         self._scheduler = scheduler
-        self._schedule = settings.schedule(len(data))
+        self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
         self._user_loop = user_loop
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
-        self._reporter = Reporter(self.session, settings, len(data))
+        self._reporter = Reporter(self.session, settings, self._sampler.length)
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -109,7 +109,7 @@ class Trainer:
             TrainingState(parts),
             checkpoints,
             self._reporter,
-            arguments=settings.shared() | {"samples of data": len(data)},
+            arguments=settings.shared() | {"samples of data": self._sampler.length},
             base_lr=settings.base_lr,
         )
         self.over = False
@@ -323,7 +323,7 @@ class Trainer:
 
     @property
     def _epoch_is_over(self) -> bool:
-        return self.progress.cursor >= len(self._data)
+        return self.progress.cursor == self._sampler.length
 
     @property
     def _evaluation_is_due(self) -> bool:
