@@ -49,7 +49,7 @@ def fetched(stream: Any, numbers: Any) -> list[Any]:
     return batch.tolist() if isinstance(batch, torch.Tensor) else list(zip(*(c.tolist() for c in batch), strict=True))
 
 
-# -- number <-> (shard, position) ---------------------------------------------------------------------------------------
+# -- number <-> (shard, position) --------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**12), st.integers(1, 5000), st.integers(1, 300))

@@ -6,7 +6,7 @@ The loaders (`load_digits`, ...) are imported when they are first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, TensorData, as_dataset
+from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, NestedData, TensorData, as_dataset
 from kfuse.data.sampler import EpochSampler, StreamSampler, micro_batch_sizes, worker_range
 from kfuse.data.streams import IterableStream, Source, SourceStream, Stream, as_stream, place
 
@@ -21,6 +21,7 @@ __all__ = [
     "EpochSampler",
     "IterableStream",
     "MapData",
+    "NestedData",
     "Source",
     "SourceStream",
     "Stream",

@@ -10,15 +10,15 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
-from kfuse.data.dataset import DataError
+from kfuse.data.dataset import Collate, DataError, collate
 
 BLOCK = 16
 """Samples that are taken from one shard before the next shard's turn, where the source does not say."""
@@ -68,12 +68,13 @@ class Stream:
     warning: str | None = None
     """What a user must know before training on it."""
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self._collate = collate_fn or default_collate
+    def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
+        """dataset: what the samples come from. collate_fn: None: `torch.utils.data.default_collate`."""
+        self.dataset, self.collate_fn = dataset, collate_fn
 
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
         """Returns the samples of these numbers (int64 `[B]`), collated. Raises DataError where there is no sample."""
-        return self._collate([self.sample(int(number)) for number in indices])
+        return collate([self.sample(int(number)) for number in indices], self.collate_fn, self.dataset)
 
     def sample(self, number: int) -> Any:
         """Returns the sample of this number."""
@@ -94,12 +95,11 @@ class _Reader:
 class SourceStream(Stream):
     """The samples of a `Source`. It can be read in any process, from any number on."""
 
-    def __init__(self, source: Source, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+    def __init__(self, source: Source, collate_fn: Collate | None = None) -> None:
         """Reads the first sample. Raises TypeError for a source that does not keep to the protocol, DataError for an
         empty one.
         """
-        super().__init__(collate_fn)
-        self.dataset = source
+        super().__init__(source, collate_fn)
         self._shards = _at_least_one(source, "shards", source.shards)
         self._block = _at_least_one(source, "block", getattr(source, "block", BLOCK))
         self._readers: OrderedDict[int, _Reader] = OrderedDict()  # by shard; the one used last at the end
@@ -168,13 +168,12 @@ class IterableStream(Stream):
     takes its share by a rank must not.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
-        super().__init__(collate_fn)
-        self.dataset = dataset
+    def __init__(self, dataset: IterableDataset[Any], collate_fn: Collate | None = None) -> None:
+        super().__init__(dataset, collate_fn)
         self._reader: _Reader | None = None  # None: the start comes next
         self.warning = (
-            f"{_name(dataset)} cannot seek: each worker reads the whole stream and skips what others take, and reads again "
-            "from the start after a resume or a lost worker; every iteration must yield the same samples. "
+            f"{_name(dataset)} cannot seek: each worker reads the whole stream and skips what others take, and reads "
+            "again from the start after a resume or a lost worker; every iteration must yield the same samples. "
             "A kfuse.data.Source (shards, open(shard, position)) needs none of this"
         )
 
@@ -205,7 +204,7 @@ class IterableStream(Stream):
         return self.__dict__ | {"_reader": None}
 
 
-def as_stream(obj: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> Stream | None:
+def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
     """Returns a stream over a `Source` or a torch `IterableDataset`; None for anything else.
 
     Raises TypeError for an iterator and for a source that does not keep to the protocol, DataError for an empty source.

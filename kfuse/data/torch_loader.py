@@ -15,10 +15,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from kfuse.data.dataset import DataError, Dataset, as_dataset
+from kfuse.data.dataset import Collate, DataError, Dataset, as_dataset, is_map_style
 from kfuse.data.streams import Stream, as_stream
-
-Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,9 @@ class TrainingData:
 
     data: Dataset | Stream
     batch_size: int = 32
+    in_loader: bool = False
+    """Whether it came in a torch DataLoader."""
     num_workers: int | None = None
-    """None, here and below: it came in no DataLoader."""
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     worker_init_fn: Callable[[int], None] | None = None
@@ -48,7 +47,7 @@ def training_data(obj: Any, collate_fn: Collate | None = None) -> TrainingData:
     _check_batches(obj)
     if not isinstance(obj.dataset, IterableDataset):
         _check_order(obj)
-    remarks = [f"DataLoader: batch_size={obj.batch_size} is the global batch, of all workers together"]
+    remarks = []
     if obj.drop_last:
         remarks.append("DataLoader: drop_last=True is not used: the last step of an epoch takes the samples left over")
     if obj.generator is not None:
@@ -57,6 +56,7 @@ def training_data(obj: Any, collate_fn: Collate | None = None) -> TrainingData:
     return TrainingData(
         data,
         obj.batch_size or 1,
+        True,
         obj.num_workers,
         obj.prefetch_factor,
         obj.pin_memory,
@@ -68,6 +68,7 @@ def training_data(obj: Any, collate_fn: Collate | None = None) -> TrainingData:
 def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     """Returns the data to evaluate on. Of a torch DataLoader: its data set and collate_fn, in whatever order.
 
+    collate_fn: that of the data to train on, which makes the batches of a map-style data set here too.
     Raises DataError for a stream, which has no end, and as `training_data` does.
     """
     if isinstance(obj, DataLoader):
@@ -80,7 +81,7 @@ def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     stream = as_stream(obj, collate_fn)
     if stream is not None:
         raise DataError(f"heldout={type(obj).__name__}: a stream has no length; pass a finite data set")
-    return as_dataset(obj, collate_fn)
+    return as_dataset(obj, collate_fn if is_map_style(obj) else None)
 
 
 def _data(obj: Any, collate_fn: Collate | None) -> Dataset | Stream:
@@ -117,7 +118,7 @@ def _check_order(loader: DataLoader[Any]) -> None:
         )
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return
-    remedy = "kfuse uses each sample once an epoch; make it with shuffle=True, of a torch Subset where some are left out"
+    remedy = "kfuse uses each sample once an epoch; make it with shuffle=True, of a torch Subset if some are left out"
     if isinstance(sampler, DistributedSampler):
         remedy = "kfuse distributes the samples over its workers; make it with shuffle=True instead"
     raise DataError(f"DataLoader(sampler={type(sampler).__name__}): {remedy}")

@@ -1,43 +1,26 @@
-"""The default loss, held-out loss and accuracy over all workers, and the parameters' fingerprint."""
+"""Held-out loss, accuracy and the user's metrics over all workers, and the parameters' fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfuse.comm.group import Group
 from kfuse.data import Dataset
+from kfuse.data.batch import describe, to_device
+from kfuse.train.loss import Objective
+from kfuse.train.step import generators_restored, micro_batch_key, seed_device, seed_host
 
 _CHUNK = 256  # samples; fixed, so that the result does not depend on the number of workers
 
-
-def default_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return cross entropy for integer targets and mean squared error for floating ones, a mean, fp32 scalar.
-
-    Classes are the last dimension of `output`: `[B, C]` with targets `[B]`, or `[B, T, V]` with `[B, T]`,
-    where the mean is over all tokens. Raises ValueError for shapes that do not match (nothing is broadcast).
-    """
-    if target.is_floating_point():
-        if output.shape != target.shape:
-            raise ValueError(
-                f"output of shape {tuple(output.shape)} for floating targets of shape {tuple(target.shape)}: "
-                "mean squared error needs equal shapes"
-            )
-        return F.mse_loss(output.float(), target.float())
-    if target.dtype == torch.bool or target.is_complex():
-        raise ValueError(f"targets of {target.dtype}: they must be integers (classes) or floating")
-    if output.shape[:-1] != target.shape:
-        raise ValueError(
-            f"output of shape {tuple(output.shape)} for integer targets of shape {tuple(target.shape)}: "
-            "cross entropy needs the targets' shape and one dimension of classes after it"
-        )
-    return F.cross_entropy(output.flatten(0, -2).float(), target.flatten().long())
+Metric = Callable[[Any, Any], Any]
+"""metric(output, target): a value for each sample, [B], or their mean, a scalar."""
 
 
 @dataclass(frozen=True)
@@ -48,49 +31,123 @@ class Evaluation:
     """Mean over the samples."""
     accuracy: float | None
     """Share of the targets hit, in [0, 1]; None where the output does not hold a score for each class, last."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """By name: the user's metrics, or the figures of the step function. Means over the samples."""
+
+
+def check_metrics(metrics: Mapping[str, Metric] | None, objective: Objective, heldout: object) -> dict[str, Metric]:
+    """The metrics as a dictionary. Raises TypeError or ValueError for what can give no values."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise TypeError(f"metrics={metrics!r}: must be a dictionary {{name: function(output, target)}}")
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise TypeError(f"metrics[{name!r}]={metric!r}: must be a function(output, target)")
+    if metrics and objective.step_fn is not None:
+        raise ValueError(
+            f"metrics[{next(iter(metrics))!r}] with step_fn=: a metric needs (output, target), which a step function "
+            "keeps to itself; let it return (loss, {name: value}), or pass loss_fn="
+        )
+    if metrics and heldout is None:
+        raise ValueError(f"metrics[{next(iter(metrics))!r}]: pass heldout=, the data that it is computed on")
+    return dict(metrics)
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     data: Dataset,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    objective: Objective,
     group: Group,
     precision: str = "fp32",
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
-    """Each worker takes every n-th chunk; every worker returns the same numbers.
+    """Evaluates the model, in eval mode. Each worker takes every n-th chunk; every worker returns the same numbers.
 
-    A chunk's sums come from one worker, so that adding zeros from the others is exact; chunks are summed in order.
+    A chunk's sums come from one worker, so that adding zeros from the others is exact; chunks are summed in order. The
+    random numbers of a chunk are seeded by its place, and the user's generators are restored. Raises RuntimeError,
+    which names it, for a metric that raises, ValueError for one that is neither [B] nor a scalar.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         chunks = -(-len(data) // _CHUNK)
-        sums = torch.zeros(chunks, 3, dtype=torch.float64, device=group.device)  # loss * samples, hits, targets
-        for c in range(group.rank, chunks, group.size):
-            indices = np.arange(c * _CHUNK, min((c + 1) * _CHUNK, len(data)), dtype=np.int64)
-            x, y = (t.to(group.device) for t in data.fetch(indices))
-            with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
-                output = model(x)
-                sums[c, 0] = loss_fn(output, y).double() * len(indices)
-            if _are_classes(output, y):
-                sums[c, 1] = (output.argmax(-1) == y).sum()
-                sums[c, 2] = y.numel()
+        mine = range(group.rank, chunks, group.size)
+        rows: dict[int, dict[str, Tensor]] = {}
+        with generators_restored(group.device):
+            for c in mine or range(1):  # a worker with no chunk learns the names of the sums from the first one
+                indices = np.arange(c * _CHUNK, min((c + 1) * _CHUNK, len(data)), dtype=np.int64)
+                seed_host(micro_batch_key(0, 0, c))
+                batch = to_device(data.fetch(indices), group.device)
+                seed_device(group.device, micro_batch_key(0, 0, c))
+                with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
+                    rows[c] = _sums(model, batch, len(indices), objective, metrics or {})
+        names = sorted(next(iter(rows.values())))
+        sums = torch.zeros(chunks, len(names), dtype=torch.float64, device=group.device)
+        for c in mine:
+            if sorted(rows[c]) != names:
+                raise ValueError(f"step_fn returned the figures {sorted(rows[c])} for one batch, and {names} before")
+            sums[c] = torch.stack([rows[c][name] for name in names])
         group.all_reduce(sums, "evaluation").wait()
     finally:  # also where a worker is lost meanwhile
         for module in training:
             module.training = True
-    loss, hits, targets = (sum(column) for column in zip(*sums.tolist(), strict=True))
-    return Evaluation(loss / len(data), hits / targets if targets else None)
+    totals = dict(zip(names, (sum(column) for column in zip(*sums.tolist(), strict=True)), strict=True))
+    loss, hits, targets = (totals.pop(name) for name in (_LOSS, _HITS, _TARGETS))
+    means = {name: total / len(data) for name, total in totals.items()}
+    return Evaluation(loss / len(data), hits / targets if targets else None, means)
 
 
-def _are_classes(output: object, target: Tensor) -> bool:
+_LOSS, _HITS, _TARGETS = "", " hits", " targets"  # not to be taken for a metric's name
+
+
+def _sums(
+    model: nn.Module, batch: Any, samples: int, objective: Objective, metrics: Mapping[str, Metric]
+) -> dict[str, Tensor]:
+    """A chunk's sums over its samples, by name: float64 scalars on the batch's device."""
+    done = objective(model, batch)
+    sums = {_LOSS: done.loss.double().reshape(()) * samples}
+    hit = _are_classes(done.output, done.target)
+    sums[_HITS] = (done.output.argmax(-1) == done.target).sum().double() if hit else torch.zeros_like(sums[_LOSS])
+    sums[_TARGETS] = torch.full_like(sums[_LOSS], done.target.numel() if hit else 0)
+    for name, metric in metrics.items():
+        try:
+            value = metric(done.output, done.target)
+        except Exception as error:
+            raise RuntimeError(f"metrics[{name!r}] raised {type(error).__name__}: {error}") from error
+        sums[name] = _sum(f"metrics[{name!r}]", value, samples).to(done.loss.device)
+    for name, value in done.figures.items():
+        sums[name] = _sum(f"step_fn's figure {name!r}", value, samples).to(done.loss.device)
+    return sums
+
+
+def _sum(source: str, value: Any, samples: int) -> Tensor:
+    """The sum over the samples, from a value of each or their mean. Raises TypeError, ValueError, naming `source`."""
+    try:
+        values = torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"{source} is a {describe(value)}: must be a tensor [B] or a scalar, the mean over the samples"
+        ) from None
+    if values.ndim == 0:
+        return values * samples
+    if values.shape != (samples,):
+        raise ValueError(
+            f"{source} is of shape {list(values.shape)} for {samples} samples: must be [B], a value for each sample, "
+            "or a scalar, their mean"
+        )
+    return values.sum()
+
+
+def _are_classes(output: object, target: object) -> bool:
     """Whether `output` has a score for each of several classes, in its last dimension, for each integer target.
 
     A binary classifier's single score has not: whether 0 or 0.5 divides its classes is the user's to know.
     """
     return (
         isinstance(output, Tensor)
+        and isinstance(target, Tensor)
         and not target.is_floating_point()
         and output.ndim == target.ndim + 1
         and output.shape[:-1] == target.shape
