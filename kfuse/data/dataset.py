@@ -123,7 +123,7 @@ class MapData:
     """A map-style data set (`len(d)`, `d[i]`) whose samples are collated as a DataLoader would.
 
     Random transforms inside the data set may draw from the global generators of torch, numpy and random: the training
-    loop seeds them for each micro-batch, so what is drawn does not depend on the worker that fetches it.
+    loop seeds them for each sample, so what is drawn does not depend on the worker that fetches it.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
@@ -134,9 +134,19 @@ class MapData:
         """The number of samples."""
         return len(self.dataset)
 
-    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
-        """Returns the collated samples: see `collate`."""
-        return collate([self.dataset[int(i)] for i in indices], self.collate_fn, self.dataset)
+    def fetch(
+        self,
+        indices: np.ndarray,
+        generator: torch.Generator | None = None,
+        before_sample: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Returns the collated samples: see `collate`. before_sample: called with each index before its sample."""
+        samples = []
+        for i in indices.tolist():
+            if before_sample is not None:
+                before_sample(i)
+            samples.append(self.dataset[i])
+        return collate(samples, self.collate_fn, self.dataset)
 
 
 def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:

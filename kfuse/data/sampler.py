@@ -65,6 +65,10 @@ class StreamSampler:
 
     length = None
 
+    def __init__(self, seed: int) -> None:
+        """seed: of the random numbers of fetching; the order has none."""
+        self.seed = seed
+
     def indices(self, epoch: int, cursor: int, count: int) -> np.ndarray:
         """Returns the numbers `cursor..cursor+count-1`, int64."""
         return np.arange(cursor, cursor + count, dtype=np.int64)

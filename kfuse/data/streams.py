@@ -10,12 +10,11 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from kfuse.data.dataset import Collate, DataError, collate
@@ -25,6 +24,11 @@ BLOCK = 16
 
 _MOST_OPEN = 128  # iterators a process keeps open: each may hold a file
 _END = object()
+BeforeSample = Callable[[int], None]
+
+
+def _nothing(number: int) -> None:
+    """Called before each sample by default."""
 
 
 @runtime_checkable
@@ -72,11 +76,15 @@ class Stream:
         """dataset: what the samples come from. collate_fn: None: `torch.utils.data.default_collate`."""
         self.dataset, self.collate_fn = dataset, collate_fn
 
-    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
-        """Returns the samples of these numbers (int64 `[B]`), collated. Raises DataError where there is no sample."""
-        return collate([self.sample(int(number)) for number in indices], self.collate_fn, self.dataset)
+    def fetch(self, indices: np.ndarray, before_sample: BeforeSample = _nothing) -> Any:
+        """Returns the samples of these numbers (int64 `[B]`), collated. Raises DataError where there is no sample.
 
-    def sample(self, number: int) -> Any:
+        before_sample: called with the number of each sample before it is read, also of those that are skipped.
+        """
+        samples = [self.sample(number, before_sample) for number in indices.tolist()]
+        return collate(samples, self.collate_fn, self.dataset)
+
+    def sample(self, number: int, before_sample: BeforeSample) -> Any:
         """Returns the sample of this number."""
         raise NotImplementedError
 
@@ -107,17 +115,19 @@ class SourceStream(Stream):
         if not self._has(0, 0):
             raise self._empty(0)
 
-    def sample(self, number: int) -> Any:
+    def sample(self, number: int, before_sample: BeforeSample = _nothing) -> Any:
         """Returns the sample of this number. Reads on in its shard, or opens it at the place."""
         shard, position = place(number, self._shards, self._block)
         position %= self._lengths.get(shard, position + 1)
         reader = self._readers.pop(shard, None)
+        before_sample(number)
         if reader is None or reader.position != position:
             reader = _Reader(self._open(shard, position), position, position)
         sample = next(reader.iterator, _END)
         if sample is _END:  # the shard starts over
             length = self._lengths[shard] = self._find_length(shard, reader)
             position %= length
+            before_sample(number)
             reader = _Reader(self._open(shard, position), position, position)
             sample = next(reader.iterator, _END)
             if sample is _END:
@@ -177,20 +187,23 @@ class IterableStream(Stream):
             "A kfuse.data.Source (shards, open(shard, position)) needs none of this"
         )
 
-    def sample(self, number: int) -> Any:
+    def sample(self, number: int, before_sample: BeforeSample = _nothing) -> Any:
         """Returns the sample of this number. Reads all that come before it."""
         reader, self._reader = self._reader, None  # if reading fails, the next call starts anew
         if reader is None or number < reader.position:
+            before_sample(0)
             reader = _Reader(iter(self.dataset), 0, 0)
         for _ in range(reader.position, number):
-            self._read(reader)
-        sample = self._read(reader)
+            self._read(reader, before_sample)
+        sample = self._read(reader, before_sample)
         self._reader = reader
         return sample
 
-    def _read(self, reader: _Reader) -> Any:
+    def _read(self, reader: _Reader, before_sample: BeforeSample) -> Any:
+        before_sample(reader.position)
         sample = next(reader.iterator, _END)
         if sample is _END:  # it starts over
+            before_sample(reader.position)
             reader.iterator = iter(self.dataset)
             sample = next(reader.iterator, _END)
             if sample is _END:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from kfuse.comm.group import Group
 from kfuse.data import Dataset
 from kfuse.data.batch import describe, to_device
+from kfuse.data.fetching import random_key, seed_host
 from kfuse.train.loss import Objective
-from kfuse.train.step import generators_restored, micro_batch_key, seed_device, seed_host
+from kfuse.train.step import generators_restored, seed_forward
 
 _CHUNK = 256  # samples; fixed, so that the result does not depend on the number of workers
 
@@ -78,9 +79,9 @@ def evaluate(
         with generators_restored(group.device):
             for c in mine or range(1):  # a worker with no chunk learns the names of the sums from the first one
                 indices = np.arange(c * _CHUNK, min((c + 1) * _CHUNK, len(data)), dtype=np.int64)
-                seed_host(micro_batch_key(0, 0, c))
+                seed_host(random_key(0, 0, c))
                 batch = to_device(data.fetch(indices), group.device)
-                seed_device(group.device, micro_batch_key(0, 0, c))
+                seed_forward(group.device, random_key(0, 0, c))
                 with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
                     rows[c] = _sums(model, batch, len(indices), objective, metrics or {})
         names = sorted(next(iter(rows.values())))

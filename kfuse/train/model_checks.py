@@ -54,8 +54,7 @@ class GeneratorWatch:
             if warns and _state(generator) != before:
                 _LOG.warning(
                     "data set %s draws from a generator of its own (%s): its samples depend on which worker fetched "
-                    "what before. Draw from torch, numpy.random or random instead, which are seeded for each "
-                    "micro-batch",
+                    "what before. Draw from torch, numpy.random or random instead, which are seeded for each sample",
                     type(self._dataset).__name__,
                     path,
                 )

@@ -1,6 +1,7 @@
-"""One step's samples: cut into micro-batches, distributed over the workers, fetched with seeded random numbers.
+"""One step's samples: cut into micro-batches, distributed over the workers, fetched, and yielded for their forward.
 
-Random numbers belong to a micro-batch, whichever worker runs it: they are keyed by (seed, step, micro-batch).
+A micro-batch's random numbers do not depend on the worker that runs it. Those of its forward (dropout) are keyed by
+(seed, step, micro-batch), those of fetching it by (seed, epoch, index): `kfuse.data.fetching`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import Announcement
-from kfuse.data import Dataset, Stream
 from kfuse.data.batch import to_device
+from kfuse.data.fetching import Fetcher, Task, random_key, seed_host
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.optim import DistributedOptimizer
 
@@ -30,6 +31,9 @@ from kfuse.optim import DistributedOptimizer
 class StepSamples:
     """The samples of one step, cut into micro-batches and distributed over the workers."""
 
+    epoch: int
+    cursor: int
+    """Samples of the epoch that were used before this step."""
     indices: np.ndarray
     """int64 [samples], in the order of the epoch."""
     micro_batch: int
@@ -51,6 +55,10 @@ class StepSamples:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
         return self.indices[j * self.micro_batch : j * self.micro_batch + self.sizes[j]]
 
+    def task(self, j: int) -> Task:
+        """What to fetch for micro-batch j: the samples `of(j)`."""
+        return Task(self.epoch, self.cursor + j * self.micro_batch, self.sizes[j])
+
     def plan(self, announcement: Announcement, local_rank: int | None = None) -> StepPlan:
         """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None."""
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
@@ -65,13 +73,7 @@ class Step:
     """
 
     def __init__(
-        self,
-        number: int,
-        samples: StepSamples,
-        rank: int,
-        data: Dataset | Stream,
-        opt: DistributedOptimizer,
-        key_seed: int,
+        self, number: int, samples: StepSamples, rank: int, fetcher: Fetcher, opt: DistributedOptimizer, key_seed: int
     ) -> None:
         """number: steps taken before this one. key_seed: the run's seed, from which random numbers are derived."""
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
@@ -80,7 +82,7 @@ class Step:
         """Seconds spent fetching data so far."""
         self.error: Exception | None = None
         """The exception that ended the step's body early."""
-        self._data, self._opt, self._seed = data, opt, key_seed
+        self._fetcher, self._opt, self._seed = fetcher, opt, key_seed
         self._started = time.perf_counter()
 
     def seconds(self) -> float:
@@ -91,14 +93,13 @@ class Step:
     def micro_batch(self, j: int) -> Iterator[Any]:
         """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's.
 
-        The generators are seeded for it before its samples are fetched, and again before its forward.
+        The generators are seeded before its forward.
         """
-        key, device = micro_batch_key(self._seed, self.number, j), self._opt.engine.group.device
+        key, device = random_key(self._seed, self.number, j), self._opt.engine.group.device
         started = time.perf_counter()
-        seed_host(key)
-        batch = to_device(self._data.fetch(self.samples.of(j), torch.Generator().manual_seed(key)), device)
+        batch = to_device(self._fetcher.fetch(self.samples.task(j)), device)
         self.data_wait_s += time.perf_counter() - started
-        seed_device(device, key)
+        seed_forward(device, key)
         self.loss = None
         with self._opt.micro_batch(samples=self.samples.sizes[j], last=j == self.mine[-1]) as micro_batch:
             yield batch
@@ -115,27 +116,9 @@ class Step:
                 raise
 
 
-def micro_batch_key(seed: int, step: int, micro_batch: int) -> int:
-    """A 63-bit key for the random numbers of one micro-batch (splitmix64 over the three)."""
-    key = seed
-    for value in (step, micro_batch):
-        key = (key + 0x9E3779B97F4A7C15 * (value + 1)) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        key ^= key >> 31
-    return key >> 1
-
-
-def seed_host(key: int) -> None:
-    """Seeds the global generators of torch (CPU), numpy and random: a data set's transforms draw from them."""
-    torch.default_generator.manual_seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    random.seed(key)
-
-
-def seed_device(device: torch.device, key: int) -> None:
-    """Seeds torch's default generators of the CPU and of `device` (dropout draws from them)."""
-    torch.default_generator.manual_seed(key)
+def seed_forward(device: torch.device, key: int) -> None:
+    """Seeds the global generators of torch (CPU and `device`), numpy and random: a forward draws from them."""
+    seed_host(key)
     if device.type == "cuda":
         torch.cuda.manual_seed(key)
 

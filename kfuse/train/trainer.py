@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.batch import describe, names
+from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
@@ -75,7 +76,9 @@ class Trainer:
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
         self._batch_is_checked = False
-        self._sampler = StreamSampler() if isinstance(data, Stream) else EpochSampler(len(data), settings.seed)
+        seed = settings.seed
+        self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
+        self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
         self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
@@ -233,14 +236,14 @@ class Trainer:
             self._scheduler.before_step()
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None))
-        return Step(at.step, samples, group.rank, self._data, self.opt, self.settings.seed)
+        return Step(at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed)
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
         workers = self.session.workers
         relative = load_balance.relative_throughput(self.progress.throughput, workers)
         shares = load_balance.shares(relative) if self.settings.balance else None
-        return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
+        return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares)
 
     def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
