@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import logging.handlers
+import math
 import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from distributed import run_workers
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 
-from kfuse.data import DataError, IterableStream, SourceStream, as_stream, place
+import kfuse as kf
+from kfuse.data import DataError, IterableStream, MapData, SourceStream, StreamSampler, TensorData, as_stream, place
+from kfuse.data.fetching import Fetcher, Task
+from kfuse.data.torch_loader import training_data
+from kfuse.train.evaluation import params_sha256
 
 
 class Shards:
@@ -240,3 +260,285 @@ def test_an_iteration_that_begins_only_once_is_refused_at_its_end() -> None:
 def test_other_data_is_no_stream() -> None:
     for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None):
         assert as_stream(data) is None
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class Noisy(Shards):
+    """Draws from all three global generators for each sample."""
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        for p in range(position, self.lengths[shard]):
+            yield shard, p, float(torch.rand(())) + np.random.rand() + random.random()
+
+
+class Shuffled(IterableDataset):
+    """Shuffles with a buffer, as pipelines do: what it yields depends on all that it has drawn before."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer: list[int] = []
+        for i in range(50):
+            buffer.append(i)
+            if len(buffer) > 8:
+                yield buffer.pop(random.randrange(len(buffer))), float(torch.rand(()))
+        yield from ((i, np.random.rand()) for i in buffer)
+
+
+@pytest.mark.parametrize("make", [lambda: SourceStream(Noisy(40, 30, block=4)), lambda: IterableStream(Shuffled())])
+def test_random_numbers_belong_to_the_sample(make: Any) -> None:
+    def read(chunks: list[list[int]], seed: int = 0) -> list[Any]:
+        fetcher, rows = Fetcher(make(), StreamSampler(seed)), {}
+        for chunk in chunks:
+            torch.rand(3), np.random.rand(), random.random()  # what another worker may have drawn before
+            columns = fetcher.fetch(Task(0, chunk[0], len(chunk)))
+            rows.update(zip(chunk, zip(*(c.tolist() for c in columns), strict=True), strict=True))
+        return [rows[n] for n in sorted(rows)]
+
+    numbers = list(range(150))
+    once = read([numbers])
+    assert len(set(once)) == 150
+    assert read([numbers[i : i + 7] for i in range(0, 150, 7)]) == once
+    order = random.Random(1).sample(numbers, 30)
+    assert read([[n] for n in order]) == [once[n] for n in sorted(order)]
+    assert read([numbers[i : i + 10] for i in (140, 20, 130, 0)]) == [*once[:10], *once[20:30], *once[130:]]
+    assert read([numbers], seed=1) != once
+
+
+# -- training on a stream ----------------------------------------------------------------------------------------------
+
+
+class Regression(Shards):
+    """Samples (x, y) of a linear problem; `seen` has each one's place."""
+
+    def __init__(self, *lengths: int, block: int = 4) -> None:
+        super().__init__(*lengths, block=block)
+        self.seen: list[tuple[int, int]] = []
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        for p in range(position, self.lengths[shard]):
+            self.seen.append((shard, p))
+            x = torch.tensor([1.0, shard, math.sin(p)])
+            yield x, x @ torch.tensor([0.3, -0.2, 0.5])
+
+
+class Rows(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        yield from Regression(30).open(0, 0)
+
+
+def linear() -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0))
+    return model, kf.FusedSGD(model.parameters(), lr=0.1)
+
+
+def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
+    source = Regression(30, 50, 20)
+    model, opt = linear()
+    signals = Recorder()
+    summary = kf.fit(model, source, opt, kf.Hook(signals), steps=12, batch_size=16, micro_batch=4, decay="cosine")
+    assert summary is not None
+    got = {name: summary[name] for name in ("steps", "epochs", "samples", "exit_reason")}
+    assert got == {"steps": 12, "epochs": 0, "samples": 192, "exit_reason": "steps"}
+    assert signals.calls == ["before_epoch"]
+    places = [place(n, 3, 4) for n in range(192)]
+    assert source.seen[1:] == [(s, p % (30, 50, 20)[s]) for s, p in places]  # the first was to see that there is one
+
+    rows = [next(Regression(30, 50, 20).open(*at)) for at in source.seen[1:]]
+    by_hand, plain = linear()
+    everything = TensorDataset(*(torch.stack(c) for c in zip(*rows, strict=True)))
+
+    class InOrder:
+        def __len__(self) -> int:
+            return 192
+
+        def fetch(self, indices: np.ndarray, generator: Any = None) -> Any:
+            return everything[indices]
+
+    with patch("kfuse.data.sampler.permutation", lambda length, seed, epoch: np.arange(length)):
+        kf.fit(by_hand, InOrder(), plain, epochs=1, batch_size=16, micro_batch=4, decay="cosine")
+    assert params_sha256(by_hand) == summary["params_sha256"]
+
+
+class Recorder(kf.BasePolicy):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def before_epoch(self) -> None:
+        self.calls.append("before_epoch")
+
+    def after_epoch(self) -> None:
+        self.calls.append("after_epoch")
+
+
+def test_a_stream_that_cannot_seek_trains_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, opt = linear()
+    summary = kf.fit(model, Rows(), opt, steps=9, batch_size=16)
+    assert summary is not None and summary["samples"] == 144
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith("Rows cannot seek: each worker reads the whole stream")
+
+
+def test_a_loop_of_ones_own_takes_a_stream() -> None:
+    model, opt = linear()
+    steps = 0
+    for step in kf.DataLoader(Regression(30, 30), model, opt, steps=5, batch_size=8):
+        for x, y in step:
+            torch.nn.functional.mse_loss(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        steps += 1
+    assert steps == 5
+
+
+# -- a torch DataLoader given as data ----------------------------------------------------------------------------------
+
+
+def pairs(count: int = 48) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(itertools.islice(Regression(count).open(0, 0), count))
+
+
+def test_a_data_loader_trains_as_its_data_set_does() -> None:
+    hashes = []
+    for data, more in (
+        (pairs(), {"batch_size": 12}),
+        (DataLoader(pairs(), batch_size=12, shuffle=True), {}),
+        (DataLoader(pairs(), batch_size=5, shuffle=True), {"batch_size": 12}),
+        (DataLoader(pairs(), sampler=RandomSampler(pairs()), batch_size=12), {}),
+    ):
+        model, opt = linear()
+        summary = kf.fit(model, data, opt, epochs=2, micro_batch=3, **more)
+        assert summary is not None and (summary["steps"], summary["batch_size"]) == (8, 12)
+        hashes.append(summary["params_sha256"])
+    assert len(set(hashes)) == 1
+
+
+def test_collate_fn_makes_the_batches_of_training_and_evaluation() -> None:
+    def doubled(samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        return x, 2 * y
+
+    twice = [(x, 2 * y) for x, y in pairs()]
+    hashes = []
+    for data, heldout, collate_fn in (
+        (twice, twice, None),
+        (pairs(), pairs(), doubled),
+        (DataLoader(pairs(), 32, True, collate_fn=doubled), DataLoader(pairs(), 7, collate_fn=doubled), None),
+        (DataLoader(pairs(), 32, True, collate_fn=lambda samples: None), pairs(), doubled),
+    ):
+        model, opt = linear()
+        summary = kf.fit(model, data, opt, heldout=heldout, collate_fn=collate_fn)
+        assert summary is not None
+        hashes.append((summary["params_sha256"], summary["eval_loss"]))
+    assert len(set(hashes)) == 1
+
+
+def test_what_a_data_loader_holds_is_taken_over() -> None:
+    def init(worker: int) -> None:
+        pass
+
+    loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, pin_memory=True, worker_init_fn=init)
+    given = training_data(loader)
+    assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset and given.in_loader
+    assert (given.batch_size, given.num_workers, given.prefetch_factor) == (9, 2, 3)
+    assert (given.pin_memory, given.worker_init_fn, given.remarks) == (True, init, ())
+    remarks = training_data(DataLoader(pairs(), 9, True, drop_last=True, generator=torch.Generator())).remarks
+    assert [remark.split()[1] for remark in remarks] == ["drop_last=True", "generator="]
+    stream = training_data(DataLoader(Rows(), 9))
+    assert isinstance(stream.data, IterableStream) and "cannot seek" in stream.remarks[0]
+    tensors = TensorDataset(torch.zeros(4, 3), torch.zeros(4))
+    assert isinstance(training_data(DataLoader(tensors, 2, True)).data, TensorData)
+    assert isinstance(training_data(DataLoader(tensors, 2, True, collate_fn=default_convert)).data, MapData)
+
+
+class Pairs(DataLoader):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def accelerated() -> DataLoader:
+    """As accelerator.prepare() makes one: of a class of Accelerate's."""
+    return type("DataLoaderShard", (DataLoader,), {"__module__": "accelerate.data_loader"})(pairs(), 4, shuffle=True)
+
+
+ragged = [(torch.zeros(n), 0) for n in range(1, 40)]
+WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (DataLoader(pairs(), 4), {}, DataError, r"DataLoader\(shuffle=False\): .*make it with shuffle=True"),
+    (
+        DataLoader(pairs(), 4, sampler=WeightedRandomSampler([1.0] * 48, 48)),
+        {},
+        DataError,
+        r"DataLoader\(sampler=WeightedRandomSampler\): kfuse uses each sample once an epoch",
+    ),
+    (
+        DataLoader(pairs(), 4, sampler=RandomSampler(pairs(), num_samples=10)),
+        {},
+        DataError,
+        r"DataLoader\(sampler=RandomSampler\): kfuse uses each sample once an epoch",
+    ),
+    (
+        DataLoader(pairs(), 4, sampler=DistributedSampler(pairs(), 2, 0)),
+        {},
+        DataError,
+        r"DataLoader\(sampler=DistributedSampler\): kfuse distributes the samples over its workers",
+    ),
+    (
+        DataLoader(pairs(), batch_sampler=BatchSampler(RandomSampler(pairs()), 4, False)),
+        {},
+        DataError,
+        r"DataLoader\(batch_sampler=\) makes its own batches",
+    ),
+    (DataLoader(pairs(), batch_size=None), {}, DataError, r"DataLoader\(batch_size=None\) makes its own batches"),
+    (DataLoader(Rows(), batch_size=None), {"steps": 3}, DataError, r"DataLoader\(batch_size=None\) makes its own"),
+    (Pairs(pairs(), 4, shuffle=True), {}, DataError, "Pairs iterates in its own way"),
+    (accelerated(), {}, DataError, "prepared by Accelerate: pass the one that was given to"),
+    (iter(DataLoader(pairs(), 4)), {}, TypeError, "_SingleProcessDataLoaderIter: can be read once only"),
+    ((pair for pair in pairs()), {}, TypeError, "generator: can be read once only"),
+    (Rows(), {}, ValueError, "epochs=1, steps=None: a stream has no epochs; pass steps= alone"),
+    (Rows(), {"epochs": 2, "steps": 5}, ValueError, "epochs=2, steps=5: a stream has no epochs; pass steps= alone"),
+    (Shards(0), {"steps": 5}, DataError, "Shards: shard 0 is empty"),
+    (Letters(0), {"steps": 5}, DataError, "Letters: is empty"),
+    (Other(made=[1]), {"steps": 5}, TypeError, "must return an iterator, not list"),
+    ([torch.zeros(3), torch.zeros(4)], {}, ValueError, "must have the same first dimension"),
+    (ragged, {}, TypeError, "samples of list need collate_fn=, the default fails .*equal size"),
+    (pairs(), {"collate_fn": "pad"}, TypeError, "collate_fn='pad': must be a function"),
+    ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "collate_fn= with tuple, whose samples are"),
+    (pairs(), {"heldout": Rows()}, DataError, "heldout=Rows: a stream has no length"),
+    (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),
+    (
+        pairs(),
+        {"heldout": DataLoader(pairs(), sampler=DistributedSampler(pairs(), 2, 0))},
+        DataError,
+        r"heldout=DataLoader\(sampler=DistributedSampler\): make it without a sampler",
+    ),
+]
+
+
+@pytest.mark.parametrize("data, more, kind, said", WRONG, ids=[said[:40] for *_, said in WRONG])
+def test_wrong_data_is_answered_in_one_line_before_training(
+    data: Any, more: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    model, opt = linear()
+    before = params_sha256(model)
+    with pytest.raises(kind, match=said) as caught:
+        kf.fit(model, data, opt, **more)
+    assert "\n" not in str(caught.value)
+    assert params_sha256(model) == before
+
+
+def remarks_of_a_data_loader() -> list[str]:
+    """What this worker logs of a DataLoader, first with the loader's batch size and then with another."""
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("kfuse").addHandler(handler)
+    for batch_size in (None, 24):
+        model, opt = linear()
+        kf.fit(model, DataLoader(pairs(), 12, True, drop_last=True), opt, batch_size=batch_size)
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_several_workers_are_told_whose_batch_it_is() -> None:
+    first, second = run_workers(2, remarks_of_a_data_loader)
+    assert first[0].startswith("batch_size=12 of the DataLoader is taken as the global batch, of all workers together")
+    assert [line[:38] for line in first[1:]] == ["DataLoader: drop_last=True is not used"] * 2
+    assert second == []
