@@ -13,8 +13,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import streams
 import torch
 from distributed import run_workers
+from elastic_job import compose
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
@@ -31,9 +33,20 @@ from torch.utils.data import (
 )
 
 import kfuse as kf
-from kfuse.data import DataError, IterableStream, MapData, SourceStream, StreamSampler, TensorData, as_stream, place
+from kfuse.config.schema import ConfigError
+from kfuse.data import (
+    DataError,
+    DataSplit,
+    IterableStream,
+    MapData,
+    SourceStream,
+    StreamSampler,
+    TensorData,
+    as_stream,
+    place,
+)
 from kfuse.data.fetching import Fetcher, Task
-from kfuse.data.torch_loader import training_data
+from kfuse.data.given import training_data
 from kfuse.train.evaluation import params_sha256
 
 
@@ -537,8 +550,23 @@ def remarks_of_a_data_loader() -> list[str]:
     return [record.getMessage() for record in handler.buffer]
 
 
+@pytest.mark.full
 def test_several_workers_are_told_whose_batch_it_is() -> None:
     first, second = run_workers(2, remarks_of_a_data_loader)
     assert first[0].startswith("batch_size=12 of the DataLoader is taken as the global batch, of all workers together")
     assert [line[:38] for line in first[1:]] == ["DataLoader: drop_last=True is not used"] * 2
     assert second == []
+
+
+@pytest.mark.parametrize("train", [["train.epochs=2", "train.steps=9"], ["train.epochs=2"]])
+def test_the_command_line_refuses_epochs_of_a_stream(train: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"train.epochs=2, train.steps=\w+: must be null and a number, as data"):
+        compose([*train, "data._target_=streams.split", "model=mlp"])
+    assert compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])["train"]["steps"] == 9
+
+
+def test_the_command_line_names_the_part_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = DataSplit(streams.Digits(), streams.Digits())
+    monkeypatch.setattr(streams, "split", lambda: wrong)
+    with pytest.raises(ConfigError, match="streams.split: heldout: heldout=Digits: a stream has no length"):
+        compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])

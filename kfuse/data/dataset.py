@@ -40,8 +40,10 @@ class Dataset(Protocol):
 class DataSplit:
     """Samples to train on, samples held out for evaluation, and what a model's constructor may need of them."""
 
-    train: Dataset
-    heldout: Dataset
+    train: Any
+    """A stream or a data set: what `as_stream` and `as_dataset` take."""
+    heldout: Any
+    """What `as_dataset` takes."""
     spec: dict[str, Any] = field(default_factory=dict)
     """By name: `input_shape` (tuple, without the batch dimension) and `num_classes` for images; `vocab_size` and
     `block_size` for text. A data set may add figures of its own."""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from kfuse.data.dataset import Collate
-from kfuse.data.torch_loader import TrainingData, heldout_data, training_data
+from kfuse.data.given import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.train.evaluation import Metric
 from kfuse.train.loss import LossFunction, Objective, StepFunction
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
+from kfuse.train.model_checks import log_remarks
 from kfuse.train.settings import user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
-
-_LOG = logging.getLogger("kfuse")
 
 
 class Hook:
@@ -227,16 +225,12 @@ def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) ->
 
 
 def _log_remarks(given: TrainingData, batch_size: int | None) -> None:
-    """Logs what the user must know of the data, on one worker. batch_size: as it was given to kf.fit."""
-    session = current()
-    client, several = session.control_client, session.elastic or session.group.size > 1
-    if (session.group.rank if client is None else client.worker) != 0:
-        return
-    if given.in_loader and batch_size is None and several:
-        _LOG.warning(
-            "batch_size=%d of the DataLoader is taken as the global batch, of all workers together: pass batch_size= "
-            "for another",
-            given.batch_size,
+    """Logs what the user must know of the data. batch_size: as it was given to kf.fit."""
+    session, remarks = current(), given.remarks
+    if given.in_loader and batch_size is None and (session.elastic or session.group.size > 1):
+        remarks = (
+            f"batch_size={given.batch_size} of the DataLoader is taken as the global batch, of all workers together: "
+            "pass batch_size= for another",
+            *remarks,
         )
-    for remark in given.remarks:
-        _LOG.warning("%s", remark)
+    log_remarks(remarks)

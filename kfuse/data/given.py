@@ -84,6 +84,12 @@ def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     return as_dataset(obj, collate_fn if is_map_style(obj) else None)
 
 
+def number_of_samples(obj: Any, heldout: bool) -> int | None:
+    """Returns how many samples the data have; None for a stream. Raises what `training_data` and `heldout_data` do."""
+    data = heldout_data(obj) if heldout else training_data(obj).data
+    return None if isinstance(data, Stream) else len(data)
+
+
 def _data(obj: Any, collate_fn: Collate | None) -> Dataset | Stream:
     stream = as_stream(obj, collate_fn)
     return as_dataset(obj, collate_fn) if stream is None else stream
