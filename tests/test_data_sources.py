@@ -568,5 +568,5 @@ def test_the_command_line_refuses_epochs_of_a_stream(train: list[str]) -> None:
 def test_the_command_line_names_the_part_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = DataSplit(streams.Digits(), streams.Digits())
     monkeypatch.setattr(streams, "split", lambda: wrong)
-    with pytest.raises(ConfigError, match="streams.split: heldout: heldout=Digits: a stream has no length"):
+    with pytest.raises(ConfigError, match="heldout: heldout=Digits: a stream has no length"):
         compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])
