@@ -396,7 +396,9 @@ def test_a_stream_that_cannot_seek_trains_and_says_so_once(caplog: pytest.LogCap
 def test_a_loop_of_ones_own_takes_a_stream() -> None:
     model, opt = linear()
     steps = 0
-    for step in kf.DataLoader(Regression(30, 30), model, opt, steps=5, batch_size=8):
+    loop = kf.DataLoader(Regression(30, 30), model, opt, steps=5, batch_size=8)
+    for step in loop:
+        assert (len(loop), loop.epoch, loop.step) == (5, 0, steps)
         for x, y in step:
             torch.nn.functional.mse_loss(model(x), y).backward()
         opt.step()

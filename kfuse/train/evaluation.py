@@ -15,7 +15,7 @@ from kfuse.comm.group import Group
 from kfuse.data import Dataset
 from kfuse.data.batch import describe, to_device
 from kfuse.data.fetching import random_key, seed_host
-from kfuse.train.loss import Objective
+from kfuse.train.loss import Objective, Outcome
 from kfuse.train.step import generators_restored, seed_forward
 
 _CHUNK = 256  # samples; fixed, so that the result does not depend on the number of workers
@@ -75,70 +75,70 @@ def evaluate(
     try:
         chunks = -(-len(data) // _CHUNK)
         mine = range(group.rank, chunks, group.size)
-        rows: dict[int, dict[str, Tensor]] = {}
+        rows: dict[int, tuple[list[str], Tensor]] = {}
         with generators_restored(group.device):
             for c in mine or range(1):  # a worker with no chunk learns the names of the sums from the first one
                 indices = np.arange(c * _CHUNK, min((c + 1) * _CHUNK, len(data)), dtype=np.int64)
-                seed_host(random_key(0, 0, c))
-                batch = to_device(data.fetch(indices), group.device)
-                seed_forward(group.device, random_key(0, 0, c))
+                seed_host(random_key(0, c))
+                fetched = data.fetch(indices)
+                weight, batch = objective.weight(fetched, len(indices)), to_device(fetched, group.device)
+                seed_forward(group.device, random_key(0, c))
                 with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
-                    rows[c] = _sums(model, batch, len(indices), objective, metrics or {})
-        names = sorted(next(iter(rows.values())))
-        sums = torch.zeros(chunks, len(names), dtype=torch.float64, device=group.device)
+                    rows[c] = _sums(objective(model, batch), len(indices), weight, metrics or {})
+        names = next(iter(rows.values()))[0]
+        sums = torch.zeros(chunks, 2 + len(names), 2, dtype=torch.float64, device=group.device)
         for c in mine:
-            if sorted(rows[c]) != names:
-                raise ValueError(f"step_fn returned the figures {sorted(rows[c])} for one batch, and {names} before")
-            sums[c] = torch.stack([rows[c][name] for name in names])
+            found, sums[c] = rows[c]
+            if found != names:
+                raise ValueError(f"step_fn returned the figures {found} for one batch, and {names} for another")
         group.all_reduce(sums, "evaluation").wait()
     finally:  # also where a worker is lost meanwhile
         for module in training:
             module.training = True
-    totals = dict(zip(names, (sum(column) for column in zip(*sums.tolist(), strict=True)), strict=True))
-    loss, hits, targets = (totals.pop(name) for name in (_LOSS, _HITS, _TARGETS))
-    means = {name: total / len(data) for name, total in totals.items()}
-    return Evaluation(loss / len(data), hits / targets if targets else None, means)
+    totals = [(sum(values), sum(weights)) for values, weights in sums.permute(1, 2, 0).tolist()]
+    (loss, weight), (hits, targets), *others = totals
+    means = {name: total / of for name, (total, of) in zip(names, others, strict=True)}
+    return Evaluation(loss / weight, hits / targets if targets else None, means)
 
 
-_LOSS, _HITS, _TARGETS = "", " hits", " targets"  # not to be taken for a metric's name
+def _sums(done: Outcome, samples: int, weight: float, metrics: Mapping[str, Metric]) -> tuple[list[str], Tensor]:
+    """The names of a chunk's metrics or figures, and its sums: float64 [2 + names, 2], of values and their weights.
 
-
-def _sums(
-    model: nn.Module, batch: Any, samples: int, objective: Objective, metrics: Mapping[str, Metric]
-) -> dict[str, Tensor]:
-    """A chunk's sums over its samples, by name: float64 scalars on the batch's device."""
-    done = objective(model, batch)
-    sums = {_LOSS: done.loss.double().reshape(()) * samples}
-    hit = _are_classes(done.output, done.target)
-    sums[_HITS] = (done.output.argmax(-1) == done.target).sum().double() if hit else torch.zeros_like(sums[_LOSS])
-    sums[_TARGETS] = torch.full_like(sums[_LOSS], done.target.numel() if hit else 0)
+    The first two rows are of the loss and the accuracy.
+    """
+    rows = [_row("the loss", done.loss.reshape(()), samples, weight), torch.zeros(2, dtype=torch.float64)]
+    if _are_classes(done.output, done.target):
+        hits = (done.output.argmax(-1) == done.target).sum().double()
+        rows[1] = torch.stack([hits, torch.full_like(hits, done.target.numel())])
     for name, metric in metrics.items():
         try:
             value = metric(done.output, done.target)
         except Exception as error:
             raise RuntimeError(f"metrics[{name!r}] raised {type(error).__name__}: {error}") from error
-        sums[name] = _sum(f"metrics[{name!r}]", value, samples).to(done.loss.device)
-    for name, value in done.figures.items():
-        sums[name] = _sum(f"step_fn's figure {name!r}", value, samples).to(done.loss.device)
-    return sums
+        rows.append(_row(f"metrics[{name!r}]", value, samples, weight))
+    figures = sorted(done.figures)
+    rows += [_row(f"step_fn's figure {name!r}", done.figures[name], samples, weight) for name in figures]
+    return [*metrics, *figures], torch.stack([row.to(done.loss.device) for row in rows])
 
 
-def _sum(source: str, value: Any, samples: int) -> Tensor:
-    """The sum over the samples, from a value of each or their mean. Raises TypeError, ValueError, naming `source`."""
+def _row(source: str, value: Any, samples: int, weight: float) -> Tensor:
+    """float64 [2]: the sum of a value for each sample, or `weight` times their mean; and the weight of that.
+
+    Raises TypeError or ValueError, naming `source`.
+    """
     try:
-        values = torch.as_tensor(value, dtype=torch.float64)
+        values = torch.as_tensor(value).double()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"{source} is a {describe(value)}: must be a tensor [B] or a scalar, the mean over the samples"
+            f"{source} is a {describe(value)}: must be a tensor [B], a value for each sample, or their mean, a scalar"
         ) from None
-    if values.ndim == 0:
-        return values * samples
-    if values.shape != (samples,):
+    if values.ndim and values.shape != (samples,):
         raise ValueError(
             f"{source} is of shape {list(values.shape)} for {samples} samples: must be [B], a value for each sample, "
-            "or a scalar, their mean"
+            "or their mean, a scalar"
         )
-    return values.sum()
+    total, of = (values.sum(), float(samples)) if values.ndim else (values * weight, weight)
+    return torch.stack([total, torch.full_like(total, of)])
 
 
 def _are_classes(output: object, target: object) -> bool:

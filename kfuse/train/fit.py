@@ -211,6 +211,20 @@ class DataLoader:
         self._begun = True
         return self._trainer.steps()
 
+    def __len__(self) -> int:
+        """Steps of this training, those done included, if the batch size stays as it is."""
+        return self._trainer.planned_steps()
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._trainer.progress.epoch
+
+    @property
+    def step(self) -> int:
+        """Steps completed: within the loop's body, the number of the step, from 0."""
+        return self._trainer.progress.step
+
 
 def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) -> None:
     """Raises TypeError for an optimizer that is not kfuse's, ValueError for a wrapped model or a scheduler left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from kfuse.data import batch as batches
 
 LossFunction = Callable[[Any, Any], Tensor]
 """loss_fn(output, target): the MEAN loss over a micro-batch, a scalar."""
+WeightFunction = Callable[[Any], Any]
+"""weight_fn(batch): a micro-batch's weight in the mean, such as its target tokens: a number above 0."""
 StepFunction = Callable[[nn.Module, Any], Any]
 """step_fn(model, batch): the MEAN loss over a micro-batch, or (loss, {name: scalar tensor or number})."""
 
@@ -69,14 +72,22 @@ class Objective:
        convention of Hugging Face's models).
     """
 
-    def __init__(self, loss_fn: LossFunction | None = None, step_fn: StepFunction | None = None) -> None:
-        """loss_fn: None: `default_loss` for pairs. Raises TypeError for what cannot be called, ValueError for both."""
-        for name, function in (("loss_fn", loss_fn), ("step_fn", step_fn)):
+    def __init__(
+        self,
+        loss_fn: LossFunction | None = None,
+        step_fn: StepFunction | None = None,
+        weight_fn: WeightFunction | None = None,
+    ) -> None:
+        """loss_fn: None: `default_loss` for pairs. weight_fn: None: a batch weighs as much as it has samples.
+
+        Raises TypeError for what cannot be called, ValueError for both loss_fn and step_fn.
+        """
+        for name, function in (("loss_fn", loss_fn), ("step_fn", step_fn), ("weight_fn", weight_fn)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name}={function!r}: must be a function")
         if loss_fn is not None and step_fn is not None:
             raise ValueError("loss_fn= and step_fn=: pass one of them; a step function computes the loss by itself")
-        self.loss_fn, self.step_fn = loss_fn, step_fn
+        self.loss_fn, self.step_fn, self.weight_fn = loss_fn, step_fn, weight_fn
         self._loss_of_pair = loss_fn or default_loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
@@ -88,6 +99,19 @@ class Objective:
         inputs, target = batch
         output = model(inputs) if isinstance(inputs, Tensor) else _call(model, inputs)
         return Outcome(_checked("loss_fn", self._loss_of_pair(output, target)), output, target)
+
+    def weight(self, batch: Any, samples: int) -> float:
+        """The weight of a batch of `samples`, as it was fetched. Raises TypeError or ValueError for a wrong one."""
+        if self.weight_fn is None:
+            return float(samples)
+        given = self.weight_fn(batch)
+        try:
+            weight = float(given)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"weight_fn returned a {batches.describe(given)}: must be a number above 0") from None
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight_fn returned {weight}: must be a number above 0")
+        return weight
 
     def _by_step_function(self, model: nn.Module, batch: Any) -> Outcome:
         assert self.step_fn is not None

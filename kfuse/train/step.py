@@ -75,7 +75,7 @@ class Step:
     def __init__(
         self, number: int, samples: StepSamples, rank: int, fetcher: Fetcher, opt: DistributedOptimizer, key_seed: int
     ) -> None:
-        """number: steps taken before this one. key_seed: the run's seed, from which random numbers are derived."""
+        """number: steps completed before this one. key_seed: the run's seed, from which random numbers are derived."""
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
         self.loss: Tensor | float | None = None
         self.data_wait_s = 0.0
@@ -84,6 +84,19 @@ class Step:
         """The exception that ended the step's body early."""
         self._fetcher, self._opt, self._seed = fetcher, opt, key_seed
         self._started = time.perf_counter()
+
+    def __len__(self) -> int:
+        """The number of this worker's micro-batches; 0 where it has none in this step."""
+        return len(self.mine)
+
+    def __bool__(self) -> bool:
+        """True: a step is a step also where this worker has no micro-batch."""
+        return True
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of its samples, from 0."""
+        return self.samples.epoch
 
     def seconds(self) -> float:
         """Seconds since the step began."""

@@ -8,6 +8,7 @@ body of the user's own loop.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -217,6 +218,16 @@ class Trainer:
         if settings.epochs is not None and at.epoch >= settings.epochs:
             return "epochs"
         return None
+
+    def planned_steps(self) -> int:
+        """Steps of this training, those done included, if the batch size stays."""
+        at, settings, length = self.progress, self.settings, self._sampler.length
+        limit = math.inf if settings.steps is None else settings.steps
+        if settings.epochs is not None and length is not None:
+            left = -(-(length - at.cursor) // at.batch_size)
+            left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
+            limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
+        return int(limit)
 
     def _before_step(self) -> None:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
