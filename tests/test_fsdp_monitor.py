@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import KEPT, run_workers
-from test_ddp_hook import NO_DIGITS, check_formula, check_known_answer, error, of_size
-from test_statistics import LOSSES, Halves, Problem, draw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
@@ -73,7 +66,14 @@ def sum_instead_of_mean(model: nn.Module) -> None:
 def nothing(model: nn.Module) -> None: ...
 
 
-PLAIN: dict[str, Any] = {"options": {}, "prepare": nothing, "sync": True, "gathered": False, "scaled": False, "mesh": None}
+PLAIN: dict[str, Any] = {
+    "options": {},
+    "prepare": nothing,
+    "sync": True,
+    "gathered": False,
+    "scaled": False,
+    "mesh": None,
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "without sync": {"sync": False},
@@ -136,7 +136,9 @@ def by_hand(model: nn.Module, batches: list[Any]) -> tuple[float, float]:
     wanted = [p for p in net.parameters() if p.requires_grad]
     for x, y in batches:
         grads = torch.autograd.grad(F.mse_loss(net(x), y), wanted, allow_unused=True)
-        found.append(torch.cat([torch.zeros_like(p).ravel() if g is None else g.ravel() for p, g in zip(wanted, grads)]))
+        found.append(
+            torch.cat([torch.zeros_like(p).ravel() if g is None else g.ravel() for p, g in zip(wanted, grads)])
+        )
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, found)
     means = torch.stack([g for of_rank in everyones for g in of_rank]).double()
