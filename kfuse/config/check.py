@@ -254,11 +254,15 @@ def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_decay(values: Mapping[str, Any], samples: int) -> None:
-    """A cosine needs steps after the warmup. The run's length is counted in steps of the first batch size."""
+    """A decay needs steps after the warmup. The run's length is counted in steps of the first batch size."""
+    from kfuse.train.lr_schedule import decay_refusal  # after the cheap checks: it imports torch
+
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
     total = min(length for length in lengths if length is not None)
-    if lr["decay"] == "cosine" and lr["warmup_steps"] >= total:
+    if decay_refusal(lr["decay"], lr["warmup_steps"], total, lr["decay_fraction"]):
+        room = f"{1 - lr['decay_fraction']:g} of " if lr["decay"] == "wsd" else ""
         raise ConfigError(
-            f"lr.warmup_steps={lr['warmup_steps']}: must be below the run's {total:.0f} steps with lr.decay=cosine"
+            f"lr.warmup_steps={lr['warmup_steps']}: must be below {room}the run's {total:.0f} steps with "
+            f"lr.decay={lr['decay']}"
         )

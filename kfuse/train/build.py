@@ -63,6 +63,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         lr_scaling=lr["scaling"],
         warmup_steps=lr["warmup_steps"],
         decay=lr["decay"],
+        decay_fraction=lr["decay_fraction"],
         precision=train["precision"],
         seed=config["seed"],
         base_lr=lr["base"],

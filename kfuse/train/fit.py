@@ -42,6 +42,7 @@ def fit(
     lr_scaling: Scaling = "sqrt",
     warmup_steps: int = 0,
     decay: Decay = "none",
+    decay_fraction: float = 0.1,
     scheduler: Any = None,
     scheduler_interval: Interval = "step",
     clip_norm: float | None = None,
@@ -61,9 +62,11 @@ def fit(
     default a quarter of the batch, so that the noise scale is known on one worker too. max_batch_size: the limit for
     policies; default 64 times the batch.
     The learning rate is the optimizer's own, which kfuse never writes. An update multiplies it by what follows a
-    changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps`, by `decay` (none,
-    or cosine to zero at the end) and by the policy's lr_scale. warmup_steps and the cosine count steps of the first
-    batch size: where `steps` ends the run and the batch has grown, the cosine is at zero before that.
+    changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps` (counted in steps
+    of the first batch size), by `decay` and by the policy's lr_scale.
+    decay: none (or constant), cosine, linear, or wsd (constant until the last `decay_fraction` of the run). The others
+    than none reach zero at the end of the run, also where the batch size changes: they follow the part of the run's
+    samples that is used (epochs), or of its steps (steps).
     scheduler: a torch scheduler made for `opt`, stepped here after each step, or each epoch (`scheduler_interval`).
     clip_norm: largest norm of the mean gradient in this training; None: as the optimizer was made. seed: of data order
     and dropout; a second training with the same seed has the same order and the same dropout.
@@ -95,6 +98,7 @@ def fit(
         lr_scaling=lr_scaling,
         warmup_steps=warmup_steps,
         decay=decay,
+        decay_fraction=decay_fraction,
         clip_norm=clip_norm,
         target_accuracy=target_accuracy,
         precision=precision,
@@ -142,6 +146,7 @@ class DataLoader:
         lr_scaling: Scaling = "sqrt",
         warmup_steps: int = 0,
         decay: Decay = "none",
+        decay_fraction: float = 0.1,
         scheduler: Any = None,
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
@@ -167,6 +172,7 @@ class DataLoader:
             lr_scaling=lr_scaling,
             warmup_steps=warmup_steps,
             decay=decay,
+            decay_fraction=decay_fraction,
             clip_norm=clip_norm,
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,8 @@ class Settings:
     lr_scaling: Scaling = "none"
     warmup_steps: int = 0
     decay: Decay = "none"
+    decay_fraction: float = 0.1
+    """Of the run: the last part of it, in which decay="wsd" lowers the rate."""
     clip_norm: float | None = None
     """Largest norm of the mean gradient in this training; None: the optimizer's own."""
     precision: str = "fp32"
@@ -52,14 +53,15 @@ class Settings:
     def shared(self) -> dict[str, Any]:
         """The settings, by name, that must be equal on all workers: each computes its share of a step from them."""
         sizes = ("seed", "batch_size", "micro_batch", "epochs", "steps", "eval_every", "target_accuracy", "precision")
-        rates = ("lr_scaling", "warmup_steps", "decay")
+        rates = ("lr_scaling", "warmup_steps", "decay", "decay_fraction")
         return {name: getattr(self, name) for name in sizes + rates} | {"max_batch_size": self.bounds.batch_max}
 
     def schedule(self, samples: int) -> LRSchedule:
         """The learning rate's schedule over this training, of `samples` an epoch. Raises ValueError."""
-        epochs = math.inf if self.epochs is None else self.epochs * samples / self.batch_size
-        total = min(epochs, math.inf if self.steps is None else self.steps)
-        return LRSchedule(self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, total)
+        length = None if self.epochs is None else self.epochs * samples
+        return LRSchedule(
+            self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, length, self.steps, self.decay_fraction
+        )
 
 
 def user_settings(
