@@ -198,6 +198,11 @@ def _check_data(node: Any) -> tuple[Mapping[str, Any], int]:
 def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     import torch  # after the cheap checks: it takes a second
 
+    path = None
+    with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
+        node, path = instantiate.initial_weights(node)
+    if not isinstance(path, str | None) or path == "":
+        raise ConfigError(f"model.init={show(path)}: must be the path of model.pt or model.safetensors, or null")
     _check_class("model", node, spec)
     model = None
     with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
@@ -208,6 +213,15 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
         raise _wrong_result("model", node, model, "torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
+    if path is not None:
+        from kfuse.checkpoint.saved_model import mismatch, read_weights
+
+        try:
+            why = mismatch(model, read_weights(path))
+        except ValueError as error:
+            raise ConfigError(f"model.init={error}") from error
+        if why:
+            raise ConfigError(f"model.init={path}: {why}")
 
 
 def _check_optimizer(node: Any, lr: float) -> None:

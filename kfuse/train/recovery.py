@@ -94,7 +94,7 @@ class Recovery:
             session.check()
             drop_retired()
         if self._checkpoints is not None:
-            self._checkpoints.save_when_due(at.step, self._state.capture)
+            self._checkpoints.save_when_due(at.step, at.epoch, self._state.capture)
         if session.view is None or at.generation <= session.view.generation:
             return
         started = time.perf_counter()

@@ -68,6 +68,8 @@ class Progress:
     """Numbers of the workers that were reported as stragglers."""
     accuracy: float | None = None
     eval_loss: float | None = None
+    best: float | None = None
+    """The best evaluation so far: its accuracy where that is known, else minus its loss."""
     evaluated: int = 0
     """Number of steps after which the last evaluation ran."""
     loss: float | None = None

@@ -8,6 +8,7 @@ body of the user's own loop.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,7 @@ from kfuse.train.step import Step, StepSamples
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
+    from kfuse.checkpoint.saved_model import SavedModel
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,6 +55,7 @@ class Trainer:
         policy: BasePolicy | None = None,
         scheduler: UserSchedule | None = None,
         checkpoints: Checkpoints | None = None,
+        saved_model: SavedModel | None = None,
         loss_fn: LossFunction = default_loss,
         heldout: Dataset | None = None,
         facts: Mapping[str, float] | None = None,
@@ -60,6 +63,7 @@ class Trainer:
     ) -> None:
         """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
+        saved_model: writes the model when training is over, and the best one by evaluation; None: neither is written.
         loss_fn(output, target): the MEAN loss over a micro-batch.
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
@@ -70,7 +74,7 @@ class Trainer:
         self.policy = policy or BasePolicy()
         self._data, self._heldout, self._loss_fn, self._facts = data, heldout, loss_fn, dict(facts or {})
         self._sampler = EpochSampler(len(data), settings.seed)
-        self._scheduler = scheduler
+        self._scheduler, self._saved_model = scheduler, saved_model
         self._schedule = settings.schedule(len(data))
         # Who trains it.
         self.session = current()
@@ -342,6 +346,11 @@ class Trainer:
         result = evaluate(self.model, self._heldout, self._loss_fn, self.session.group, self.settings.precision)
         at.accuracy, at.eval_loss, at.evaluated = result.accuracy, result.loss, steps
         self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss)
+        score = -result.loss if result.accuracy is None else result.accuracy
+        if math.isfinite(score) and (at.best is None or score > at.best):
+            at.best = score
+            if self._saved_model is not None:
+                self._saved_model.save_best(self.model)
 
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -353,7 +362,7 @@ class Trainer:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> None:
-        """Training is over: evaluates, writes a last checkpoint, and waits until the supervisor has the summary."""
+        """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
         if not self.progress.stop:
             self._evaluate(self.progress.step)
         self._recovery.save_last()
@@ -381,4 +390,5 @@ class Trainer:
             "workers": self.session.group.size,
             "params_sha256": params_sha256(self.model),
             "exit_reason": self.exit_reason(),
+            **({} if self._saved_model is None else self._saved_model.save_last(self.model)),
         }
