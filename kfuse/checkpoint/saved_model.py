@@ -127,6 +127,8 @@ def read_weights(path: str) -> dict[str, Any]:
     Raises ValueError, in one line.
     """
     file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{path}: no such file")
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -198,6 +200,7 @@ def _write(path: Path, save: Callable[[Path], Any]) -> bool:
     hidden = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         save(hidden)
+        hidden.chmod(0o644)  # safetensors lets the owner alone read it
         with hidden.open("rb") as stream:
             os.fsync(stream.fileno())
         os.replace(hidden, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -188,6 +188,14 @@ class DataLoader:
             )
         self._begun = True
         return self._trainer.steps()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `kf.state_dict`, of this training; also when it is over."""
+        return self._trainer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `kf.load_state_dict`, for this training."""
+        self._trainer.load_state_dict(state)
 
 
 def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) -> None:

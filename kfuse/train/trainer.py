@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kfuse.checkpoint.format import snapshot
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
-from kfuse.train import load_balance
+from kfuse.train import load_balance, running
 from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import default_loss, evaluate, params_sha256
 from kfuse.train.lr_schedule import UserSchedule
@@ -105,17 +106,20 @@ class Trainer:
         }
         if scheduler is not None:
             parts["scheduler"] = scheduler.scheduler
+        self._state = TrainingState(parts)
         self._recovery = Recovery(
             self.session,
             opt,
             self.progress,
             self.decisions,
-            TrainingState(parts),
+            self._state,
             checkpoints,
             self._reporter,
             arguments=settings.shared() | {"samples of data": len(data)},
             base_lr=settings.base_lr,
         )
+        self._under_way: tuple[Step, int] | None = None
+        """The step whose body runs, and how many steps the engine had made before it."""
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
@@ -150,7 +154,7 @@ class Trainer:
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        with self._optimizer_prepared(), self.decisions.active(), recovery.guarded():
+        with self._optimizer_prepared(), self.decisions.active(), running.active(self), recovery.guarded():
             self.policy.before_train()
             while not (self.over or self.session.left):
                 try:
@@ -170,6 +174,7 @@ class Trainer:
                     at.once(Stage.DECIDE, self._report_and_decide)  # applies what was announced
                     at.once(Stage.AVERAGE, self._average_models)
                     at.once(Stage.EVALUATE, self._evaluate_when_due)
+                    at.once(Stage.AFTER_EPOCH, self._after_epoch_when_over)
                     at.once(Stage.END, self._end_epoch_when_over)
                     at.next_step()
                 except CommError as error:
@@ -246,15 +251,18 @@ class Trainer:
         If the body leaves the loop (`break`) after opt.step(), the step is still reported.
         """
         opt, before = self.opt, self.opt.engine.step
+        self._under_way = step, before
         try:
             yield step
         except GeneratorExit:
             if not sys.is_finalizing() and self._has_stepped(before):
-                self._end_update(step)
+                self.progress.once(Stage.UPDATE, partial(self._end_update, step))
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
                 opt.engine.abort()  # backwards that follow belong to no plan
             raise
+        finally:
+            self._under_way = None
         error = step.error or opt.take_lost_worker_error()
         if error is not None:
             raise error
@@ -352,9 +360,12 @@ class Trainer:
             if self._saved_model is not None:
                 self._saved_model.save_best(self.model)
 
+    def _after_epoch_when_over(self) -> None:
+        if self._epoch_is_over:
+            self.policy.after_epoch()  # if a collective in it fails, it is called again
+
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
-            self.policy.after_epoch()  # first: if a collective in it fails, it is called again
             self.progress.epoch, self.progress.cursor = self.progress.epoch + 1, 0
             if self._scheduler is not None:
                 self._scheduler.after_epoch()
@@ -392,3 +403,39 @@ class Trainer:
             "exit_reason": self.exit_reason(),
             **({} if self._saved_model is None else self._saved_model.save_last(self.model)),
         }
+
+    # -- the state, for kf.state_dict ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the training state on the host. Raises RuntimeError in the middle of a step, or before the first.
+
+        In a step's body, after opt.step(), that is the state after this step's update. In a policy's hook it is the
+        state after that hook: a training that begins from it does not call the hook again for this step.
+        """
+        at, hook_over = self.progress, 0
+        if self._under_way is not None:
+            step, before = self._under_way
+            if self._has_stepped(before):
+                at.once(Stage.UPDATE, partial(self._end_update, step))
+            elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
+                raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
+        elif at.stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH):
+            hook_over = 1
+        elif at.stage != Stage.BOUNDARY or not self._recovery.has_state:
+            raise RuntimeError(
+                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
+                "or after_epoch, or when training is over"
+            )
+        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
+        state["progress"]["stage"] += hook_over
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has training begin from what `state_dict` returned; where checkpoints are resumed from, those come first.
+
+        Raises RuntimeError once training has begun, ValueError for another program's state.
+        """
+        if self._recovery.has_state:
+            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
+        self._state.check(state)
+        self._recovery.given = state
