@@ -129,6 +129,37 @@ class StepState:
     all_fired: bool = True
     """No micro-batch so far missed a parameter."""
 
+    def open(self, micro_batch: MicroBatch, size: int, untaken: bool) -> None:
+        """Begins a micro-batch on one of `size` workers. untaken: the optimizer has not taken the last step's result.
+
+        Raises RuntimeError where none may begin now.
+        """
+        if untaken or self.closed:
+            raise RuntimeError(
+                f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
+                "GAN's generator's is, call opt.zero_grad() before this one. Reentrant activation checkpointing runs "
+                "backwards in a backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
+            )
+        if self.current is not None:
+            raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
+        if self.expected is not None and self.done >= self.expected:
+            raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: one more was begun")
+        self.current = micro_batch
+        self.leaf = self.leaves[self.done] if self.leaves is not None else ADD if self.done else WRITE
+        if self.plan is not None:
+            self.scale = micro_batch.samples / (self.plan.local or self.plan.samples)
+        else:
+            self.scale = 1.0 / size if self.implicit else float(micro_batch.samples)
+
+    def count(self, last: bool) -> None:
+        """The current micro-batch has all of its gradients. Raises RuntimeError if the plan has more than were run."""
+        self.all_fired = self.all_fired and not self.missed
+        self.missed = set()
+        self.done += 1
+        self.closed = last
+        if last and self.expected not in (None, self.done):
+            raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: {self.done} were run")
+
     @property
     def begun(self) -> bool:
         """A micro-batch has been run, or is being run."""

@@ -102,8 +102,15 @@ WRONG = [
     ("comm=reproducible comm.schedule=allreduce", ["comm.schedule=allreduce", "all_to_all"]),
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "9 steps"]),
     ("model=gpt data=text model.heads=3", ["model.width=128", "heads=3"]),
-    ("model=gpt", ["model:", "vocab_size, block_size", "num_classes", "it fits data=text\n"]),
-    ("data=text", ["model:", "input_shape, num_classes", "it fits data=digits|cifar10|image_folder\n"]),
+    (
+        "model=gpt data=digits",
+        ["model:", "vocab_size, block_size", "num_classes", "it fits data=text; these data fit model=mlp|convnet\n"],
+    ),
+    (
+        "data=text",
+        ["model:", "input_shape, num_classes", "it fits data=digits|cifar10|image_folder; these data fit model=gpt\n"],
+    ),
+    ("data=text model=convnet", ["model: ConvNet needs input_shape, num_classes", "these data fit model=gpt\n"]),
     # Unknown keys, groups and options.
     ("batch.sise=8", ["batch.sise", "did you mean batch.size?", "micro"]),
     ("size=8", ["size", "did you mean batch.size?"]),
@@ -137,7 +144,7 @@ WRONG = [
     # Data that is missing or unfit.
     ("data=text data.path=nope.txt", ["data.path=nope.txt", "does not exist"]),
     ("data=text data.path=empty.txt", ["data.path=empty.txt", "is empty"]),
-    ("data=text 'data.path=\"~/nope.txt\"'", ["data.path=~/nope.txt", "nope.txt does not exist"]),
+    ("data=text 'data.path=\"~/nope.txt\"'", ["data.path=/", "/nope.txt: /", "nope.txt does not exist"]),
     ("data._target_=mistaken.load_triple", ["data._target_=mistaken.load_triple: train", "a pair (x, y) has two"]),
     ("data._target_=mistaken.load_uneven", ["data._target_=mistaken.load_uneven: train", "same first dimension"]),
     ("data=text data.path=short.txt", ["data.path=short.txt", "too short"]),

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from kfuse import interrupt
 from kfuse.cli import torchrun
 from kfuse.config import instantiate
-from kfuse.config.check import drop_replaced_arguments, validate
+from kfuse.config.check import drop_replaced_arguments, expand_home, validate
 from kfuse.config.messages import explain, explain_flag
 from kfuse.config.schema import ConfigError
 from kfuse.elastic.launchers import TorchrunLauncher
@@ -33,7 +33,7 @@ from kfuse.version import __version__
 
 USAGE_ERROR = 2
 # A home directory at the start of a value, which not every shell expands and Hydra does not read.
-_HOME = re.compile(r"(?:^|(?<=[=,\[]))~(?=/)")
+_HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
 
 
 def main() -> int:
@@ -138,6 +138,7 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
         except (ValueError, UserWarning) as error:  # Hydra's, without the key
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
     drop_replaced_arguments(cfg, overrides)
+    expand_home(cfg)
     validate(cfg)
     if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
         raise ConfigError("launcher: torchrun started this process; must be launcher=torchrun")
@@ -181,9 +182,11 @@ def _run_hydra(sweep: Sweep | None) -> int:
 def _job(cfg: DictConfig, run_dir: Path) -> int:
     """One run, in the directory that Hydra made for it; returns its exit status."""
     drop_replaced_arguments(cfg, list(HydraConfig.get().overrides.task))
+    expand_home(cfg)
     OmegaConf.resolve(cfg)
     try:
         _claim(run_dir, cfg)
+        _name_chosen_data(cfg)
         from kfuse.cli.run import run  # not before it is needed: `--help` is quick
 
         return run(cfg, run_dir)
@@ -195,6 +198,16 @@ def _job(cfg: DictConfig, run_dir: Path) -> int:
         # If it reached Hydra, Hydra would print its own message and not run the rest of a sweep.
         traceback.print_exc()
         return 1
+
+
+def _name_chosen_data(cfg: DictConfig) -> None:
+    """Says so where the model's option has chosen the data (as configs/model/gpt.yaml does), not the command line."""
+    context = HydraConfig.get()
+    data, model = (context.runtime.choices[group] for group in ("data", "model"))
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(context.overrides.task)}
+    if data != "digits" and "data" not in given:
+        own = "; a file of your own: data.path=FILE" if cfg.data.get("path", "") is None else ""
+        print(f"kfuse: model={model} without data=... trains on data={data}{own}")
 
 
 def _claim(run_dir: Path, cfg: DictConfig) -> None:

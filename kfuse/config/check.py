@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kfuse.config import instantiate
@@ -20,13 +20,14 @@ from kfuse.config.messages import explain
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
-# The data sets that supply an argument of a model.
+# The data sets that supply an argument of a model, and the models that take it.
 _SUPPLIED_BY = {
     "vocab_size": "data=text",
     "block_size": "data=text",
     "input_shape": "data=digits|cifar10|image_folder",
     "num_classes": "data=digits|cifar10|image_folder",
 }
+_TAKEN_BY = {"vocab_size": "model=gpt", "input_shape": "model=mlp|convnet"}
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
@@ -41,6 +42,21 @@ def drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
             kept = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
             with open_dict(cfg):
                 cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
+
+
+def expand_home(cfg: DictConfig | ListConfig) -> None:
+    """Replaces a `~` that starts a text value, alone or before a slash, by the home directory.
+
+    For values from option files: in those of the command line a `~` without quotes is no value to Hydra.
+    """
+    for key in range(len(cfg)) if isinstance(cfg, ListConfig) else list(cfg):
+        if OmegaConf.is_interpolation(cfg, key) or OmegaConf.is_missing(cfg, key):
+            continue
+        value = cfg[key]
+        if isinstance(value, DictConfig | ListConfig):
+            expand_home(value)
+        elif isinstance(value, str) and value.split("/")[0] == "~":
+            cfg[key] = os.path.expanduser(value)
 
 
 def validate(cfg: DictConfig) -> None:
@@ -112,7 +128,7 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
 def _check_resume(resume: str) -> None:
     if resume in ("never", "auto"):
         return
-    path = Path(resume).expanduser()
+    path = Path(resume)
     if not resume or not path.exists():
         raise ConfigError(f"checkpoint.resume={resume}: must be never, auto, or a path; there is no such path")
     # A checkpoint, a folder of checkpoints, or a run directory.
@@ -145,7 +161,10 @@ def _check_class(
         dot = str(error).split("=", 1)[0] in node
         missing = error.names if isinstance(error, instantiate.MissingArguments) else ()
         fitting = dict.fromkeys(_SUPPLIED_BY[name] for name in missing if name in _SUPPLIED_BY)
-        hint = f"; it fits {', '.join(fitting)}" if fitting else ""
+        hint = ""
+        if fitting:
+            takers = [_TAKEN_BY[name] for name in supplied if name in _TAKEN_BY]
+            hint = f"; it fits {', '.join(fitting)}" + "".join(f"; these data fit {model}" for model in takers)
         raise ConfigError(f"{group}{'.' if dot else ': '}{error}{hint}") from error
 
 
@@ -167,7 +186,7 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     if message.split("=", 1)[0] in given:
         return ConfigError(f"{group}.{message}")
     for name, value in given.items():
-        names_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
+        names_value = isinstance(value, str) and value and value in message
         if names_value or re.search(rf"\b{re.escape(name)}\b", message):
             return ConfigError(f"{group}.{name}={show(value)}: {message}")
     call = ", ".join(f"{name}={show(value)}" for name, value in given.items())
