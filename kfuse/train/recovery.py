@@ -179,7 +179,8 @@ class Recovery:
 
     def _load_or_begin(self, restarted: bool) -> None:
         """Begins from a checkpoint, or the state given, if there is one; else applies the policy's initial settings."""
-        at, saved = self._progress, None if self._checkpoints is None else self._checkpoints.load(restarted)
+        at = self._progress
+        saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
         saved = self.given if saved is None else saved
         if saved is None:
             self._decisions.begin()
