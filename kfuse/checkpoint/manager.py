@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
-from kfuse.session import Session
+from kfuse.session import Record, Session
 
 _log = logging.getLogger("kfuse")
 
@@ -35,15 +35,18 @@ class Checkpoints:
         keep: int = 3,
         resume: str = "never",
         key: str = "checkpoint.resume",
+        report: Record | None = None,
     ) -> None:
         """directory: of the checkpoints. every_steps: steps between two. each_epoch: one at the end of each epoch.
 
         With neither, none are written.
         keep: how many of the newest are kept. resume: which one to resume from: never, auto (the newest valid one in
-        `directory`, if there is one), or a path. key: the name of that setting, for messages.
+        `directory`, if there is one), or a path. key: the name of that setting, for messages. report: gets events, as
+        ("event", fields); None: `session.report`.
         """
         self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
         self._each_epoch, self._key, self._session = each_epoch, key, session
+        self._reported = report or session.report
         self._writer: Checkpointer | None = None
         self._written = -1  # step of the newest, written or under way
         self._written_epoch = 0  # epochs that were over then
@@ -109,4 +112,4 @@ class Checkpoints:
         return self._writer.save(step, state())
 
     def _report(self, event: dict[str, Any]) -> None:
-        self._session.report("event", {"step": None, **event})
+        self._reported("event", {"step": None, **event})

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.checkpoint.format import fsync_directory, one_line, snapshot
-from kfuse.session import Session
+from kfuse.session import Record, Session
 
 _MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
 
@@ -28,12 +28,14 @@ _MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
 class SavedModel:
     """Writes the model of one training, on rank 0. What goes wrong with a file is an event, never an exception."""
 
-    def __init__(self, directory: Path, session: Session, numbered: bool = False) -> None:
+    def __init__(self, directory: Path, session: Session, numbered: bool = False, report: Record | None = None) -> None:
         """directory: where the files go; made if need be.
 
         numbered: the directory is the whole job's, so a process's second training writes to its folder 2, and so on.
+        report: gets events, as ("event", fields); None: `session.report`.
         """
         self._directory, self._session, self._numbered = directory, session, numbered
+        self._report = report or session.report
         self._thread: threading.Thread | None = None
 
     @property
@@ -46,7 +48,7 @@ class SavedModel:
         """Writes best.pt in the background, from a copy. Waits for the one before, if it is still being written."""
         if self._session.group.rank != 0:
             return
-        self._wait()
+        self.close()
         path = self.directory / _BEST
         weights = self._attempt(path, lambda: model_weights(model))
         if weights is not None:
@@ -62,7 +64,7 @@ class SavedModel:
         """
         if self._session.group.rank != 0:
             return {}
-        self._wait()
+        self.close()
         directory, found = self.directory, {}
         path = directory / _MODEL
         weights = self._attempt(path, lambda: model_weights(model))
@@ -79,7 +81,8 @@ class SavedModel:
             found["best_model"] = str(directory / _BEST)
         return found
 
-    def _wait(self) -> None:
+    def close(self) -> None:
+        """Waits for the write under way."""
         if self._thread is not None:
             self._thread.join()
 
@@ -89,7 +92,7 @@ class SavedModel:
             return act()
         except Exception as error:
             event = {"step": None, "kind": "model_failed", "path": str(path), "why": one_line(error)}
-            self._session.report("event", event)
+            self._report("event", event)
             return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.train.evaluation import default_loss
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
+from kfuse.train.output import Output
 from kfuse.train.settings import user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import LossFunction, Trainer
@@ -52,6 +54,13 @@ def fit(
     target_accuracy: float | None = None,
     seed: int = 0,
     precision: str = "fp32",
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    resume: str | os.PathLike[str] = "never",
+    run_dir: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    save_model: bool | None = None,
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
@@ -72,6 +81,15 @@ def fit(
     and dropout; a second training with the same seed has the same order and the same dropout.
     Puts the model into training mode, unless it is: then modules that you put into eval mode stay so.
     loss_fn(output, target): the MEAN loss over a micro-batch.
+    checkpoint: a folder for checkpoints, written every `checkpoint_every` steps, by default after each epoch, and at
+    the end; the newest `keep` are kept. resume: never; auto, from the newest good one in that folder, if there is one;
+    or from a path. The bits are those of a training that was not interrupted.
+    run_dir: a new folder (or that of the training that is resumed) for metrics.jsonl, events.jsonl, summary.json and
+    TensorBoard's files, which rank 0 writes; under kfuse-run the job's own run directory is used instead. progress:
+    show the training; by default on a terminal. Under kfuse-run its own display does so.
+    save_model: write model.pt and, where safetensors is installed, model.safetensors at the end, and best.pt whenever
+    an evaluation is the best so far (by accuracy where it is known, else by loss), to run_dir, else to the folder of
+    the checkpoints. By default where there is such a folder.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
     ValueError for what is out of range and for a model that cannot be trained so.
@@ -103,6 +121,16 @@ def fit(
         target_accuracy=target_accuracy,
         precision=precision,
     )
+    output = Output(
+        current(),
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        run_dir=run_dir,
+        progress=progress,
+        save_model=save_model,
+    )
     trainer = Trainer(
         model,
         train,
@@ -112,8 +140,10 @@ def fit(
         scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
         loss_fn=loss_fn,
         heldout=None if heldout is None else as_dataset(heldout),
+        output=output,
     )
-    return trainer.run()
+    with output.recorded():
+        return trainer.run()
 
 
 class DataLoader:
@@ -152,6 +182,13 @@ class DataLoader:
         clip_norm: float | None = None,
         seed: int = 0,
         policy: BasePolicy | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+        resume: str | os.PathLike[str] = "never",
+        run_dir: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+        save_model: bool | None = None,
     ) -> None:
         """Arguments as for kf.fit, and the same errors.
 
@@ -176,7 +213,19 @@ class DataLoader:
             clip_norm=clip_norm,
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
-        self._trainer = Trainer(model, train, opt, settings, policy=policy, scheduler=schedule, user_loop=True)
+        self._output = Output(
+            current(),
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            resume=resume,
+            run_dir=run_dir,
+            progress=progress,
+            save_model=save_model,
+        )
+        self._trainer = Trainer(
+            model, train, opt, settings, policy=policy, scheduler=schedule, output=self._output, user_loop=True
+        )
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -187,7 +236,11 @@ class DataLoader:
                 "epochs pass epochs= and iterate once; for another training make a new one"
             )
         self._begun = True
-        return self._trainer.steps()
+        return self._steps()
+
+    def _steps(self) -> Iterator[Step]:
+        with self._output.recorded():
+            yield from self._trainer.steps()
 
     def state_dict(self) -> dict[str, Any]:
         """As `kf.state_dict`, of this training; also when it is over."""

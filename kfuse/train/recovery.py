@@ -128,6 +128,8 @@ class Recovery:
         view, group = self._session.view, self._session.group
         if view is None:
             self._load_or_begin(restarted=False)
+            self._reporter.start(self._progress.step)
+            self._reporter.resend(events=False)
             return
         started = time.perf_counter()
         positions = self._gather_positions()

@@ -79,11 +79,11 @@ def user_settings(
 
     Raises TypeError for a count that is no whole number, ValueError for what is out of range.
     """
-    batch_size = _whole("batch_size", batch_size, 1)
-    micro_batch = max(1, batch_size // 4) if micro_batch is None else _whole("micro_batch", micro_batch, 1)
+    batch_size = whole("batch_size", batch_size, 1)
+    micro_batch = max(1, batch_size // 4) if micro_batch is None else whole("micro_batch", micro_batch, 1)
     if micro_batch > batch_size:
         raise ValueError(f"micro_batch={micro_batch}: must be 1 to batch_size={batch_size}")
-    most = min(64 * batch_size, BATCH_MAX) if max_batch_size is None else _whole("max_batch_size", max_batch_size, 1)
+    most = min(64 * batch_size, BATCH_MAX) if max_batch_size is None else whole("max_batch_size", max_batch_size, 1)
     if not batch_size <= most <= BATCH_MAX:
         raise ValueError(f"max_batch_size={most}: must be batch_size={batch_size} to {BATCH_MAX}")
     settings = Settings(
@@ -93,7 +93,7 @@ def user_settings(
         epochs=1 if epochs is None and steps is None else _optional("epochs", epochs, 0),
         steps=_optional("steps", steps, 0),
         eval_every=_optional("eval_every", eval_every, 1),
-        seed=_whole("seed", seed),
+        seed=whole("seed", seed),
         **others,
     )
     if settings.precision not in ("fp32", "bf16"):
@@ -105,10 +105,10 @@ def user_settings(
 
 
 def _optional(name: str, value: Any, least: int) -> int | None:
-    return None if value is None else _whole(name, value, least)
+    return None if value is None else whole(name, value, least)
 
 
-def _whole(name: str, value: Any, least: int | None = None) -> int:
+def whole(name: str, value: Any, least: int | None = None) -> int:
     """The value as an int, also of a float such as 1e3. Raises TypeError for what is no whole number, ValueError."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)

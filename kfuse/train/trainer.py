@@ -39,6 +39,7 @@ from kfuse.train.step import Step, StepSamples
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
     from kfuse.checkpoint.saved_model import SavedModel
+    from kfuse.train.output import Output
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -57,6 +58,7 @@ class Trainer:
         scheduler: UserSchedule | None = None,
         checkpoints: Checkpoints | None = None,
         saved_model: SavedModel | None = None,
+        output: Output | None = None,
         loss_fn: LossFunction = default_loss,
         heldout: Dataset | None = None,
         facts: Mapping[str, float] | None = None,
@@ -65,6 +67,7 @@ class Trainer:
         """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
         saved_model: writes the model when training is over, and the best one by evaluation; None: neither is written.
+        output: of a script, in place of these two; its records go there.
         loss_fn(output, target): the MEAN loss over a micro-batch.
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
@@ -75,7 +78,8 @@ class Trainer:
         self.policy = policy or BasePolicy()
         self._data, self._heldout, self._loss_fn, self._facts = data, heldout, loss_fn, dict(facts or {})
         self._sampler = EpochSampler(len(data), settings.seed)
-        self._scheduler, self._saved_model = scheduler, saved_model
+        self._scheduler = scheduler
+        self._saved_model = saved_model if output is None else output.saved_model
         self._schedule = settings.schedule(len(data))
         # Who trains it.
         self.session = current()
@@ -83,7 +87,7 @@ class Trainer:
         self._user_loop = user_loop
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
-        self._reporter = Reporter(self.session, settings, len(data))
+        self._reporter = Reporter(self.session, settings, len(data), output)
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -113,7 +117,7 @@ class Trainer:
             self.progress,
             self.decisions,
             self._state,
-            checkpoints,
+            checkpoints if output is None else output.checkpoints,
             self._reporter,
             arguments=settings.shared() | {"samples of data": len(data)},
             base_lr=settings.base_lr,
