@@ -24,9 +24,12 @@ class Reporter:
     """Every worker calls it in the same way; only rank 0's records are sent."""
 
     def __init__(
-        self, session: Session, settings: Settings, samples_an_epoch: int, output: Output | None = None
+        self, session: Session, settings: Settings, samples_an_epoch: int | None, output: Output | None = None
     ) -> None:
-        """output: of a script, whose own files and display get the records too."""
+        """samples_an_epoch: None for a stream, which has no epochs.
+
+        output: of a script, whose own files and display get the records too.
+        """
         self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
         self._keeper = output or session
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
@@ -54,7 +57,7 @@ class Reporter:
     def start(self, step: int) -> None:
         """Training begins at `step` (above 0: from a checkpoint); sends its planned length in samples and steps."""
         epochs = self._settings.epochs
-        total = None if epochs is None else epochs * self._samples_an_epoch
+        total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
         training = self._session.training
         self._send("start", {"samples": total, "steps": self._settings.steps, "step": step, "training": training})
 

@@ -56,9 +56,11 @@ class Settings:
         rates = ("lr_scaling", "warmup_steps", "decay", "decay_fraction")
         return {name: getattr(self, name) for name in sizes + rates} | {"max_batch_size": self.bounds.batch_max}
 
-    def schedule(self, samples: int) -> LRSchedule:
-        """The learning rate's schedule over this training, of `samples` an epoch. Raises ValueError."""
-        length = None if self.epochs is None else self.epochs * samples
+    def schedule(self, samples: int | None) -> LRSchedule:
+        """The learning rate's schedule over this training, of `samples` an epoch; None: a stream. Raises ValueError."""
+        if samples is None and (self.steps is None or self.epochs is not None):
+            raise ValueError(f"epochs={self.epochs}, steps={self.steps}: a stream has no epochs; pass steps= alone")
+        length = None if self.epochs is None or samples is None else self.epochs * samples
         return LRSchedule(
             self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, length, self.steps, self.decay_fraction
         )
