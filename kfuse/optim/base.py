@@ -36,6 +36,8 @@ from kfuse.statistics.step_stats import Statistics, StepStats
 
 _LOG = logging.getLogger("kfuse")
 
+_KFUSE = "kfuse"  # a key of state_dict
+
 
 class DistributedOptimizer(ParameterGroups, ABC):
     """Mix-in over a torch optimizer. A subclass implements `_update`, which changes parameters by the mean gradient."""
@@ -152,6 +154,29 @@ class DistributedOptimizer(ParameterGroups, ABC):
             everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             share_from_first(self._session.group, list(everything.values()), list(everything))
         self.engine.track_buffers(averaged_buffers(model))
+
+    # -- its state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, and kfuse's statistics under the key "kfuse", which torch's optimizers leave alone."""
+        return self._with_statistics(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, or a torch optimizer's; after that one the statistics are as they were."""
+        super().load_state_dict(state_dict)
+        self._load_statistics(state_dict)
+
+    def _with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _KFUSE: self.statistics.state_dict()}
+
+    def _load_statistics(self, state: dict[str, Any]) -> None:
+        if _KFUSE in state:
+            self.statistics.load_state_dict(state[_KFUSE])
+
+    @property
+    def worker_is_lost(self) -> bool:
+        """Whether a lost worker has aborted the step under way, and the training loop is yet to take the error."""
+        return self._lost_worker_error is not None
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
