@@ -45,6 +45,7 @@ from kfuse.version import __version__
 if TYPE_CHECKING:
     from kfuse import nn
     from kfuse.integrations.ddp import ddp_hook
+    from kfuse.integrations.fsdp import fsdp_monitor
     from kfuse.integrations.log import log_to
     from kfuse.integrations.plain import monitor
     from kfuse.train.fit import DataLoader, Hook, fit
@@ -75,6 +76,7 @@ __all__ = [
     "broadcast",
     "ddp_hook",
     "fit",
+    "fsdp_monitor",
     "grad_noise_scale",
     "grad_norm",
     "grad_variance",
@@ -99,6 +101,7 @@ _LAZY = {
     "Hook": "kfuse.train.fit",
     "ddp_hook": "kfuse.integrations.ddp",
     "fit": "kfuse.train.fit",
+    "fsdp_monitor": "kfuse.integrations.fsdp",
     "log_to": "kfuse.integrations.log",
     "monitor": "kfuse.integrations.plain",
 }
