@@ -215,9 +215,13 @@ class _Sharded:
             return [_local(param.grad) for param in self._params if param.grad is not None]
 
     def _versions(self) -> list[int]:
-        """For each parameter a number that changes with its shard's `.grad`; -1 without one."""
+        """For each parameter a number that changes with its shard's `.grad`; -1 without one.
+
+        FSDP2 adds to the local tensor; what users do to a DTensor in place counts as a version of that one alone.
+        """
         with torch.no_grad():
-            return [-1 if param.grad is None else _local(param.grad)._version for param in self._params]
+            grads = [param.grad for param in self._params]
+            return [-1 if grad is None else grad._version + _local(grad)._version for grad in grads]
 
     def _divisor(self) -> float:
         """What FSDP2 divides the sum of the workers' gradients by. FSDP2 has a public setter for it, and no getter.
