@@ -71,5 +71,6 @@ class _Plain:
             id(param) in self._ids for group in optimizer.param_groups for param in group["params"]
         ):
             return
-        self.monitor.step(self.monitor.message(), self._total)
+        assert self._total is not None
+        self.monitor.step(self.monitor.message(self._total))
         self._watch.step_ended()
