@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,20 +33,20 @@ from kfuse.statistics.step_stats import StepStats
 class Net(nn.Module):
     """Tied weights, a layer that is used twice, a frozen one, one that only odd calls use, and a checkpoint."""
 
-    def __init__(self, reentrant: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.twice, self.sometimes = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 7)
         self.frozen, self.tied, self.last = nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 5), nn.Linear(5, 7)
         self.head = nn.Linear(7, 5, bias=False)
         self.head.weight = self.tied.weight
-        self.reentrant, self.calls = reentrant, 0
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         hidden: Tensor = self.twice(torch.tanh(self.twice(torch.tanh(self.first(x)))))
         if self.calls % 2:
-            hidden = checkpoint(self.sometimes, torch.tanh(hidden), use_reentrant=self.reentrant)
+            hidden = checkpoint(self.sometimes, torch.tanh(hidden), use_reentrant=False)
         hidden = self.last(torch.tanh(self.tied(self.frozen(hidden))))
         return self.head(hidden)
 
@@ -73,7 +72,14 @@ def sum_instead_of_mean(model: nn.Module) -> None:
 def nothing(model: nn.Module) -> None: ...
 
 
-PLAIN: dict[str, Any] = {"options": {}, "prepare": nothing, "sync": True, "gathered": False, "scaled": False, "mesh": None}
+PLAIN: dict[str, Any] = {
+    "options": {},
+    "prepare": nothing,
+    "sync": True,
+    "gathered": False,
+    "scaled": False,
+    "mesh": None,
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "without sync": {"sync": False},
@@ -136,7 +142,8 @@ def by_hand(model: nn.Module, batches: list[Any]) -> tuple[float, float]:
     wanted = [p for p in net.parameters() if p.requires_grad]
     for x, y in batches:
         grads = torch.autograd.grad(F.mse_loss(net(x), y), wanted, allow_unused=True)
-        found.append(torch.cat([torch.zeros_like(p).ravel() if g is None else g.ravel() for p, g in zip(wanted, grads)]))
+        pairs = zip(wanted, grads, strict=True)
+        found.append(torch.cat([torch.zeros_like(p).ravel() if g is None else g.ravel() for p, g in pairs]))
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, found)
     means = torch.stack([g for of_rank in everyones for g in of_rank]).double()
@@ -231,8 +238,10 @@ def test_statistics_are_the_formula_and_the_known_answer() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("name", ["linear regression", "logistic regression"])
+@pytest.mark.parametrize(
+    "workers, name",
+    [(1, "linear regression"), (2, "linear regression"), (2, "logistic regression"), (3, "linear regression")],
+)
 def test_statistics_with_accumulation_are_the_formula_and_the_known_answer(workers: int, name: str) -> None:
     sizes = of_size(name, (8,) * 4 * workers), of_size(name, (2, 9, 4, 9) * workers)
     check_statistics(workers, [(sizes[0], True, False), (sizes[0], False, True), (sizes[1], False, True)])
@@ -315,10 +324,16 @@ def loops() -> dict[str, Any]:
     out.sum().backward(retain_graph=True)
     out.square().sum().backward()
     found["two losses"] = [loop.step(), loop.step(True)]
+    # A checkpoint whose backward inside the backward ends before the outer one.
+    first, middle, last = loop.model.children()
+    loop.model.forward = lambda x: checkpoint(last, middle(first(x)), use_reentrant=True)
+    found["backward in backward"] = [loop.step(True)]
+    del loop.model.forward
+    found["backward in backward"].append(loop.step(True))
     # A backward that raises. FSDP2 keeps gradients that it had not reduced, until the next backward.
-    handle = loop.model[0].register_full_backward_hook(lambda *_: raises())  # type: ignore[index]
+    loop.model.forward = lambda x: Raises.apply(first(x)) @ torch.ones(8, 2) + last(torch.ones(4, 8))
     found["raised"] = [error(lambda: loop.backward(False))]
-    handle.remove()
+    del loop.model.forward
     loop.model.reset_iter_state()  # type: ignore[operator]
     found["raised"] += [loop.step(True), loop.step(True)]
     # Two optimizers, each with some of the parameters; and one of another model.
@@ -337,17 +352,30 @@ def loops() -> dict[str, Any]:
     with torch.no_grad():
         loop.loss()
     loop.monitor = kf.fsdp_monitor(loop.model)
+    records: list[Any] = []
+    kf.log_to(records.append)
     found["again"] = loop.step(True)
+    loop.monitor.close()
+    kf.log_to()
+    found["logged"] = [(record["monitor"], record["step"], record["workers"]) for record in records]
     found["micro-batches"] = each
     return found
 
 
-def raises() -> None:
-    raise RuntimeError("by the test")
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("by the test")
 
 
 def test_what_is_not_known_is_unknown() -> None:
-    for found in run_workers(2, loops):
+    for rank, found in enumerate(run_workers(2, loops)):
         n = found["micro-batches"]
         assert found["last without sync"] == [(0, n, True), (1, 2 * n, False), (2, n, False), (3, 2 * n, True)]
         assert found["dropped, none"] == [(1, 2 * n, True), (2, n, True)]
@@ -356,9 +384,11 @@ def test_what_is_not_known_is_unknown() -> None:
         assert found["left"] == [(1, n, False), (2, n, True), (4, 2 * n, True)]
         assert found["evaluated"] == (5, n, True)
         assert found["two losses"] == [(6, 3 * n, False), (7, n, True)]
-        assert found["raised"] == ["RuntimeError: by the test", (8, n, False), (9, n, True)]
-        assert found["two optimizers"] == (10, 2 * n, True)
+        assert found["backward in backward"] == [(8, 2 * n, False), (9, n, True)]
+        assert found["raised"] == ["RuntimeError: by the test", (10, n, False), (11, n, True)]
+        assert found["two optimizers"] == (12, 2 * n, True)
         assert found["again"] == (0, n, True)
+        assert found["logged"] == ([("train", 0, n)] if rank == 0 else [])
 
 
 # -- wrong uses ------------------------------------------------------------------------------------------------------
@@ -403,6 +433,9 @@ def wrong_uses() -> dict[str, str]:
     sharded(model, [model[0]])
     model[0].set_gradient_divide_factor(1.0)  # type: ignore[operator]
     said("two divisors", lambda: kf.fsdp_monitor(model))
+    model = sharded(nn.Linear(5, 2), [], mesh=two["tensor"])
+    model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    said("one shard", lambda: kf.fsdp_monitor(model))
     model = sharded(nn.Linear(5, 2), [], mesh=whole)
     kf.fsdp_monitor(model)
     for param in model.parameters():
@@ -445,6 +478,12 @@ def test_wrong_uses_end_in_one_line() -> None:
                     "dimension of a mesh, or on the second of two (HSDP)",
                 ),
                 ("two meshes", "ValueError", "1.weight and 0.weight are on two meshes: must be on one"),
+                (
+                    "one shard",
+                    "ValueError",
+                    "set_gradient_divide_factor was called, and one worker has all shards, where torch may divide twice: "
+                    "must be left out",
+                ),
                 (
                     "inside backward",
                     "RuntimeError",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,6 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.backward import total_square
 from kfuse.integrations.measure import Monitor, Options, one_device, squared_norm
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 _MONITORED: WeakSet[nn.Module] = WeakSet()
 
@@ -107,7 +109,7 @@ class _Sharded:
         self._params = [param for _, param in named]
         self._mesh = _mesh(named)
         self._workers, self._shards = self._mesh.size(), self._mesh.size(self._mesh.ndim - 1)
-        self._groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        self._groups = [group for unit in units for group in _param_groups(unit)]
         self._divisor()
         rank = self._mesh.mesh.flatten().tolist().index(dist.get_rank())
         self.monitor = Monitor(self._groups[0].device, options, workers=self._workers, rank=rank)
@@ -203,9 +205,12 @@ class _Sharded:
         # FSDP2 divides the sum over the workers by its divisor; under HSDP several workers have the same shards.
         factor = (self._divisor() / self._workers) ** 2 * self._shards / self._workers
         message = self.monitor.message(seen.to(self.monitor.device) * factor)
+        sent: dist.Work | None = None
         for dim in range(self._mesh.ndim):
-            dist.all_reduce(message, group=self._mesh.get_group(dim))
-        self.monitor.step(message)
+            if sent is not None:
+                sent.wait()
+            sent = dist.all_reduce(message, group=self._mesh.get_group(dim), async_op=True)
+        self.monitor.step(message, sent)
         self._carried = bool(self._pending)
         self._begin_step()
 
@@ -224,16 +229,18 @@ class _Sharded:
             return [-1 if grad is None else grad._version + _local(grad)._version for grad in grads]
 
     def _divisor(self) -> float:
-        """What FSDP2 divides the sum of the workers' gradients by. FSDP2 has a public setter for it, and no getter.
-
-        Raises ValueError where units divide by different numbers.
-        """
+        """What FSDP2 divides the sum of the workers' gradients by. Raises ValueError where that is not one number."""
         factors = {group.gradient_divide_factor for group in self._groups}
         if len(factors) > 1:
             raise ValueError(
                 f"kf.fsdp_monitor: set_gradient_divide_factor was called with {factors}: must be one for all units"
             )
         factor = factors.pop()
+        if factor is not None and self._shards == 1:
+            raise ValueError(
+                "kf.fsdp_monitor: set_gradient_divide_factor was called, and one worker has all shards, where torch may "
+                "divide twice: must be left out"
+            )
         return float(self._workers) if factor is None else float(factor)
 
 
@@ -276,6 +283,14 @@ def _mesh(named: Sequence[tuple[str, nn.Parameter]]) -> DeviceMesh:
         if param.device_mesh != meshes[0]:
             raise ValueError(f"kf.fsdp_monitor: {name} and {named[0][0]} are on two meshes: must be on one")
     return meshes[0]
+
+
+def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    """FSDP2's settings of a unit's parameters. They have public setters, and no getters."""
+    groups: list[FSDPParamGroup] | None = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)
+    if groups is None or not all(hasattr(group, "gradient_divide_factor") for group in groups):
+        raise RuntimeError(f"kf.fsdp_monitor: torch {torch.__version__} has another FSDP2 than 2.13, which it measures")
+    return groups
 
 
 def _reduced_in_16_bits(group: FSDPParamGroup) -> bool:
