@@ -481,7 +481,7 @@ def test_wrong_uses_end_in_one_line() -> None:
                 (
                     "one shard",
                     "ValueError",
-                    "set_gradient_divide_factor was called, and one worker has all shards, where torch may divide twice: "
+                    "set_gradient_divide_factor was called, and one worker has all shards: torch may divide twice, so it "
                     "must be left out",
                 ),
                 (

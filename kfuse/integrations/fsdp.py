@@ -28,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.backward import total_square
-from kfuse.integrations.measure import Monitor, Options, one_device, squared_norm
+from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -115,7 +114,7 @@ class _Sharded:
         self.monitor = Monitor(self._groups[0].device, options, workers=self._workers, rank=rank)
         if any(_reduced_in_16_bits(group) for group in self._groups):
             self.monitor.low_precision()
-        self._gathered, self._pending, self._squares = {}, set(), list[Tensor]()
+        self._gathered, self._pending, self._norms = {}, set(), list[Tensor]()
         self._before = self._after = self._versions()
         self._began = self._carried = False
         self._begin_step()
@@ -151,12 +150,12 @@ class _Sharded:
             if not self._began:
                 self._begin_backward()
             self._pending.add(index)
-            self._squares.append(squared_norm(grad))
+            self._norms += block_norms(grad)
 
         return on_gradient
 
     def _begin_backward(self) -> None:
-        self._began, self._squares = True, []
+        self._began, self._norms = True, []
         at_the_end_of_backward(self._end_backward)  # behind FSDP2's, which was queued with the model's output
         self._before = self._versions()
         gradients = self._gradients()
@@ -187,7 +186,7 @@ class _Sharded:
         unseen = any(version >= 0 and index not in self._gathered for index, version in enumerate(self._after))
         if self._unknown or self._carried or unseen or self._backwards > self._forwards:
             return math.nan
-        square = torch.stack(self._squares).sum()
+        square = sum_squares(self._norms)
         return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -238,8 +237,8 @@ class _Sharded:
         factor = factors.pop()
         if factor is not None and self._shards == 1:
             raise ValueError(
-                "kf.fsdp_monitor: set_gradient_divide_factor was called, and one worker has all shards, where torch may "
-                "divide twice: must be left out"
+                "kf.fsdp_monitor: set_gradient_divide_factor was called, and one worker has all shards: torch may divide "
+                "twice, so it must be left out"
             )
         return float(self._workers) if factor is None else float(factor)
 
