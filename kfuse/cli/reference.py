@@ -55,8 +55,8 @@ def reference() -> str:
         "`kfuse group=option`. The keys are arguments of the option's class: `group.key=value`; `???` must be given.",
         *_options(),
         "## Figures of a step",
-        "Policies see each step's `Signals`; `metrics.jsonl` has a line for step, or for each `observe.every`-th. "
-        "None, in the file null, is unknown. [statistics.md](statistics.md) explains the statistics.",
+        "Policies see the `Signals` of each step. `metrics.jsonl` has a line for each step, or each `observe.every`-th."
+        " None, in the file null, is unknown. [statistics.md](statistics.md) explains the statistics.",
         _figures(),
         "## Events",
         "`events.jsonl` has a line for each event: `time` (Unix), `step`, `kind`, and the fields of its kind. Fields "
