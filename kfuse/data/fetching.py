@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from kfuse.data.dataset import Dataset, MapData
-from kfuse.data.sampler import EpochSampler
+from kfuse.data.sampler import EpochSampler, StreamSampler
+from kfuse.data.streams import Stream
 
 _FETCHING = 2**63 - 25
 """In the keys of fetching: sets them apart from the keys of a micro-batch's forward, which have a step in its place."""
@@ -29,7 +30,7 @@ class Task(NamedTuple):
 class Fetcher:
     """Fetches micro-batches of one data set in the caller's thread."""
 
-    def __init__(self, data: Dataset, sampler: EpochSampler) -> None:
+    def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler) -> None:
         """sampler: the order of the samples in each epoch, and the seed."""
         self.data, self._sampler = data, sampler
 
@@ -39,13 +40,14 @@ class Fetcher:
         return fetch(self.data, indices, self._sampler.seed, task.epoch)
 
 
-def fetch(data: Dataset, indices: np.ndarray, seed: int, epoch: int) -> Any:
+def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) -> Any:
     """Returns the batch of the samples `indices` (int64 `[B]`), a function of these arguments alone.
 
-    A map-style data set's sample i is taken with the global generators seeded from (seed, epoch, i). Another data set
-    gets a generator seeded from (seed, epoch, indices[0]), and the global generators are seeded from the same.
+    Sample i of a map-style data set or a stream is taken with the global generators seeded from (seed, epoch, i).
+    Another data set gets a generator seeded from (seed, epoch, indices[0]), and the global generators are seeded from
+    the same.
     """
-    if isinstance(data, MapData):
+    if isinstance(data, MapData | Stream):
         return data.fetch(indices, before_sample=lambda i: seed_host(random_key(seed, _FETCHING, epoch, i)))
     key = random_key(seed, _FETCHING, epoch, int(indices[0]))
     seed_host(key)

@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from kfuse.data import as_dataset
+from kfuse.data.dataset import Collate
+from kfuse.data.given import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.train.evaluation import Metric
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
+from kfuse.train.model_checks import log_remarks
 from kfuse.train.settings import user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
@@ -37,7 +39,7 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     micro_batch: int | None = None,
     max_batch_size: int | None = None,
     lr_scaling: Scaling = "sqrt",
@@ -50,6 +52,7 @@ def fit(
     step_fn: StepFunction | None = None,
     weight_fn: WeightFunction | None = None,
     heldout: Any = None,
+    collate_fn: Collate | None = None,
     metrics: Mapping[str, Metric] | None = None,
     eval_every: int | None = None,
     target_accuracy: float | None = None,
@@ -59,13 +62,16 @@ def fit(
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
     data, heldout: (x, y) tensors or arrays, a dictionary of them, a map-style torch dataset, or a kfuse one. A batch
-    is what `torch.utils.data.default_collate` makes of samples: any nested structure of tensors and plain values.
+    is what `collate_fn` makes of samples (default: torch's default_collate): any nested structure of tensors and plain
+    values. data: also a stream (a `kfuse.data.Source` or a torch IterableDataset), with `steps`, as it has no epochs.
+    A torch DataLoader gives its data set, collate_fn and, as the global one, batch_size, where these are not arguments;
+    its order must be that of shuffle=True. docs/data.md has the details.
     heldout is evaluated every `eval_every` steps, by default after each epoch; training ends once its accuracy reaches
     `target_accuracy`.
     epochs, steps: how far to go, whichever ends first; by default one epoch.
-    batch_size: samples in an optimizer step, over all workers. micro_batch: samples in one forward and backward;
-    default a quarter of the batch, so that the noise scale is known on one worker too. max_batch_size: the limit for
-    policies; default 64 times the batch.
+    batch_size: samples in an optimizer step, over all workers; default that of a DataLoader, else 32. micro_batch:
+    samples in one forward and backward; default a quarter of the batch, so that the noise scale is known on one worker
+    too. max_batch_size: the limit for policies; default 64 times the batch.
     The learning rate is the optimizer's own, which kfuse never writes. An update multiplies it by what follows a
     changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps`, by `decay` (none,
     or cosine to zero at the end) and by the policy's lr_scale. warmup_steps and the cosine count steps of the first
@@ -95,7 +101,7 @@ def fit(
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
     objective = Objective(loss_fn, step_fn, weight_fn)
-    train = as_dataset(data)
+    given = training_data(data, collate_fn)
     if target_accuracy is not None and heldout is None:
         raise ValueError(f"target_accuracy={target_accuracy}: pass heldout=, whose accuracy it is")
     if target_accuracy is not None and step_fn is not None:
@@ -107,7 +113,7 @@ def fit(
         )
     _check_arguments("kf.fit", model, opt, scheduler)
     settings = user_settings(
-        batch_size=batch_size,
+        batch_size=given.batch_size if batch_size is None else batch_size,
         micro_batch=micro_batch,
         max_batch_size=max_batch_size,
         epochs=epochs,
@@ -123,15 +129,16 @@ def fit(
     )
     trainer = Trainer(
         model,
-        train,
+        given.data,
         opt,
         settings,
         policy=None if hook is None else hook.policy,
         scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
         objective=objective,
-        heldout=None if heldout is None else as_dataset(heldout),
+        heldout=None if heldout is None else heldout_data(heldout, collate_fn),
         metrics=metrics,
     )
+    _log_remarks(given, batch_size)
     return trainer.run()
 
 
@@ -158,7 +165,7 @@ class DataLoader:
         model: nn.Module,
         opt: DistributedOptimizer,
         *,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         micro_batch: int | None = None,
         max_batch_size: int | None = None,
         epochs: int | None = None,
@@ -171,6 +178,7 @@ class DataLoader:
         clip_norm: float | None = None,
         seed: int = 0,
         policy: BasePolicy | None = None,
+        collate_fn: Collate | None = None,
         weight_fn: WeightFunction | None = None,
         several_backwards: bool = False,
     ) -> None:
@@ -183,10 +191,10 @@ class DataLoader:
         """
         if policy is not None and not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
-        train = as_dataset(data)
+        given = training_data(data, collate_fn)
         _check_arguments("kf.DataLoader", model, opt, scheduler)
         settings = user_settings(
-            batch_size=batch_size,
+            batch_size=given.batch_size if batch_size is None else batch_size,
             micro_batch=micro_batch,
             max_batch_size=max_batch_size,
             epochs=epochs,
@@ -200,7 +208,7 @@ class DataLoader:
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
         self._trainer = Trainer(
             model,
-            train,
+            given.data,
             opt,
             settings,
             policy=policy,
@@ -209,6 +217,7 @@ class DataLoader:
             user_loop=True,
             several_backwards=several_backwards,
         )
+        _log_remarks(given, batch_size)
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -222,10 +231,7 @@ class DataLoader:
         return self._trainer.steps()
 
     def __len__(self) -> int:
-        """Steps of this training, those done included, if the batch size stays as it is.
-
-        Raises TypeError where the number of samples is unknown and `steps` was not given.
-        """
+        """Steps of this training, those done included, if the batch size stays as it is."""
         return self._trainer.planned_steps()
 
     @property
@@ -249,3 +255,15 @@ def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) ->
             "a torch scheduler was made for this optimizer: in an elastic job pass it as scheduler= and do not step it "
             "yourself, so that workers that join have its state and a step that is redone counts once"
         )
+
+
+def _log_remarks(given: TrainingData, batch_size: int | None) -> None:
+    """Logs what the user must know of the data. batch_size: as it was given to kf.fit."""
+    session, remarks = current(), given.remarks
+    if given.in_loader and batch_size is None and (session.elastic or session.group.size > 1):
+        remarks = (
+            f"batch_size={given.batch_size} of the DataLoader is taken as the global batch, of all workers together: "
+            "pass batch_size= for another",
+            *remarks,
+        )
+    log_remarks(remarks)

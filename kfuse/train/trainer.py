@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.comm.group import CommError
-from kfuse.data import Dataset, EpochSampler
+from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.batch import describe, names
 from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
@@ -49,7 +49,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        data: Dataset,
+        data: Dataset | Stream,
         opt: DistributedOptimizer,
         settings: Settings,
         *,
@@ -79,17 +79,18 @@ class Trainer:
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
         self._batch_is_checked = False
-        self._sampler = EpochSampler(len(data), settings.seed)
+        seed = settings.seed
+        self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
         self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
-        self._schedule = settings.schedule(len(data))
+        self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
         self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
-        self._reporter = Reporter(self.session, settings, len(data))
+        self._reporter = Reporter(self.session, settings, self._sampler.length)
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -120,7 +121,7 @@ class Trainer:
             TrainingState(parts),
             checkpoints,
             self._reporter,
-            arguments=settings.shared() | {"samples of data": len(data)},
+            arguments=settings.shared() | {"samples of data": self._sampler.length},
             base_lr=settings.base_lr,
         )
         self.over = False
@@ -221,11 +222,10 @@ class Trainer:
         return None
 
     def planned_steps(self) -> int:
-        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
-        at, settings = self.progress, self.settings
+        """Steps of this training, those done included, if the batch size stays."""
+        at, settings, length = self.progress, self.settings, self._sampler.length
         limit = math.inf if settings.steps is None else settings.steps
-        if settings.epochs is not None:
-            length = len(self._data)
+        if settings.epochs is not None and length is not None:
             left = -(-(length - at.cursor) // at.batch_size)
             left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
             limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
@@ -365,7 +365,7 @@ class Trainer:
 
     @property
     def _epoch_is_over(self) -> bool:
-        return self.progress.cursor >= len(self._data)
+        return self.progress.cursor == self._sampler.length
 
     @property
     def _evaluation_is_due(self) -> bool:
