@@ -99,6 +99,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
             self.engine.use_transport(old.topology, old.tree)
             old.close()
             self.engine.step, self.engine.parts = old.step, old.parts
+            self.engine.carry_figures(old.figures)
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
@@ -152,6 +153,11 @@ class DistributedOptimizer(ParameterGroups, ABC):
             everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             share_from_first(self._session.group, list(everything.values()), list(everything))
         self.engine.track_buffers(averaged_buffers(model))
+
+    def carry_figures(self, count: int) -> None:
+        """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""
+        self.statistics.carry_figures(count)
+        self.engine.carry_figures(count)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
