@@ -95,8 +95,10 @@ def fit(
     loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). The model is
     called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. By default cross entropy
     for integer targets, mean squared error for floating ones.
-    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: scalar}). Evaluation calls
-    it too, without gradients and in eval mode. With neither, and batches that are mappings: `model(**batch)`, whose
+    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: number}), with always the
+    same names, at most 16. These figures are averaged over the step's samples and workers, in the gradients' own
+    messages, and written to metrics.jsonl as `figures`. Evaluation calls it too, without gradients and in eval mode.
+    With neither, and batches that are mappings: `model(**batch)`, whose
     output has the loss as `.loss` or `["loss"]`, as Hugging Face's models have.
     weight_fn(batch): a micro-batch's weight in the step's mean gradient and mean loss, a number above 0, such as its
     number of target tokens; by default its samples. It gets the batch as it was fetched, on the CPU. Statistics stay in
@@ -297,7 +299,10 @@ class DataLoader:
         self._trainer.load_state_dict(state)
 
     def __len__(self) -> int:
-        """Steps of this training, those done included, if the batch size stays as it is."""
+        """Steps of this training, those done included, if the batch size stays as it is.
+
+        Raises TypeError where the number of samples is unknown and `steps` was not given.
+        """
         return self._trainer.planned_steps()
 
     @property

@@ -80,6 +80,8 @@ class Reporter:
         if not self._keeper.is_recorded:
             return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
+        if stats.figures:
+            figures["figures"] = stats.figures
         records = [("metrics", figures)]
         if stats.skipped:
             self.event(stats.step, "skipped", why="a gradient was not finite")

@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance, running
 from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
-from kfuse.train.loss import Objective
+from kfuse.train.loss import Objective, Outcome
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
 from kfuse.train.recovery import Recovery
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
     from kfuse.checkpoint.saved_model import SavedModel
     from kfuse.train.output import Output
+
+MOST_FIGURES = 16
+"""Figures of a step function that each step averages: they have slots in the tail, whose size is known before."""
 
 
 class Trainer:
@@ -86,6 +89,7 @@ class Trainer:
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
         self._batch_is_checked = False
+        opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
         self._fetcher = Fetcher(data, self._sampler)
@@ -153,8 +157,11 @@ class Trainer:
             try:
                 for j in step.mine:
                     with step.micro_batch(j) as batch:
-                        step.loss = loss = self._loss(batch)
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        done = self._forward(batch)
+                        step.loss = done.loss
+                        if self._objective.step_fn is not None:
+                            step.figures = self._figures(done)
+                        done.loss.backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -234,13 +241,15 @@ class Trainer:
         return None
 
     def planned_steps(self) -> int:
-        """Steps of this training, those done included, if the batch size stays."""
+        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
         at, settings, length = self.progress, self.settings, self._sampler.length
         limit = math.inf if settings.steps is None else settings.steps
         if settings.epochs is not None and length is not None:
             left = -(-(length - at.cursor) // at.batch_size)
             left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
             limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
+        if limit == math.inf:
+            raise TypeError("this training has no length: its data tell none, and steps= is not given")
         return int(limit)
 
     def _before_step(self) -> None:
@@ -305,15 +314,24 @@ class Trainer:
         engine = self.opt.engine
         return engine.step == before + 1 and engine.reduced is None
 
-    def _loss(self, batch: Any) -> Tensor:
-        """The micro-batch's mean loss, in the configured precision."""
+    def _forward(self, batch: Any) -> Outcome:
+        """The micro-batch's mean loss, and what came with it, in the configured precision."""
         if not self._batch_is_checked:
             self._check_batches(batch)
         device, low = self.session.group.device.type, self.settings.precision == "bf16"
         if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
-            return self._objective(self.model, batch).loss
+            return self._objective(self.model, batch)
         with torch.autocast(device, torch.bfloat16, enabled=low):
-            return self._objective(self.model, batch).loss
+            return self._objective(self.model, batch)
+
+    def _figures(self, done: Outcome) -> Sequence[Tensor | float]:
+        """A step function's figures in the order of their slots, which the first micro-batch decides."""
+        statistics = self.opt.statistics
+        if statistics.figure_names is None:
+            if len(done.figures) > MOST_FIGURES:
+                raise ValueError(f"step_fn returned {len(done.figures)} figures: must be at most {MOST_FIGURES}")
+            statistics.figure_names = tuple(sorted(done.figures))
+        return self._objective.figures(done, statistics.figure_names)
 
     def _check_batches(self, batch: Any) -> None:
         """Once, before the first forward: raises TypeError for batches that cannot become a loss, held-out ones too."""
