@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -572,3 +573,20 @@ def test_the_command_line_names_the_part_that_is_wrong(monkeypatch: pytest.Monke
     monkeypatch.setattr(streams, "split", lambda: wrong)
     with pytest.raises(ConfigError, match="heldout: heldout=Digits: a stream has no length"):
         compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])
+
+
+def test_the_example_of_the_documentation_reads_its_files(tmp_path: Path) -> None:
+    text = Path(__file__).parents[1].joinpath("docs", "data.md").read_text()
+    code = text.partition("```python\n")[2].partition("\nkf.fit")[0]
+    names: dict[str, Any] = {"np": np, "torch": torch}
+    exec(code, names)
+    tokens = [np.arange(100, dtype=np.uint16), np.arange(1000, 1045, dtype=np.uint16)]
+    for i, each in enumerate(tokens):
+        each.tofile(tmp_path / f"{i}")
+    stream = SourceStream(names["Tokens"]([tmp_path / "0", tmp_path / "1"], 8))
+    x, y = stream.fetch(np.arange(64))
+    for number in range(64):
+        shard, position = place(number, 2)
+        start = position % (12, 5)[shard] * 8  # whole blocks that have a next token
+        expected = torch.from_numpy(tokens[shard][start : start + 9].astype(np.int64))
+        assert torch.equal(x[number], expected[:-1]) and torch.equal(y[number], expected[1:])
