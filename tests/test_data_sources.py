@@ -173,14 +173,16 @@ def test_an_iterable_data_set_gives_each_number_its_sample(length: int, numbers:
     assert fetched(IterableStream(Letters(length)), numbers) == [n % length for n in numbers]
 
 
-def test_an_iterable_data_set_is_read_on_and_only_to_go_back_from_the_start() -> None:
+def test_an_iterable_data_set_is_read_on_and_only_to_go_back_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
     data = Letters(1000)
     stream = IterableStream(data)
     fetched(stream, range(8, 16))
     fetched(stream, range(24, 32))
-    assert data.read == 32
+    assert data.read == 32 and not caplog.records
     fetched(stream, range(16, 24))
     assert data.read == 32 + 24
+    [said] = [record.message for record in caplog.records]
+    assert said == "Letters: back from sample 32 to 16: the stream is read again from its start"
 
 
 def test_a_failure_while_reading_is_not_taken_for_the_end() -> None:

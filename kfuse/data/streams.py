@@ -7,6 +7,7 @@ resize, loss of a worker or resume, and the ledger needs nothing but the numbers
 
 from __future__ import annotations
 
+import logging
 import operator
 from bisect import bisect_left
 from collections import OrderedDict
@@ -18,6 +19,8 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from kfuse.data.dataset import Collate, DataError, collate
+
+_LOG = logging.getLogger("kfuse")
 
 BLOCK = 16
 """Samples that are taken from one shard before the next shard's turn, where the source does not say."""
@@ -190,7 +193,15 @@ class IterableStream(Stream):
     def sample(self, number: int, before_sample: BeforeSample = _nothing) -> Any:
         """Returns the sample of this number. Reads all that come before it."""
         reader, self._reader = self._reader, None  # if reading fails, the next call starts anew
-        if reader is None or number < reader.position:
+        if reader is not None and number < reader.position:
+            _LOG.warning(
+                "%s: back from sample %d to %d: the stream is read again from its start",
+                _name(self.dataset),
+                reader.position,
+                number,
+            )
+            reader = None
+        if reader is None:
             before_sample(0)
             reader = _Reader(iter(self.dataset), 0, 0)
         for _ in range(reader.position, number):
