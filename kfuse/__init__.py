@@ -44,6 +44,10 @@ from kfuse.version import __version__
 
 if TYPE_CHECKING:
     from kfuse import nn
+    from kfuse.integrations.ddp import ddp_hook
+    from kfuse.integrations.fsdp import fsdp_monitor
+    from kfuse.integrations.log import log_to
+    from kfuse.integrations.plain import monitor
     from kfuse.train.fit import DataLoader, Hook, fit
 
 __all__ = [
@@ -70,12 +74,16 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "ddp_hook",
     "fit",
+    "fsdp_monitor",
     "grad_noise_scale",
     "grad_norm",
     "grad_variance",
     "init",
     "local_rank",
+    "log_to",
+    "monitor",
     "nn",
     "rank",
     "resize",
@@ -88,10 +96,21 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "DataLoader": "kfuse.train.fit",
+    "Hook": "kfuse.train.fit",
+    "ddp_hook": "kfuse.integrations.ddp",
+    "fit": "kfuse.train.fit",
+    "fsdp_monitor": "kfuse.integrations.fsdp",
+    "log_to": "kfuse.integrations.log",
+    "monitor": "kfuse.integrations.plain",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """The training loop and `kf.nn` are imported when they are first used: a loop of one's own needs neither."""
+    """The training loop, monitors and `kf.nn` are imported when they are first used: a loop of one's own needs none."""
     if name == "nn":
         return importlib.import_module("kfuse.nn")
-    if name in ("DataLoader", "Hook", "fit"):
-        return getattr(importlib.import_module("kfuse.train.fit"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kfuse' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.train.evaluation import Metric
-from kfuse.train.loss import LossFunction, Objective, StepFunction
+from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.settings import user_settings
@@ -50,6 +50,7 @@ def fit(
     clip_norm: float | None = None,
     loss_fn: LossFunction | None = None,
     step_fn: StepFunction | None = None,
+    weight_fn: WeightFunction | None = None,
     heldout: Any = None,
     collate_fn: Collate | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -85,6 +86,10 @@ def fit(
     step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: scalar}). Evaluation calls
     it too, without gradients and in eval mode. With neither, and batches that are mappings: `model(**batch)`, whose
     output has the loss as `.loss` or `["loss"]`, as Hugging Face's models have.
+    weight_fn(batch): a micro-batch's weight in the step's mean gradient and mean loss, a number above 0, such as its
+    number of target tokens; by default its samples. It gets the batch as it was fetched, on the CPU. Statistics stay in
+    units of samples, those of the batch size: S in units of weight is multiplied by the step's samples over its weight.
+    Held-out loss is weighted likewise. Gradients are scaled after the reduction, by one more pass over them.
     metrics: {name: function(output, target)}, evaluated on heldout in batches of 256 samples: a tensor [B], a value for
     each sample, or a scalar, the batch's mean. The means over all samples are in the summary, as `eval_metrics`, and
     in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
@@ -95,7 +100,7 @@ def fit(
     """
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
-    objective = Objective(loss_fn, step_fn)
+    objective = Objective(loss_fn, step_fn, weight_fn)
     given = training_data(data, collate_fn)
     if target_accuracy is not None and heldout is None:
         raise ValueError(f"target_accuracy={target_accuracy}: pass heldout=, whose accuracy it is")
@@ -174,8 +179,12 @@ class DataLoader:
         seed: int = 0,
         policy: BasePolicy | None = None,
         collate_fn: Collate | None = None,
+        weight_fn: WeightFunction | None = None,
+        several_backwards: bool = False,
     ) -> None:
-        """Arguments as for kf.fit, and the same errors.
+        """Arguments as for kf.fit, and the same errors. A step yields whatever structure the data set's batches have.
+
+        several_backwards: a micro-batch has several losses with a backward each: see opt.micro_batch.
 
         A torch scheduler is either given here, and stepped here, or stepped by the loop's body; the latter not in a job
         whose workers may change.
@@ -197,7 +206,17 @@ class DataLoader:
             clip_norm=clip_norm,
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
-        self._trainer = Trainer(model, given.data, opt, settings, policy=policy, scheduler=schedule, user_loop=True)
+        self._trainer = Trainer(
+            model,
+            given.data,
+            opt,
+            settings,
+            policy=policy,
+            scheduler=schedule,
+            objective=Objective(weight_fn=weight_fn),
+            user_loop=True,
+            several_backwards=several_backwards,
+        )
         _log_remarks(given, batch_size)
         self._begun = False
 

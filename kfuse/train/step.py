@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,11 +59,14 @@ class StepSamples:
         """What to fetch for micro-batch j: the samples `of(j)`."""
         return Task(self.epoch, self.cursor + j * self.micro_batch, self.sizes[j])
 
-    def plan(self, announcement: Announcement, local_rank: int | None = None) -> StepPlan:
-        """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None."""
+    def plan(self, announcement: Announcement, local_rank: int | None = None, by_weight: bool = False) -> StepPlan:
+        """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None.
+
+        by_weight: micro-batches have weights of their own.
+        """
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
         local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, announcement)
+        return StepPlan(len(self.indices), ranges, local, announcement, by_weight)
 
 
 class Step:
@@ -73,9 +76,20 @@ class Step:
     """
 
     def __init__(
-        self, number: int, samples: StepSamples, rank: int, fetcher: Fetcher, opt: DistributedOptimizer, key_seed: int
+        self,
+        number: int,
+        samples: StepSamples,
+        rank: int,
+        fetcher: Fetcher,
+        opt: DistributedOptimizer,
+        key_seed: int,
+        weigh: Callable[[Any, int], float] | None = None,
+        several_backwards: bool = False,
     ) -> None:
-        """number: steps completed before this one. key_seed: the run's seed, from which random numbers are derived."""
+        """number: steps completed before this one. key_seed: the run's seed, from which random numbers are derived.
+
+        weigh(batch, samples): a micro-batch's weight; None: its samples. several_backwards: see opt.micro_batch.
+        """
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
         self.loss: Tensor | float | None = None
         self.data_wait_s = 0.0
@@ -83,6 +97,7 @@ class Step:
         self.error: Exception | None = None
         """The exception that ended the step's body early."""
         self._fetcher, self._opt, self._seed = fetcher, opt, key_seed
+        self._weigh, self._several_backwards = weigh, several_backwards
         self._started = time.perf_counter()
 
     def __len__(self) -> int:
@@ -110,11 +125,15 @@ class Step:
         """
         key, device = random_key(self._seed, self.number, j), self._opt.engine.group.device
         started = time.perf_counter()
-        batch = to_device(self._fetcher.fetch(self.samples.task(j)), device)
+        fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
+        weight = None if self._weigh is None else self._weigh(fetched, samples)  # before it is on a GPU: no wait
+        batch = to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         seed_forward(device, key)
         self.loss = None
-        with self._opt.micro_batch(samples=self.samples.sizes[j], last=j == self.mine[-1]) as micro_batch:
+        with self._opt.micro_batch(
+            samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
+        ) as micro_batch:
             yield batch
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
 

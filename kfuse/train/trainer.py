@@ -61,6 +61,7 @@ class Trainer:
         metrics: Mapping[str, Metric] | None = None,
         facts: Mapping[str, float] | None = None,
         user_loop: bool = False,
+        several_backwards: bool = False,
     ) -> None:
         """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
@@ -68,6 +69,7 @@ class Trainer:
         metrics: functions (output, target) that are evaluated on `heldout`.
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
+        several_backwards: of each micro-batch, by the user: see opt.micro_batch.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
         """
         # What is trained, and by what rules.
@@ -85,7 +87,7 @@ class Trainer:
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
-        self._user_loop = user_loop
+        self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, self._sampler.length)
@@ -246,8 +248,11 @@ class Trainer:
         if self._scheduler is not None:
             self._scheduler.before_step()
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
-        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None))
-        return Step(at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed)
+        weigh = None if self._objective.weight_fn is None else self._objective.weight
+        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        return Step(
+            at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
+        )
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
