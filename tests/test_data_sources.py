@@ -274,7 +274,8 @@ def test_an_iteration_that_begins_only_once_is_refused_at_its_end() -> None:
 
 
 def test_other_data_is_no_stream() -> None:
-    for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None):
+    array = type("Array", (list,), {"shards": 1, "open": lambda self, shard, position: None})([1, 2])
+    for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None, array):
         assert as_stream(data) is None
 
 
@@ -470,6 +471,11 @@ def test_what_a_data_loader_holds_is_taken_over() -> None:
     assert isinstance(training_data(DataLoader(tensors, 2, True, collate_fn=default_convert)).data, MapData)
 
 
+def test_a_list_of_two_tensors_in_a_data_loader_is_two_samples() -> None:
+    given = training_data(DataLoader([torch.zeros(3), torch.ones(3)], 2, True))
+    assert given.data.fetch(np.array([1, 0])).tolist() == [[1.0] * 3, [0.0] * 3]
+
+
 class Pairs(DataLoader):
     def __iter__(self) -> Any:
         return iter(())
@@ -521,6 +527,7 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([torch.zeros(3), torch.zeros(4)], {}, ValueError, "must have the same first dimension"),
     (ragged, {}, TypeError, "samples of list need collate_fn=, the default fails .*equal size"),
     (pairs(), {"collate_fn": "pad"}, TypeError, "collate_fn='pad': must be a function"),
+    (Rows(), {"collate_fn": "pad", "steps": 3}, TypeError, "collate_fn='pad': must be a function"),
     ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "collate_fn= with tuple, whose samples are"),
     (pairs(), {"heldout": Rows()}, DataError, "heldout=Rows: a stream has no length"),
     (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),

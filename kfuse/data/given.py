@@ -9,13 +9,13 @@ from typing import Any
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
     default_collate,
 )
 
-from kfuse.data.dataset import Collate, DataError, Dataset, as_dataset, is_map_style
+from kfuse.data.dataset import Collate, DataError, Dataset, MapData, as_dataset, is_map_style
 from kfuse.data.streams import Stream, as_stream
 
 
@@ -43,16 +43,17 @@ def training_data(obj: Any, collate_fn: Collate | None = None) -> TrainingData:
     instead of the loader's. Raises DataError, with the remedy, for a loader that makes its own batches or order.
     """
     if not isinstance(obj, DataLoader):
-        return TrainingData(data := _data(obj, collate_fn), remarks=_warnings(data))
+        data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn)
+        return TrainingData(data, remarks=_warnings(data))
     _check_batches(obj)
-    if not isinstance(obj.dataset, IterableDataset):
+    data = _of_loader(obj, collate_fn)
+    if not isinstance(data, Stream):
         _check_order(obj)
     remarks = []
     if obj.drop_last:
         remarks.append("DataLoader: drop_last=True is not used: the last step of an epoch takes the samples left over")
     if obj.generator is not None:
         remarks.append("DataLoader: generator= is not used: the order is drawn from seed=")
-    data = _data(obj.dataset, collate_fn or _own_collate(obj))
     return TrainingData(
         data,
         obj.batch_size or 1,
@@ -73,15 +74,14 @@ def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     """
     if isinstance(obj, DataLoader):
         _check_batches(obj)
-        if not isinstance(obj.sampler, SequentialSampler | RandomSampler) and not isinstance(
-            obj.dataset, IterableDataset
-        ):
+        data = _of_loader(obj, collate_fn)
+        if not isinstance(data, Stream) and not isinstance(obj.sampler, SequentialSampler | RandomSampler):
             raise DataError(f"heldout=DataLoader(sampler={type(obj.sampler).__name__}): make it without a sampler")
-        obj, collate_fn = obj.dataset, collate_fn or _own_collate(obj)
-    stream = as_stream(obj, collate_fn)
-    if stream is not None:
-        raise DataError(f"heldout={type(obj).__name__}: a stream has no length; pass a finite data set")
-    return as_dataset(obj, collate_fn if is_map_style(obj) else None)
+    else:
+        data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn if is_map_style(obj) else None)
+    if isinstance(data, Stream):
+        raise DataError(f"heldout={type(data.dataset).__name__}: a stream has no length; pass a finite data set")
+    return data
 
 
 def number_of_samples(obj: Any, heldout: bool) -> int | None:
@@ -90,17 +90,18 @@ def number_of_samples(obj: Any, heldout: bool) -> int | None:
     return None if isinstance(data, Stream) else len(data)
 
 
-def _data(obj: Any, collate_fn: Collate | None) -> Dataset | Stream:
-    stream = as_stream(obj, collate_fn)
-    return as_dataset(obj, collate_fn) if stream is None else stream
+def _of_loader(loader: DataLoader[Any], collate_fn: Collate | None) -> Dataset | Stream:
+    """A loader's data set, whose samples it takes one by one: a list of two tensors, too, is two samples."""
+    dataset: Any = loader.dataset
+    if collate_fn is None and loader.collate_fn is not default_collate:
+        collate_fn = loader.collate_fn
+    if collate_fn is None and isinstance(dataset, TensorDataset):
+        return as_dataset(dataset)
+    return as_stream(dataset, collate_fn) or MapData(dataset, collate_fn)
 
 
 def _warnings(data: Dataset | Stream) -> tuple[str, ...]:
     return (data.warning,) if isinstance(data, Stream) and data.warning else ()
-
-
-def _own_collate(loader: DataLoader[Any]) -> Collate | None:
-    return None if loader.collate_fn is default_collate else loader.collate_fn
 
 
 def _check_batches(loader: DataLoader[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from kfuse.data.dataset import Collate, DataError, collate
+from kfuse.data.dataset import Collate, DataError, check_collate, collate
 
 _LOG = logging.getLogger("kfuse")
 
@@ -76,7 +76,8 @@ class Stream:
     """What a user must know before training on it."""
 
     def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
-        """dataset: what the samples come from. collate_fn: None: `torch.utils.data.default_collate`."""
+        """dataset: what the samples come from. collate_fn: None: torch's default_collate. Raises TypeError."""
+        check_collate(collate_fn)
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def fetch(self, indices: np.ndarray, before_sample: BeforeSample = _nothing) -> Any:
@@ -235,7 +236,8 @@ def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
     """
     if isinstance(obj, Stream):
         return obj
-    if isinstance(obj, Source):
+    finite = hasattr(obj, "__len__") and hasattr(obj, "__getitem__") and not isinstance(obj, IterableDataset)
+    if isinstance(obj, Source) and not finite:  # arrays of zarr have `shards` and `open`, too
         return SourceStream(obj, collate_fn)
     if isinstance(obj, IterableDataset):
         return IterableStream(obj, collate_fn)
