@@ -6,7 +6,7 @@ The loaders (`load_digits`, ...) are imported when they are first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, TensorData, as_dataset
+from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, NestedData, TensorData, as_dataset
 from kfuse.data.sampler import EpochSampler, micro_batch_sizes, worker_range
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "Dataset",
     "EpochSampler",
     "MapData",
+    "NestedData",
     "TensorData",
     "as_dataset",
     "load_cifar10",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,11 +11,12 @@ from kfuse.data import as_dataset
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
-from kfuse.train.evaluation import default_loss
+from kfuse.train.evaluation import Metric
+from kfuse.train.loss import LossFunction, Objective, StepFunction
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.settings import user_settings
 from kfuse.train.step import Step
-from kfuse.train.trainer import LossFunction, Trainer
+from kfuse.train.trainer import Trainer
 
 
 class Hook:
@@ -45,8 +46,10 @@ def fit(
     scheduler: Any = None,
     scheduler_interval: Interval = "step",
     clip_norm: float | None = None,
-    loss_fn: LossFunction = default_loss,
+    loss_fn: LossFunction | None = None,
+    step_fn: StepFunction | None = None,
     heldout: Any = None,
+    metrics: Mapping[str, Metric] | None = None,
     eval_every: int | None = None,
     target_accuracy: float | None = None,
     seed: int = 0,
@@ -54,8 +57,10 @@ def fit(
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
-    data, heldout: (x, y) tensors or arrays, a map-style torch dataset, or a kfuse one. heldout is evaluated every
-    `eval_every` steps, by default after each epoch; training ends once its accuracy reaches `target_accuracy`.
+    data, heldout: (x, y) tensors or arrays, a dictionary of them, a map-style torch dataset, or a kfuse one. A batch
+    is what `torch.utils.data.default_collate` makes of samples: any nested structure of tensors and plain values.
+    heldout is evaluated every `eval_every` steps, by default after each epoch; training ends once its accuracy reaches
+    `target_accuracy`.
     epochs, steps: how far to go, whichever ends first; by default one epoch.
     batch_size: samples in an optimizer step, over all workers. micro_batch: samples in one forward and backward;
     default a quarter of the batch, so that the noise scale is known on one worker too. max_batch_size: the limit for
@@ -68,16 +73,28 @@ def fit(
     clip_norm: largest norm of the mean gradient in this training; None: as the optimizer was made. seed: of data order
     and dropout; a second training with the same seed has the same order and the same dropout.
     Puts the model into training mode, unless it is: then modules that you put into eval mode stay so.
-    loss_fn(output, target): the MEAN loss over a micro-batch.
+    loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). The model is
+    called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. By default cross entropy
+    for integer targets, mean squared error for floating ones.
+    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: scalar}). Evaluation calls
+    it too, without gradients and in eval mode. With neither, and batches that are mappings: `model(**batch)`, whose
+    output has the loss as `.loss` or `["loss"]`, as Hugging Face's models have.
+    metrics: {name: function(output, target)}, evaluated on heldout in batches of 256 samples: a tensor [B], a value for
+    each sample, or a scalar, the batch's mean. The means over all samples are in the summary, as `eval_metrics`, and
+    in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
+    becomes the mean over the batches. Where the model computes the loss itself, `target` is the whole batch.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
     ValueError for what is out of range and for a model that cannot be trained so.
     """
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
+    objective = Objective(loss_fn, step_fn)
     train = as_dataset(data)
     if target_accuracy is not None and heldout is None:
         raise ValueError(f"target_accuracy={target_accuracy}: pass heldout=, whose accuracy it is")
+    if target_accuracy is not None and step_fn is not None:
+        raise ValueError(f"target_accuracy={target_accuracy}: needs loss_fn=; a step function gives no accuracy")
     if scheduler is None and isinstance(opt, DistributedOptimizer) and has_scheduler(opt):
         raise ValueError(
             "a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=, or make a "
@@ -106,8 +123,9 @@ def fit(
         settings,
         policy=None if hook is None else hook.policy,
         scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
-        loss_fn=loss_fn,
+        objective=objective,
         heldout=None if heldout is None else as_dataset(heldout),
+        metrics=metrics,
     )
     return trainer.run()
 

@@ -68,6 +68,7 @@ class Progress:
     """Numbers of the workers that were reported as stragglers."""
     accuracy: float | None = None
     eval_loss: float | None = None
+    eval_metrics: dict[str, float] = field(default_factory=dict)
     evaluated: int = 0
     """Number of steps after which the last evaluation ran."""
     loss: float | None = None

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import Announcement
+from kfuse.data.batch import to_device
 from kfuse.data.fetching import Fetcher, Task, random_key, seed_host
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.optim import DistributedOptimizer
@@ -65,7 +67,7 @@ class StepSamples:
 
 
 class Step:
-    """A step's micro-batches on this worker. Iterating yields each one's (inputs, targets), inside opt.micro_batch.
+    """A step's micro-batches on this worker. Iterating yields each one's batch, inside opt.micro_batch.
 
     Set `loss` (the mean loss of these samples) in the body to have it in the metrics.
     """
@@ -88,28 +90,27 @@ class Step:
         return time.perf_counter() - self._started
 
     @contextlib.contextmanager
-    def micro_batch(self, j: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batch j's inputs and targets on this worker's device; a backward within is this micro-batch's.
+    def micro_batch(self, j: int) -> Iterator[Any]:
+        """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's.
 
         The generators are seeded before its forward.
         """
         key, device = random_key(self._seed, self.number, j), self._opt.engine.group.device
         started = time.perf_counter()
-        x, y = self._fetcher.fetch(self.samples.task(j))
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        batch = to_device(self._fetcher.fetch(self.samples.task(j)), device)
         self.data_wait_s += time.perf_counter() - started
         seed_forward(device, key)
         self.loss = None
         with self._opt.micro_batch(samples=self.samples.sizes[j], last=j == self.mine[-1]) as micro_batch:
-            yield x, y
+            yield batch
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         """For the body of a user's loop. If a worker is lost, the iteration ends early; the step is repeated later."""
         try:
             for j in self.mine:
-                with self.micro_batch(j) as (x, y):
-                    yield x, y
+                with self.micro_batch(j) as batch:
+                    yield batch
         except CommError as error:
             if not self._opt.leave_to_loop(error):
                 raise

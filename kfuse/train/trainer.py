@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler
+from kfuse.data.batch import describe, names
 from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
@@ -26,19 +28,18 @@ from kfuse.session import current
 from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance
 from kfuse.train.decisions import STOP_REASONS, Decisions
-from kfuse.train.evaluation import default_loss, evaluate, params_sha256
+from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
+from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
-from kfuse.train.step import Step, StepSamples
+from kfuse.train.step import Step, StepSamples, generators_restored
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Trainer:
@@ -54,14 +55,16 @@ class Trainer:
         policy: BasePolicy | None = None,
         scheduler: UserSchedule | None = None,
         checkpoints: Checkpoints | None = None,
-        loss_fn: LossFunction = default_loss,
+        objective: Objective | None = None,
         heldout: Dataset | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         facts: Mapping[str, float] | None = None,
         user_loop: bool = False,
     ) -> None:
         """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
-        loss_fn(output, target): the MEAN loss over a micro-batch.
+        objective: how a batch becomes a loss; None: `kfuse.train.loss.default_loss` of pairs, or the model's own.
+        metrics: functions (output, target) that are evaluated on `heldout`.
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
@@ -69,7 +72,10 @@ class Trainer:
         # What is trained, and by what rules.
         self.model, self.opt, self.settings = model, opt, settings
         self.policy = policy or BasePolicy()
-        self._data, self._heldout, self._loss_fn, self._facts = data, heldout, loss_fn, dict(facts or {})
+        self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
+        self._objective = objective or Objective()
+        self._metrics = check_metrics(metrics, self._objective, heldout)
+        self._batch_is_checked = False
         self._sampler = EpochSampler(len(data), settings.seed)
         self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
@@ -131,8 +137,8 @@ class Trainer:
         for step in self.steps():
             try:
                 for j in step.mine:
-                    with step.micro_batch(j) as (x, y):
-                        step.loss = loss = self._loss(x, y)
+                    with step.micro_batch(j) as batch:
+                        step.loss = loss = self._loss(batch)
                         loss.backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
@@ -267,13 +273,30 @@ class Trainer:
         engine = self.opt.engine
         return engine.step == before + 1 and engine.reduced is None
 
-    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def _loss(self, batch: Any) -> Tensor:
         """The micro-batch's mean loss, in the configured precision."""
+        if not self._batch_is_checked:
+            self._check_batches(batch)
         device, low = self.session.group.device.type, self.settings.precision == "bf16"
         if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
-            return self._loss_fn(self.model(x), y)
+            return self._objective(self.model, batch).loss
         with torch.autocast(device, torch.bfloat16, enabled=low):
-            return self._loss_fn(self.model(x), y)
+            return self._objective(self.model, batch).loss
+
+    def _check_batches(self, batch: Any) -> None:
+        """Once, before the first forward: raises TypeError for batches that cannot become a loss, held-out ones too."""
+        self._objective.check(self.model, batch, "the data")
+        if self._heldout is not None:
+            with generators_restored(self.session.group.device):
+                heldout = self._heldout.fetch(np.zeros(1, np.int64))
+            self._objective.check(self.model, heldout, "heldout")
+            missing = sorted(names(batch) - names(heldout))
+            if missing:
+                raise TypeError(
+                    f"a batch of heldout is a {describe(heldout)} and one of the data a {describe(batch)}: "
+                    f"{', '.join(missing)} is missing in heldout"
+                )
+        self._batch_is_checked = True
 
     def _end_update(self, step: Step) -> None:
         """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
@@ -341,9 +364,10 @@ class Trainer:
         at = self.progress
         if self._heldout is None or at.evaluated == steps:
             return
-        result = evaluate(self.model, self._heldout, self._loss_fn, self.session.group, self.settings.precision)
-        at.accuracy, at.eval_loss, at.evaluated = result.accuracy, result.loss, steps
-        self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss)
+        group, precision = self.session.group, self.settings.precision
+        result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
+        at.accuracy, at.eval_loss, at.eval_metrics, at.evaluated = result.accuracy, result.loss, result.metrics, steps
+        self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
 
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -377,6 +401,7 @@ class Trainer:
             "loss": at.loss,
             "eval_loss": at.eval_loss,
             "eval_accuracy": at.accuracy,
+            "eval_metrics": at.eval_metrics,
             **self._facts,
             "batch_size": at.batch_size,
             "lr": self.decisions.lr,
