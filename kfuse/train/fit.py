@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from kfuse.session import current
 from kfuse.train.evaluation import Metric
 from kfuse.train.loss import LossFunction, Objective, StepFunction
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
-from kfuse.train.settings import user_settings
+from kfuse.train.settings import user_loading, user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
 
@@ -54,6 +54,11 @@ def fit(
     target_accuracy: float | None = None,
     seed: int = 0,
     precision: str = "fp32",
+    num_workers: int = 0,
+    prefetch_factor: int | None = None,
+    pin_memory: bool = True,
+    worker_init_fn: Callable[[int], object] | None = None,
+    persistent_workers: bool = True,
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
@@ -83,6 +88,10 @@ def fit(
     each sample, or a scalar, the batch's mean. The means over all samples are in the summary, as `eval_metrics`, and
     in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
     becomes the mean over the batches. Where the model computes the loss itself, `target` is the whole batch.
+    num_workers: loader processes of each training worker, which fetch its micro-batches ahead, `prefetch_factor` each
+    (default 2); 0: none. Parameters have the same bits with any number. They are forked when training begins, call
+    worker_init_fn(number) first, and live until training ends: persistent_workers must be True. pin_memory: on CUDA,
+    batches are copied from pinned memory, on a stream of their own.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
     ValueError for what is out of range and for a model that cannot be trained so.
@@ -115,6 +124,7 @@ def fit(
         clip_norm=clip_norm,
         target_accuracy=target_accuracy,
         precision=precision,
+        loading=user_loading(num_workers, prefetch_factor, pin_memory, worker_init_fn, persistent_workers),
     )
     trainer = Trainer(
         model,
@@ -165,6 +175,11 @@ class DataLoader:
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
         seed: int = 0,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = True,
+        worker_init_fn: Callable[[int], object] | None = None,
+        persistent_workers: bool = True,
         policy: BasePolicy | None = None,
     ) -> None:
         """Arguments as for kf.fit, and the same errors.
@@ -187,6 +202,7 @@ class DataLoader:
             warmup_steps=warmup_steps,
             decay=decay,
             clip_norm=clip_norm,
+            loading=user_loading(num_workers, prefetch_factor, pin_memory, worker_init_fn, persistent_workers),
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
         self._trainer = Trainer(model, train, opt, settings, policy=policy, scheduler=schedule, user_loop=True)

@@ -77,7 +77,6 @@ class Trainer:
         self._metrics = check_metrics(metrics, self._objective, heldout)
         self._batch_is_checked = False
         self._sampler = EpochSampler(len(data), settings.seed)
-        self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
         self._schedule = settings.schedule(len(data))
         # Who trains it.
@@ -87,6 +86,7 @@ class Trainer:
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, len(data))
+        self._fetcher = self._new_fetcher()
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -154,7 +154,7 @@ class Trainer:
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        with self._optimizer_prepared(), self.decisions.active(), recovery.guarded():
+        with self._optimizer_prepared(), self.decisions.active(), self._fetcher.running(), recovery.guarded():
             self.policy.before_train()
             while not (self.over or self.session.left):
                 try:
@@ -180,6 +180,17 @@ class Trainer:
                     recovery.recover(error)
         if self.over:
             self.policy.after_train()
+
+    def _new_fetcher(self) -> Fetcher:
+        """Fetches in the step's own thread, or in loader processes."""
+        if not self.settings.loading.workers:
+            return Fetcher(self._data, self._sampler)
+        from kfuse.data.feeder import Feeder
+
+        def report(pid: int, how: str) -> None:
+            self._reporter.loader_lost(self.progress.step, pid, how)
+
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
@@ -235,6 +246,7 @@ class Trainer:
             self._scheduler.before_step()
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None))
+        self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, len(self._data), self.settings.epochs))
         return Step(at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed)
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
@@ -313,6 +325,7 @@ class Trainer:
             members=tuple(self.session.workers),
             step_time_s=step.seconds(),
             data_wait_s=step.data_wait_s,
+            data_bytes_per_s=step.data_bytes / step.seconds(),
         )
         at.schedule = self._schedule.advance(at.schedule, count, at.mean_grad_sq, at.mean_grad_variance)
         if self._scheduler is not None:
