@@ -459,9 +459,11 @@ def test_what_a_data_loader_holds_is_taken_over() -> None:
 
     loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, pin_memory=True, worker_init_fn=init)
     given = training_data(loader)
-    assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset and given.in_loader
+    assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset and given.batch_of_loader
     assert (given.batch_size, given.num_workers, given.prefetch_factor) == (9, 2, 3)
     assert (given.pin_memory, given.worker_init_fn, given.remarks) == (True, init, ())
+    other = training_data(loader, None, 12, 0)
+    assert (other.batch_size, other.batch_of_loader, other.num_workers, other.prefetch_factor) == (12, False, 0, None)
     remarks = training_data(DataLoader(pairs(), 9, True, drop_last=True, generator=torch.Generator())).remarks
     assert [remark.split()[1] for remark in remarks] == ["drop_last=True", "generator="]
     stream = training_data(DataLoader(Rows(), 9))
@@ -529,6 +531,8 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (pairs(), {"collate_fn": "pad"}, TypeError, "collate_fn='pad': must be a function"),
     (Rows(), {"collate_fn": "pad", "steps": 3}, TypeError, "collate_fn='pad': must be a function"),
     ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "collate_fn= with tuple, whose samples are"),
+    (ragged, {"num_workers": 1}, TypeError, "samples of list need collate_fn=, the default fails"),
+    (DataLoader(Rows(), 4, num_workers=2), {"steps": 3}, DataError, "num_workers=2 with Rows, which cannot seek: must"),
     (pairs(), {"heldout": Rows()}, DataError, "heldout=Rows: a stream has no length"),
     (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),
     (

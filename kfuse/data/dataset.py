@@ -104,6 +104,10 @@ Collate = Callable[[list[Any]], Any]
 """collate_fn(samples): the batch, any nested structure."""
 
 
+# What torch says where samples cannot be stacked, the latter in a loader process.
+_OF_UNEQUAL_SIZES = ("equal size", "not resizable")
+
+
 def check_collate(collate_fn: object) -> None:
     """Raises TypeError unless it is a function, or None."""
     if collate_fn is not None and not callable(collate_fn):
@@ -121,6 +125,8 @@ def collate(samples: list[Any], collate_fn: Collate | None, source: Any) -> Any:
         try:
             batch = default_collate(samples)
         except (RuntimeError, TypeError) as error:
+            if isinstance(error, RuntimeError) and not any(text in str(error) for text in _OF_UNEQUAL_SIZES):
+                raise  # shared memory is short, for example
             why = str(error).partition("\n")[0]
             kind = type(source).__name__
             raise TypeError(f"samples of {kind} need collate_fn=, the default fails ({why})") from error

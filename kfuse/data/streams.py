@@ -92,6 +92,9 @@ class Stream:
         """Returns the sample of this number."""
         raise NotImplementedError
 
+    def check_workers(self, num_workers: int) -> None:
+        """Raises DataError where so many loader processes cannot read it."""
+
 
 @dataclass
 class _Reader:
@@ -210,6 +213,14 @@ class IterableStream(Stream):
         sample = self._read(reader, before_sample)
         self._reader = reader
         return sample
+
+    def check_workers(self, num_workers: int) -> None:
+        """Raises DataError for more than one: each would read the whole stream."""
+        if num_workers > 1:
+            raise DataError(
+                f"num_workers={num_workers} with {_name(self.dataset)}, which cannot seek: must be 0 or 1, as each "
+                "loader worker would read the whole stream"
+            )
 
     def _read(self, reader: _Reader, before_sample: BeforeSample) -> Any:
         before_sample(reader.position)

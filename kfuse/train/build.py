@@ -12,6 +12,7 @@ from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
 from kfuse.data import DataSplit
+from kfuse.data.fetching import Loading
 from kfuse.data.given import heldout_data, training_data
 from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
@@ -47,7 +48,9 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     In an elastic job no other worker is needed yet; else rank 0 shares its parameters with the others here.
     """
     torch.manual_seed(config["seed"])
-    split: DataSplit = instantiate.build(config["data"])
+    data = dict(config["data"])
+    loading = Loading(data.pop("workers"), data.pop("prefetch"))
+    split: DataSplit = instantiate.build(data)
     model: torch.nn.Module = instantiate.build(config["model"], **split.spec)
     session = current()
     model.to(session.group.device)
@@ -70,6 +73,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         base_lr=lr["base"],
         balance=workers["balance"],
         sync_every=config["comm"]["sync_every"],
+        loading=loading,
         ledger=config["observe"]["ledger"],
     )
     given = training_data(split.train)

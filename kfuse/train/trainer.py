@@ -81,7 +81,6 @@ class Trainer:
         self._batch_is_checked = False
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
-        self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
         self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
@@ -91,6 +90,7 @@ class Trainer:
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, self._sampler.length)
+        self._fetcher = self._new_fetcher()
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -158,7 +158,7 @@ class Trainer:
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        with self._optimizer_prepared(), self.decisions.active(), recovery.guarded():
+        with self._optimizer_prepared(), self.decisions.active(), self._fetcher.running(), recovery.guarded():
             self.policy.before_train()
             while not (self.over or self.session.left):
                 try:
@@ -184,6 +184,19 @@ class Trainer:
                     recovery.recover(error)
         if self.over:
             self.policy.after_train()
+
+    def _new_fetcher(self) -> Fetcher:
+        """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
+        if isinstance(self._data, Stream):
+            self._data.check_workers(self.settings.loading.workers)
+        if not self.settings.loading.workers:
+            return Fetcher(self._data, self._sampler)
+        from kfuse.data.feeder import Feeder
+
+        def report(pid: int, how: str) -> None:
+            self._reporter.loader_lost(self.progress.step, pid, how)
+
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
@@ -250,6 +263,7 @@ class Trainer:
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         weigh = None if self._objective.weight_fn is None else self._objective.weight
         self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         return Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
         )
@@ -330,6 +344,7 @@ class Trainer:
             members=tuple(self.session.workers),
             step_time_s=step.seconds(),
             data_wait_s=step.data_wait_s,
+            data_bytes_per_s=step.data_bytes / step.seconds(),
         )
         at.schedule = self._schedule.advance(at.schedule, count, at.mean_grad_sq, at.mean_grad_variance)
         if self._scheduler is not None:
