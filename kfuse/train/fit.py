@@ -100,9 +100,10 @@ def fit(
     in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
     becomes the mean over the batches. Where the model computes the loss itself, `target` is the whole batch.
     num_workers: loader processes of each training worker, which fetch its micro-batches ahead, `prefetch_factor` each
-    (default 2); 0: none. Parameters have the same bits with any number. They are forked when training begins, call
-    worker_init_fn(number) first, and live until training ends: persistent_workers must be True. pin_memory: on CUDA,
-    batches are copied from pinned memory, on a stream of their own.
+    (default 2); 0: none, the default. A DataLoader's settings are taken where these are not given. Parameters have the
+    same bits with any number. They are forked when training begins, call worker_init_fn(number) first, and live until
+    training ends: persistent_workers must be True. pin_memory: on CUDA, batches are copied from pinned memory, on a
+    stream of their own.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
     ValueError for what is out of range and for a model that cannot be trained so.
