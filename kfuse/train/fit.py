@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFuncti
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.output import Output
-from kfuse.train.settings import user_settings
+from kfuse.train.settings import user_loading, user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
 
@@ -61,6 +61,11 @@ def fit(
     target_accuracy: float | None = None,
     seed: int = 0,
     precision: str = "fp32",
+    num_workers: int | None = None,
+    prefetch_factor: int | None = None,
+    pin_memory: bool | None = None,
+    worker_init_fn: Callable[[int], object] | None = None,
+    persistent_workers: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
@@ -108,6 +113,11 @@ def fit(
     each sample, or a scalar, the batch's mean. The means over all samples are in the summary, as `eval_metrics`, and
     in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
     becomes the mean over the batches. Where the model computes the loss itself, `target` is the whole batch.
+    num_workers: loader processes of each training worker, which fetch its micro-batches ahead, `prefetch_factor` each
+    (default 2); 0: none, the default. A DataLoader's settings are taken where these are not given. Parameters have the
+    same bits with any number. They are forked when training begins, call worker_init_fn(number) first, and live until
+    training ends: persistent_workers must be True. pin_memory: on CUDA, batches are copied from pinned memory, on a
+    stream of their own.
     checkpoint: a folder for checkpoints, written every `checkpoint_every` steps, by default after each epoch, and at
     the end; the newest `keep` are kept. resume: never; auto, from the newest good one in that folder, if there is one;
     or from a path. The bits are those of a training that was not interrupted.
@@ -124,7 +134,7 @@ def fit(
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
     objective = Objective(loss_fn, step_fn, weight_fn)
-    given = training_data(data, collate_fn)
+    given = training_data(data, collate_fn, batch_size, num_workers, prefetch_factor, pin_memory, worker_init_fn)
     if target_accuracy is not None and heldout is None:
         raise ValueError(f"target_accuracy={target_accuracy}: pass heldout=, whose accuracy it is")
     if target_accuracy is not None and step_fn is not None:
@@ -136,7 +146,7 @@ def fit(
         )
     _check_arguments("kf.fit", model, opt, scheduler)
     settings = user_settings(
-        batch_size=given.batch_size if batch_size is None else batch_size,
+        batch_size=given.batch_size,
         micro_batch=micro_batch,
         max_batch_size=max_batch_size,
         epochs=epochs,
@@ -150,6 +160,7 @@ def fit(
         clip_norm=clip_norm,
         target_accuracy=target_accuracy,
         precision=precision,
+        loading=user_loading(given, persistent_workers),
     )
     output = Output(
         current(),
@@ -173,7 +184,7 @@ def fit(
         metrics=metrics,
         output=output,
     )
-    _log_remarks(given, batch_size)
+    _log_remarks(given)
     with output.recorded():
         return trainer.run()
 
@@ -214,6 +225,11 @@ class DataLoader:
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
         seed: int = 0,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        worker_init_fn: Callable[[int], object] | None = None,
+        persistent_workers: bool = True,
         policy: BasePolicy | None = None,
         collate_fn: Collate | None = None,
         weight_fn: WeightFunction | None = None,
@@ -235,10 +251,10 @@ class DataLoader:
         """
         if policy is not None and not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
-        given = training_data(data, collate_fn)
+        given = training_data(data, collate_fn, batch_size, num_workers, prefetch_factor, pin_memory, worker_init_fn)
         _check_arguments("kf.DataLoader", model, opt, scheduler)
         settings = user_settings(
-            batch_size=given.batch_size if batch_size is None else batch_size,
+            batch_size=given.batch_size,
             micro_batch=micro_batch,
             max_batch_size=max_batch_size,
             epochs=epochs,
@@ -249,6 +265,7 @@ class DataLoader:
             decay=decay,
             decay_fraction=decay_fraction,
             clip_norm=clip_norm,
+            loading=user_loading(given, persistent_workers),
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
         self._output = Output(
@@ -273,7 +290,7 @@ class DataLoader:
             user_loop=True,
             several_backwards=several_backwards,
         )
-        _log_remarks(given, batch_size)
+        _log_remarks(given)
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -328,10 +345,10 @@ def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) ->
         )
 
 
-def _log_remarks(given: TrainingData, batch_size: int | None) -> None:
-    """Logs what the user must know of the data. batch_size: as it was given to kf.fit."""
+def _log_remarks(given: TrainingData) -> None:
+    """Logs what the user must know of the data."""
     session, remarks = current(), given.remarks
-    if given.in_loader and batch_size is None and (session.elastic or session.group.size > 1):
+    if given.batch_of_loader and (session.elastic or session.group.size > 1):
         remarks = (
             f"batch_size={given.batch_size} of the DataLoader is taken as the global batch, of all workers together: "
             "pass batch_size= for another",

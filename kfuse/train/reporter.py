@@ -54,6 +54,12 @@ class Reporter:
         self.recent.append([("event", data)])
         self._send("event", data)
 
+    def loader_lost(self, step: int, pid: int, how: str) -> None:
+        """A loader process of this worker ended unexpectedly; any worker's is reported, not rank 0's alone."""
+        worker = self._session.workers[self._session.group.rank]
+        data = {"step": step, "kind": "loader_lost", "worker": worker, "pid": pid, "how": how}
+        self._session.report("event", data)
+
     def start(self, step: int) -> None:
         """Training begins at `step` (above 0: from a checkpoint); sends its planned length in samples and steps."""
         epochs = self._settings.epochs

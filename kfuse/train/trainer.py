@@ -92,7 +92,6 @@ class Trainer:
         opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
-        self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
         self._saved_model = saved_model if output is None else output.saved_model
         self._schedule = settings.schedule(self._sampler.length)
@@ -103,6 +102,7 @@ class Trainer:
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
+        self._fetcher = self._new_fetcher()
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -176,7 +176,8 @@ class Trainer:
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        with self._optimizer_prepared(), self.decisions.active(), running.active(self), recovery.guarded():
+        prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
+        with prepared, decisions, running.active(self), fetching, recovery.guarded():
             self.policy.before_train()
             while not (self.over or self.session.left):
                 try:
@@ -203,6 +204,19 @@ class Trainer:
                     recovery.recover(error)
         if self.over:
             self.policy.after_train()
+
+    def _new_fetcher(self) -> Fetcher:
+        """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
+        if isinstance(self._data, Stream):
+            self._data.check_workers(self.settings.loading.workers)
+        if not self.settings.loading.workers:
+            return Fetcher(self._data, self._sampler)
+        from kfuse.data.feeder import Feeder
+
+        def report(pid: int, how: str) -> None:
+            self._reporter.loader_lost(self.progress.step, pid, how)
+
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
@@ -271,6 +285,7 @@ class Trainer:
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         weigh = None if self._objective.weight_fn is None else self._objective.weight
         self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         return Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
         )
@@ -363,6 +378,7 @@ class Trainer:
             members=tuple(self.session.workers),
             step_time_s=step.seconds(),
             data_wait_s=step.data_wait_s,
+            data_bytes_per_s=step.data_bytes / step.seconds(),
         )
         at.schedule = self._schedule.advance(at.schedule, count, at.mean_grad_sq, at.mean_grad_variance)
         if self._scheduler is not None:
