@@ -24,6 +24,7 @@ from kfuse.api import (
     grad_noise_scale,
     grad_norm,
     grad_variance,
+    load_state_dict,
     local_rank,
     rank,
     resize,
@@ -33,6 +34,7 @@ from kfuse.api import (
     set_topology,
     set_tree,
     size,
+    state_dict,
 )
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import CommOptions
@@ -84,6 +86,7 @@ __all__ = [
     "grad_norm",
     "grad_variance",
     "init",
+    "load_state_dict",
     "local_rank",
     "log_to",
     "monitor",
@@ -96,6 +99,7 @@ __all__ = [
     "set_topology",
     "set_tree",
     "size",
+    "state_dict",
 ]
 
 

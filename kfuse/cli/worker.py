@@ -7,6 +7,7 @@ import sys
 import traceback
 
 from kfuse import session
+from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
 from kfuse.train.build import build_trainer, comm_options, set_threads
@@ -25,7 +26,7 @@ def main() -> int:
     trainer = build_trainer(config)
     try:
         trainer.run()
-    except (ControlError, ConsistencyError) as error:
+    except (ControlError, ConsistencyError, LoaderError) as error:
         print(f"kfuse: worker {client.worker} ends: {error}", file=sys.stderr)
         return 1
     client.close()
