@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_job import DEADLINE_S, assert_none_left, environment, read_lines
+from elastic_job import DEADLINE_S, assert_none_left, environment, read_lines, wait_until
 from torch import nn
 
 import kfuse as kf
@@ -337,6 +337,39 @@ def test_killed_three_times_it_ends_with_the_undisturbed_bits(how: str, starter:
     assert resumed == sorted(set(resumed)) and resumed[-1] < newest(tmp_path / "undisturbed" / "kept")
     ends = {path.read_text() for path in tmp_path.glob("*/ended-*")}
     assert len(ends) == 1 and len(list(tmp_path.glob("*/ended-*"))) == (2 if starter == "plain" else 4)
+
+
+@pytest.mark.full
+def test_where_all_workers_are_killed_the_supervisor_starts_new_ones(tmp_path: Path) -> None:
+    """The script's checkpoints are what they go on from. The run directory has each step once."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def command(folder: str, pace_s: float) -> list[str]:
+        before = [
+            "-m",
+            "kfuse.cli.kfuse_run",
+            "--workers",
+            "2",
+            "--quiet",
+            "--run-dir",
+            str(tmp_path / f"run-{folder}"),
+        ]
+        (tmp_path / folder).mkdir()
+        return [sys.executable, *before, str(script), "fit", str(tmp_path / folder), str(pace_s)]
+
+    assert start(command("undisturbed", 0.0)).wait(DEADLINE_S) == 0
+    process = start(command("killed", 0.03))
+    wait_until("a checkpoint", lambda: newest(tmp_path / "killed" / "kept") >= 9)
+    workers = descendants(process.pid)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    assert process.wait(DEADLINE_S) == 0
+    assert len({path.read_text() for path in tmp_path.glob("*/ended-*")}) == 1
+    steps = [line["step"] for line in read_lines(tmp_path / "run-killed" / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    kinds = [event["kind"] for event in read_lines(tmp_path / "run-killed" / "events.jsonl")]
+    assert kinds.count("failure") == 2 and kinds.count("resumed") == 1
 
 
 def descendants(pid: int) -> list[int]:

@@ -128,7 +128,7 @@ class Recovery:
         view, group = self._session.view, self._session.group
         if view is None:
             self._load_or_begin(restarted=False)
-            self._reporter.start(self._progress.step)
+            self._reporter.start(self._progress.step, self._restarts)
             self._reporter.resend(events=False)
             return
         started = time.perf_counter()
@@ -149,7 +149,7 @@ class Recovery:
         self.has_state = True
         if begins:
             self._decisions.workers_requested = self._decisions.workers_requested or view.size
-            self._reporter.start(self._progress.step)
+            self._reporter.start(self._progress.step, self._restarts)
         elif group.rank == 0:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
         if begins or group.rank == 0:
@@ -162,6 +162,10 @@ class Recovery:
             self._checkpoints.save_last(self._progress.step, self._state.capture)
             if not self._progress.stop:  # a job that was told to stop has little time left
                 self._checkpoints.close()
+
+    @property
+    def _restarts(self) -> bool:
+        return self._checkpoints is not None and self._checkpoints.restarts
 
     def _gather_positions(self) -> list[int]:
         """By rank, `Progress.position`; -1 for a worker without state."""
