@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed import run_workers
 from elastic_job import DEADLINE_S, assert_none_left, environment, read_lines, wait_until
 from torch import nn
 
 import kfuse as kf
+from kfuse.train.evaluation import params_sha256
 
 Train = Callable[..., dict[str, Any] | None]
 
@@ -377,3 +379,22 @@ def descendants(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     return [*children, *(below for child in children for below in descendants(child))]
+
+
+def recorded_by_two(folder: str) -> str:
+    kf.init(kf.CommOptions(reproducible=True))
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+    arguments = ARGUMENTS | {"run_dir": Path(folder, "run"), "checkpoint": Path(folder, "kept"), "resume": "auto"}
+    with_fit(net, opt, Growing(), micro_batch=2, **arguments)
+    return params_sha256(net)
+
+
+@pytest.mark.full
+def test_rank_0_keeps_the_records_of_a_fixed_number_of_workers(tmp_path: Path) -> None:
+    first = run_workers(2, recorded_by_two, str(tmp_path))
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 22
+    views = [event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "view"]
+    assert [len(view["workers"]) for view in views] == [2]
+    assert len({*first, json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"]}) == 1
+    assert run_workers(1, recorded_by_two, str(tmp_path)) == first[:1]
