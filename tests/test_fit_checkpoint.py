@@ -247,6 +247,7 @@ def test_what_is_shown(how: Train, capsys: Any, tmp_path: Path) -> None:
     assert str(tmp_path / "shown" / "model.pt") in capsys.readouterr().out.replace("\n", "")
 
 
+@pytest.mark.full
 def test_a_terminal_shows_progress_and_what_the_script_prints() -> None:
     """In a terminal of its own, since pytest's output is none."""
     text = "import test_fit_checkpoint as t\nprint('before')\nt.train(t.with_fit)\nprint('after')\n"
