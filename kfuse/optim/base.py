@@ -101,6 +101,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
             self.engine.use_transport(old.topology, old.tree)
             old.close()
             self.engine.step, self.engine.parts = old.step, old.parts
+            self.engine.carry_figures(old.figures)
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
@@ -177,6 +178,11 @@ class DistributedOptimizer(ParameterGroups, ABC):
     def worker_is_lost(self) -> bool:
         """Whether a lost worker has aborted the step under way, and the training loop is yet to take the error."""
         return self._lost_worker_error is not None
+
+    def carry_figures(self, count: int) -> None:
+        """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""
+        self.statistics.carry_figures(count)
+        self.engine.carry_figures(count)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from kfuse.checkpoint.saved_model import SavedModel, load_weights
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
 from kfuse.data import DataSplit
+from kfuse.data.fetching import Loading
 from kfuse.data.given import heldout_data, training_data
 from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
@@ -48,7 +49,9 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     In an elastic job no other worker is needed yet; else rank 0 shares its parameters with the others here.
     """
     torch.manual_seed(config["seed"])
-    split: DataSplit = instantiate.build(config["data"])
+    data = dict(config["data"])
+    loading = Loading(data.pop("workers"), data.pop("prefetch"))
+    split: DataSplit = instantiate.build(data)
     node, weights = instantiate.initial_weights(config["model"])
     model: torch.nn.Module = instantiate.build(node, **split.spec)
     if weights is not None:
@@ -75,6 +78,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         base_lr=lr["base"],
         balance=workers["balance"],
         sync_every=config["comm"]["sync_every"],
+        loading=loading,
         ledger=config["observe"]["ledger"],
     )
     given = training_data(split.train)

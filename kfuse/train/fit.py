@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFuncti
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.output import Output
-from kfuse.train.settings import user_settings
+from kfuse.train.settings import user_loading, user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
 
@@ -61,6 +61,11 @@ def fit(
     target_accuracy: float | None = None,
     seed: int = 0,
     precision: str = "fp32",
+    num_workers: int | None = None,
+    prefetch_factor: int | None = None,
+    pin_memory: bool | None = None,
+    worker_init_fn: Callable[[int], object] | None = None,
+    persistent_workers: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     keep: int = 3,
@@ -95,8 +100,10 @@ def fit(
     loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). The model is
     called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. By default cross entropy
     for integer targets, mean squared error for floating ones.
-    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: scalar}). Evaluation calls
-    it too, without gradients and in eval mode. With neither, and batches that are mappings: `model(**batch)`, whose
+    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: number}), with always the
+    same names, at most 16. These figures are averaged over the step's samples and workers, in the gradients' own
+    messages, and written to metrics.jsonl as `figures`. Evaluation calls it too, without gradients and in eval mode.
+    With neither, and batches that are mappings: `model(**batch)`, whose
     output has the loss as `.loss` or `["loss"]`, as Hugging Face's models have.
     weight_fn(batch): a micro-batch's weight in the step's mean gradient and mean loss, a number above 0, such as its
     number of target tokens; by default its samples. It gets the batch as it was fetched, on the CPU. Statistics stay in
@@ -106,6 +113,11 @@ def fit(
     each sample, or a scalar, the batch's mean. The means over all samples are in the summary, as `eval_metrics`, and
     in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
     becomes the mean over the batches. Where the model computes the loss itself, `target` is the whole batch.
+    num_workers: loader processes of each training worker, which fetch its micro-batches ahead, `prefetch_factor` each
+    (default 2); 0: none, the default. A DataLoader's settings are taken where these are not given. Parameters have the
+    same bits with any number. They are forked when training begins, call worker_init_fn(number) first, and live until
+    training ends: persistent_workers must be True. pin_memory: on CUDA, batches are copied from pinned memory, on a
+    stream of their own.
     checkpoint: a folder for checkpoints, written every `checkpoint_every` steps, by default after each epoch, and at
     the end; the newest `keep` are kept. resume: never; auto, from the newest good one in that folder, if there is one;
     or from a path. The bits are those of a training that was not interrupted.
@@ -122,7 +134,7 @@ def fit(
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
     objective = Objective(loss_fn, step_fn, weight_fn)
-    given = training_data(data, collate_fn)
+    given = training_data(data, collate_fn, batch_size, num_workers, prefetch_factor, pin_memory, worker_init_fn)
     if target_accuracy is not None and heldout is None:
         raise ValueError(f"target_accuracy={target_accuracy}: pass heldout=, whose accuracy it is")
     if target_accuracy is not None and step_fn is not None:
@@ -134,7 +146,7 @@ def fit(
         )
     _check_arguments("kf.fit", model, opt, scheduler)
     settings = user_settings(
-        batch_size=given.batch_size if batch_size is None else batch_size,
+        batch_size=given.batch_size,
         micro_batch=micro_batch,
         max_batch_size=max_batch_size,
         epochs=epochs,
@@ -148,6 +160,7 @@ def fit(
         clip_norm=clip_norm,
         target_accuracy=target_accuracy,
         precision=precision,
+        loading=user_loading(given, persistent_workers),
     )
     output = Output(
         current(),
@@ -171,7 +184,7 @@ def fit(
         metrics=metrics,
         output=output,
     )
-    _log_remarks(given, batch_size)
+    _log_remarks(given)
     with output.recorded():
         return trainer.run()
 
@@ -212,6 +225,11 @@ class DataLoader:
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
         seed: int = 0,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        worker_init_fn: Callable[[int], object] | None = None,
+        persistent_workers: bool = True,
         policy: BasePolicy | None = None,
         collate_fn: Collate | None = None,
         weight_fn: WeightFunction | None = None,
@@ -233,10 +251,10 @@ class DataLoader:
         """
         if policy is not None and not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
-        given = training_data(data, collate_fn)
+        given = training_data(data, collate_fn, batch_size, num_workers, prefetch_factor, pin_memory, worker_init_fn)
         _check_arguments("kf.DataLoader", model, opt, scheduler)
         settings = user_settings(
-            batch_size=given.batch_size if batch_size is None else batch_size,
+            batch_size=given.batch_size,
             micro_batch=micro_batch,
             max_batch_size=max_batch_size,
             epochs=epochs,
@@ -247,6 +265,7 @@ class DataLoader:
             decay=decay,
             decay_fraction=decay_fraction,
             clip_norm=clip_norm,
+            loading=user_loading(given, persistent_workers),
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
         self._output = Output(
@@ -271,7 +290,7 @@ class DataLoader:
             user_loop=True,
             several_backwards=several_backwards,
         )
-        _log_remarks(given, batch_size)
+        _log_remarks(given)
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -297,7 +316,10 @@ class DataLoader:
         self._trainer.load_state_dict(state)
 
     def __len__(self) -> int:
-        """Steps of this training, those done included, if the batch size stays as it is."""
+        """Steps of this training, those done included, if the batch size stays as it is.
+
+        Raises TypeError where the number of samples is unknown and `steps` was not given.
+        """
         return self._trainer.planned_steps()
 
     @property
@@ -323,10 +345,10 @@ def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) ->
         )
 
 
-def _log_remarks(given: TrainingData, batch_size: int | None) -> None:
-    """Logs what the user must know of the data. batch_size: as it was given to kf.fit."""
+def _log_remarks(given: TrainingData) -> None:
+    """Logs what the user must know of the data."""
     session, remarks = current(), given.remarks
-    if given.in_loader and batch_size is None and (session.elastic or session.group.size > 1):
+    if given.batch_of_loader and (session.elastic or session.group.size > 1):
         remarks = (
             f"batch_size={given.batch_size} of the DataLoader is taken as the global batch, of all workers together: "
             "pass batch_size= for another",

@@ -16,6 +16,7 @@ import torch
 
 from kfuse.checkpoint.format import snapshot
 from kfuse.comm.group import CommError, drop_retired
+from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.session import Session
@@ -73,7 +74,7 @@ class Recovery:
                 self._opt.engine.abort()
                 if self._has_state and self._checkpoints is not None:
                     self._checkpoints.save_last(self._progress.step, self._state.capture)
-            elif isinstance(error, ConsistencyError):
+            elif isinstance(error, ConsistencyError | LoaderError):
                 self._session.give_up(str(error))
             raise
         finally:

@@ -54,6 +54,12 @@ class Reporter:
         self.recent.append([("event", data)])
         self._send("event", data)
 
+    def loader_lost(self, step: int, pid: int, how: str) -> None:
+        """A loader process of this worker ended unexpectedly; any worker's is reported, not rank 0's alone."""
+        worker = self._session.workers[self._session.group.rank]
+        data = {"step": step, "kind": "loader_lost", "worker": worker, "pid": pid, "how": how}
+        self._keeper.report("event", data)
+
     def start(self, step: int, restarts: bool) -> None:
         """Training begins at `step` (above 0: from a checkpoint); sends its planned length in samples and steps.
 
@@ -83,6 +89,8 @@ class Reporter:
         if not self._keeper.is_recorded:
             return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
+        if stats.figures:
+            figures["figures"] = stats.figures
         records = [("metrics", figures)]
         if stats.skipped:
             self.event(stats.step, "skipped", why="a gradient was not finite")

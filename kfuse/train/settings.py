@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kfuse.data.fetching import Loading
+from kfuse.data.given import TrainingData
 from kfuse.optim.scaling import check_clip_norm
 from kfuse.policies.signals import BATCH_MAX, Bounds
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
@@ -47,6 +49,8 @@ class Settings:
     """Steps between synchronisations of the workers: see kf.set_sync."""
     balance: bool = True
     """Give slower workers fewer micro-batches."""
+    loading: Loading = field(default_factory=Loading)
+    """Loader processes of each worker."""
     ledger: bool = False
     """Report each micro-batch's sample indices."""
 
@@ -104,6 +108,23 @@ def user_settings(
         raise ValueError(f"target_accuracy={settings.target_accuracy}: must be above 0 and at most 1")
     check_clip_norm(settings.clip_norm)
     return settings
+
+
+def user_loading(given: TrainingData, persistent_workers: bool) -> Loading:
+    """kf.fit's and kf.DataLoader's arguments about loader processes, checked. They are called as torch's DataLoader's.
+
+    Raises TypeError for a wrong type, ValueError for what is out of range.
+    """
+    workers = whole("num_workers", given.num_workers, 0)
+    if not persistent_workers:
+        raise ValueError("persistent_workers=False: must be True; loader processes live until training ends")
+    worker_init_fn, prefetch_factor = given.worker_init_fn, given.prefetch_factor
+    if worker_init_fn is not None and not callable(worker_init_fn):
+        raise TypeError(f"worker_init_fn={worker_init_fn!r}: must be a function of the loader process's number")
+    if prefetch_factor is not None and not workers:
+        raise ValueError(f"prefetch_factor={prefetch_factor}: needs num_workers, at least 1")
+    prefetch = 2 if prefetch_factor is None else whole("prefetch_factor", prefetch_factor, 1)
+    return Loading(workers, prefetch, bool(given.pin_memory), worker_init_fn)
 
 
 def _optional(name: str, value: Any, least: int) -> int | None:

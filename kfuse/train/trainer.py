@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance, running
 from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
-from kfuse.train.loss import Objective
+from kfuse.train.loss import Objective, Outcome
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
 from kfuse.train.recovery import Recovery
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
     from kfuse.checkpoint.saved_model import SavedModel
     from kfuse.train.output import Output
+
+MOST_FIGURES = 16
+"""Figures of a step function that each step averages: they have slots in the tail, whose size is known before."""
 
 
 class Trainer:
@@ -85,9 +88,9 @@ class Trainer:
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
         self._batch_is_checked = False
+        opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
-        self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
         self._saved_model = saved_model if output is None else output.saved_model
         self._schedule = settings.schedule(self._sampler.length)
@@ -98,6 +101,7 @@ class Trainer:
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
+        self._fetcher = self._new_fetcher()
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -151,8 +155,11 @@ class Trainer:
             try:
                 for j in step.mine:
                     with step.micro_batch(j) as batch:
-                        step.loss = loss = self._loss(batch)
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        done = self._forward(batch)
+                        step.loss = done.loss
+                        if self._objective.step_fn is not None:
+                            step.figures = self._figures(done)
+                        done.loss.backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -167,7 +174,8 @@ class Trainer:
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        with self._optimizer_prepared(), self.decisions.active(), running.active(self), recovery.guarded():
+        prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
+        with prepared, decisions, running.active(self), fetching, recovery.guarded():
             self.policy.before_train()
             while not (self.over or self.session.left):
                 try:
@@ -194,6 +202,19 @@ class Trainer:
                     recovery.recover(error)
         if self.over:
             self.policy.after_train()
+
+    def _new_fetcher(self) -> Fetcher:
+        """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
+        if isinstance(self._data, Stream):
+            self._data.check_workers(self.settings.loading.workers)
+        if not self.settings.loading.workers:
+            return Fetcher(self._data, self._sampler)
+        from kfuse.data.feeder import Feeder
+
+        def report(pid: int, how: str) -> None:
+            self._reporter.loader_lost(self.progress.step, pid, how)
+
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
@@ -232,13 +253,15 @@ class Trainer:
         return None
 
     def planned_steps(self) -> int:
-        """Steps of this training, those done included, if the batch size stays."""
+        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
         at, settings, length = self.progress, self.settings, self._sampler.length
         limit = math.inf if settings.steps is None else settings.steps
         if settings.epochs is not None and length is not None:
             left = -(-(length - at.cursor) // at.batch_size)
             left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
             limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
+        if limit == math.inf:
+            raise TypeError("this training has no length: its data tell none, and steps= is not given")
         return int(limit)
 
     def _before_step(self) -> None:
@@ -260,6 +283,7 @@ class Trainer:
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         weigh = None if self._objective.weight_fn is None else self._objective.weight
         self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         return Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
         )
@@ -303,15 +327,24 @@ class Trainer:
         engine = self.opt.engine
         return engine.step == before + 1 and engine.reduced is None
 
-    def _loss(self, batch: Any) -> Tensor:
-        """The micro-batch's mean loss, in the configured precision."""
+    def _forward(self, batch: Any) -> Outcome:
+        """The micro-batch's mean loss, and what came with it, in the configured precision."""
         if not self._batch_is_checked:
             self._check_batches(batch)
         device, low = self.session.group.device.type, self.settings.precision == "bf16"
         if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
-            return self._objective(self.model, batch).loss
+            return self._objective(self.model, batch)
         with torch.autocast(device, torch.bfloat16, enabled=low):
-            return self._objective(self.model, batch).loss
+            return self._objective(self.model, batch)
+
+    def _figures(self, done: Outcome) -> Sequence[Tensor | float]:
+        """A step function's figures in the order of their slots, which the first micro-batch decides."""
+        statistics = self.opt.statistics
+        if statistics.figure_names is None:
+            if len(done.figures) > MOST_FIGURES:
+                raise ValueError(f"step_fn returned {len(done.figures)} figures: must be at most {MOST_FIGURES}")
+            statistics.figure_names = tuple(sorted(done.figures))
+        return self._objective.figures(done, statistics.figure_names)
 
     def _check_batches(self, batch: Any) -> None:
         """Once, before the first forward: raises TypeError for batches that cannot become a loss, held-out ones too."""
@@ -343,6 +376,7 @@ class Trainer:
             members=tuple(self.session.workers),
             step_time_s=step.seconds(),
             data_wait_s=step.data_wait_s,
+            data_bytes_per_s=step.data_bytes / step.seconds(),
         )
         at.schedule = self._schedule.advance(at.schedule, count, at.mean_grad_sq, at.mean_grad_variance)
         if self._scheduler is not None:
