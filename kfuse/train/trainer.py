@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kfuse.checkpoint.format import snapshot
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
@@ -119,13 +118,12 @@ class Trainer:
         }
         if scheduler is not None:
             parts["scheduler"] = scheduler.scheduler
-        self._state = TrainingState(parts)
         self._recovery = Recovery(
             self.session,
             opt,
             self.progress,
             self.decisions,
-            self._state,
+            TrainingState(parts),
             checkpoints if output is None else output.checkpoints,
             self._reporter,
             arguments=settings.shared() | {"samples of data": self._sampler.length},
@@ -449,30 +447,18 @@ class Trainer:
         In a step's body, after opt.step(), that is the state after this step's update. In a policy's hook it is the
         state after that hook: a training that begins from it does not call the hook again for this step.
         """
-        at, hook_over = self.progress, 0
-        if self._under_way is not None:
-            step, before = self._under_way
-            if self._has_stepped(before):
-                at.once(Stage.UPDATE, partial(self._end_update, step))
-            elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
-                raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
-        elif at.stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH):
-            hook_over = 1
-        elif at.stage != Stage.BOUNDARY or not self._recovery.has_state:
-            raise RuntimeError(
-                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
-                "or after_epoch, or when training is over"
-            )
-        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
-        state["progress"]["stage"] += hook_over
-        return state
+        if self._under_way is None:
+            return self._recovery.snapshot(in_body=False)
+        step, before = self._under_way
+        if self._has_stepped(before):
+            self.progress.once(Stage.UPDATE, partial(self._end_update, step))
+        elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
+            raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
+        return self._recovery.snapshot(in_body=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has training begin from what `state_dict` returned; where checkpoints are resumed from, those come first.
 
         Raises RuntimeError once training has begun, ValueError for another program's state.
         """
-        if self._recovery.has_state:
-            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
-        self._state.check(state)
-        self._recovery.given = state
+        self._recovery.begin_from(state)
