@@ -23,6 +23,7 @@ from kfuse.api import (
     grad_noise_scale,
     grad_norm,
     grad_variance,
+    load_state_dict,
     local_rank,
     rank,
     resize,
@@ -32,6 +33,7 @@ from kfuse.api import (
     set_topology,
     set_tree,
     size,
+    state_dict,
 )
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import CommOptions
@@ -81,6 +83,7 @@ __all__ = [
     "grad_norm",
     "grad_variance",
     "init",
+    "load_state_dict",
     "local_rank",
     "log_to",
     "monitor",
@@ -93,6 +96,7 @@ __all__ = [
     "set_topology",
     "set_tree",
     "size",
+    "state_dict",
 ]
 
 

@@ -505,15 +505,18 @@ def wrong_uses() -> dict[str, Any]:
     return found
 
 
-def logged_lines() -> int:
+def logged_lines() -> tuple[int, int]:
+    """Records before and after the monitor is closed: the last one travels until then."""
     model = wrapped(nn.Linear(5, 2))
-    kf.ddp_hook(model)
+    monitor = kf.ddp_hook(model)
     records: list[Any] = []
     kf.log_to(records.append)
     for x, y in batches(3):
         F.mse_loss(model(x), y).backward()
+    before = len(records)
+    monitor.close()
     kf.log_to()
-    return len(records)
+    return before, len(records)
 
 
 def test_wrong_uses_of_ddp_end_in_one_line() -> None:
@@ -530,6 +533,6 @@ def test_wrong_uses_of_ddp_end_in_one_line() -> None:
             "RuntimeError: kf.ddp_hook: with join() workers take different numbers of steps"
         )
         assert found["sparse"].startswith("RuntimeError: kf.ddp_hook: a gradient is sparse")
-        assert found["logged"] == (3 if rank == 0 else 0)
+        assert found["logged"] == ((2, 3) if rank == 0 else (0, 0))
         assert found["no no_sync"] == (1, None)
         assert found["own group"] == (1, pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16)))

@@ -234,6 +234,11 @@ def _check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any],
 def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     import torch  # after the cheap checks: it takes a second
 
+    path = None
+    with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
+        node, path = instantiate.initial_weights(node)
+    if not isinstance(path, str | None) or path == "":
+        raise ConfigError(f"model.init={show(path)}: must be the path of model.pt or model.safetensors, or null")
     _check_class("model", node, spec)
     model = None
     with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
@@ -244,6 +249,15 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
         raise _wrong_result("model", node, model, "torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
+    if path is not None:
+        from kfuse.checkpoint.saved_model import mismatch, read_weights
+
+        try:
+            why = mismatch(model, read_weights(path))
+        except ValueError as error:
+            raise ConfigError(f"model.init={error}") from error
+        if why:
+            raise ConfigError(f"model.init={path}: {why}")
 
 
 def _check_optimizer(node: Any, lr: float) -> None:
@@ -290,11 +304,15 @@ def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_decay(values: Mapping[str, Any], samples: int | None) -> None:
-    """A cosine needs steps after the warmup. The run's length is counted in steps of the first batch size."""
+    """A decay needs steps after the warmup. The run's length is counted in steps of the first batch size."""
+    from kfuse.train.lr_schedule import decay_refusal  # after the cheap checks: it imports torch
+
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
     total = min(length for length in lengths if length is not None)
-    if lr["decay"] == "cosine" and lr["warmup_steps"] >= total:
+    if decay_refusal(lr["decay"], lr["warmup_steps"], total, lr["decay_fraction"]):
+        room = f"{1 - lr['decay_fraction']:g} of " if lr["decay"] == "wsd" else ""
         raise ConfigError(
-            f"lr.warmup_steps={lr['warmup_steps']}: must be below the run's {total:.0f} steps with lr.decay=cosine"
+            f"lr.warmup_steps={lr['warmup_steps']}: must be below {room}the run's {total:.0f} steps with "
+            f"lr.decay={lr['decay']}"
         )

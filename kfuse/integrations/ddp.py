@@ -9,8 +9,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.backward import BackwardWatch, total_square
-from kfuse.integrations.measure import Monitor, Options, one_device
+from kfuse.integrations.backward import BackwardWatch
+from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
+from kfuse.kernels import BLOCK
 
 
 def ddp_hook(
@@ -25,7 +26,7 @@ def ddp_hook(
 
     Call it on every rank, after the model was wrapped and before its first backward. A step is a backward that DDP
     reduces, with the backwards under `no_sync()` before it; each backward is a micro-batch. One message of 32 bytes a
-    step is added: it is sent behind the last bucket's.
+    step is added: it travels while the optimizer and the next forward run.
 
     samples: of each micro-batch; without it a micro-batch takes the sample's place. See `Monitor.samples`.
     accumulate: what each micro-batch's mean loss is divided by. With the usual `(loss / ACC).backward()` it is ACC.
@@ -52,20 +53,19 @@ class _Hook:
 
     def __init__(self, ddp: DistributedDataParallel, options: Options) -> None:
         self._ddp, self._group = ddp, ddp.process_group
-        self._workers = dist.get_world_size(self._group)
+        self._workers, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         named = ddp.module.named_parameters()
         self._params = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
         device = one_device("kf.ddp_hook", self._params)
-        self.monitor = Monitor(device, options, workers=self._workers, rank=dist.get_rank(self._group))
+        self.monitor = Monitor(device, options, workers=self._workers, rank=self._rank)
         # DDP without a hook multiplies by 1 / n as it copies a gradient into its bucket, and divides by n one that lies
         # there already. For n = 3 these differ in the last bit; for powers of two they do not.
         self._divides = ddp.gradient_as_bucket_view and self._workers & (self._workers - 1) != 0
         self._storages: dict[int, int] = {}  # by id of the parameter, where its gradient was before this backward
         self._of_buckets = False  # this backward's gradient is measured in the buckets
-        self._squares: list[Tensor] = []
+        self._norms: list[Tensor] = []
         self._means: list[Tensor] = []
-        self._message: Tensor | None = None
-        self._sent: dist.Work | None = None
+        self._reduces = False  # DDP reduces in this backward
         try:
             ddp.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
@@ -84,7 +84,7 @@ class _Hook:
 
     def _begins(self) -> bool:
         """A backward begins. Its gradient is measured parameter by parameter where buckets will hold another."""
-        self._squares, self._means = [], []
+        self._norms, self._means, self._reduces = [], [], False
         self._of_buckets = self._syncs and not self._watch.kept
         if self._divides:
             grads = ((id(param), param.grad) for param in self._params)
@@ -100,12 +100,13 @@ class _Hook:
         if buffer.dtype in (torch.bfloat16, torch.float16):
             self.monitor.low_precision()
         if self._of_buckets:
-            self._squares.append(total_square([buffer]))
+            self._norms += block_norms(buffer)
         self._divide(buffer, bucket)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._means.append(buffer)
-        if bucket.is_last():
-            self._send()
+        if bucket.is_last():  # and all gradients are there
+            self._reduces = True
+            self.monitor.micro_batch(sum_squares(self._norms) if self._of_buckets else self._watch.square())
         return work.get_future().then(lambda future: future.value()[0])
 
     def _divide(self, buffer: Tensor, bucket: GradBucket) -> None:
@@ -119,22 +120,20 @@ class _Hook:
             else:
                 view.mul_(1.0 / self._workers)
 
-    def _send(self) -> None:
-        """All gradients of this backward are there: sums the workers' figures of the step."""
-        self.monitor.micro_batch(torch.stack(self._squares).sum() if self._of_buckets else self._watch.square())
-        self._message = self.monitor.message()
-        self._sent = dist.all_reduce(self._message, group=self._group, async_op=True)
-
     def _ended(self) -> None:
         """A backward is over, but for DDP's last buckets: DDP has queued its wait for them behind this call."""
-        if self._message is None:
-            self.monitor.micro_batch(self._watch.square())
-        else:
+        if self._reduces:
             at_the_end_of_backward(self._finish)
+        else:
+            self.monitor.micro_batch(self._watch.square())
 
     def _finish(self) -> None:
-        assert self._message is not None and self._sent is not None
-        self._sent.wait()
-        message, means, self._message, self._means = self._message, self._means, None, []
+        """All buckets are reduced: each worker measures its share of the mean gradient; all figures are summed."""
+        message = self.monitor.message(total_square(map(self._share, self._means)))
+        self._means = []
         self._watch.step_ended()
-        self.monitor.step(message, total_square(means))
+        self.monitor.step(message, dist.all_reduce(message, group=self._group, async_op=True))
+
+    def _share(self, mean: Tensor) -> Tensor:
+        first, end = (mean.numel() * rank // self._workers // BLOCK * BLOCK for rank in (self._rank, self._rank + 1))
+        return mean[first:] if self._rank == self._workers - 1 else mean[first:end]

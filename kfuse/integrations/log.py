@@ -41,8 +41,9 @@ _targets: list[Target] = []
 def log_to(*targets: Target | Writer | str | os.PathLike[str]) -> None:
     """Sends each step's figures of every monitor (`kf.ddp_hook`, `kf.fsdp_monitor`, `kf.monitor`) to these targets.
 
-    They replace those of an earlier call; `log_to()` sends them nowhere. Only rank 0 sends. The step's figures are sent
-    when they are on the host: with the step itself on a CPU, with the next step on a GPU.
+    They replace those of an earlier call; `log_to()` sends them nowhere. Only rank 0 sends. A step's figures are sent
+    when they are on the host: one or two steps later, with `kf.monitor` on a CPU at once. `Monitor.close()` sends the
+    last ones.
 
     targets: each one
     - a callable, called with a dict: "monitor" (the monitor's name), then FIGURES, None where unknown;

@@ -14,42 +14,55 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kfuse.comm import tail
 from kfuse.integrations import log
-from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
+from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 SQUARES = 0  # sum over micro-batches of |s_j|^2, without loss scale
 MICRO_BATCHES = 1
 INVERSE_SAMPLES = 2  # sum over micro-batches of 1 / b_j
-TOTAL = 3  # |t|^2, without loss scale: 0 where every rank adds it itself, this rank's part where t is sharded
+TOTAL = 3  # |t|^2, without loss scale: the sum of what each worker measured of its part of t
 MESSAGE_SLOTS = 4
 
 
-@torch.no_grad()
-def squared_norm(values: Tensor) -> Tensor:
-    """The sum of squares of `values` (any shape, floating-point): float64 scalar on their device, without a wait.
+def block_norms(values: Tensor) -> list[Tensor]:
+    """The norms of `values` (any shape, floating-point) in blocks of BLOCK elements: tensors [k] of fp32, or of fp64.
 
-    Its rounding error is that of one block, some tens of 2^-24, whatever the size: S is a difference of such sums.
+    Blocks keep the rounding error that of one, some tens of 2^-24, whatever the size: S is a difference of such sums.
     """
     flat = (values.detach().coalesce().values() if values.is_sparse else values.detach()).reshape(-1)
-    if flat.dtype == torch.float64:
-        return flat.dot(flat)
-    if flat.numel() <= BLOCK:
-        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
-        return norm.double().square()
-    partials = torch.empty(num_blocks(flat.numel()), dtype=torch.float32, device=flat.device)
-    block_sumsq(flat, partials)
-    total = torch.empty((), dtype=torch.float64, device=flat.device)
-    sum_partials(partials, total)
-    return total
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    whole = flat.numel() // BLOCK * BLOCK
+    norms = []
+    if whole:
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=dtype))
+    if whole < flat.numel() or not whole:
+        norms.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True, dtype=dtype))
+    return norms
+
+
+def sum_squares(norms: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all `norms` (tensors [k], at least one): float64 scalar on their device."""
+    return torch.cat(list(norms)).double().square().sum()
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """The sum of squares of `values`: float64 scalar on their device, without a wait."""
+    return sum_squares(block_norms(values))
+
+
+def total_square(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of squares of all `tensors`, at least one: float64 scalar on their device, without a wait."""
+    return sum_squares([norms for values in tensors for norms in block_norms(values)])
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,7 @@ class Monitor:
         self._handles: list[Any] = []
         self._steps, self._seen = 0, 0.0  # samples of the steps that `log_to` was there for
         self._started = False
+        self._pending: tuple[Tensor, dist.Work | None] | None = None
         self.drop()
 
     def drop(self) -> None:
@@ -150,6 +164,7 @@ class Monitor:
     @property
     def stats(self) -> StepStats | None:
         """The newest finished step's figures; None before the first. Waits for the device."""
+        self._settle()
         return self._statistics.wait()
 
     @property
@@ -169,6 +184,7 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The running estimate and the numbers of steps and samples, in plain values: the same on every worker."""
+        self._settle()
         self._statistics.wait()
         return {"steps": self._steps, "samples": self._seen, "noise_scale": self._statistics.noise_scale.state_dict()}
 
@@ -179,6 +195,7 @@ class Monitor:
 
     def close(self) -> None:
         """Sends the last step's figures to `kf.log_to`, and removes the hooks that can be removed."""
+        self._settle()
         self._send(lag=0)
         for handle in self._handles:
             handle.remove()
@@ -203,28 +220,38 @@ class Monitor:
         self.micro_batches += 1
         self._inverse_samples += 1.0 / (self._samples or 1.0)
 
-    def message(self, total: Tensor | None = None) -> Tensor:
+    def message(self, total: Tensor) -> Tensor:
         """This worker's sums of the step: float64 [MESSAGE_SLOTS] on the device. To be summed over the workers.
 
-        total: this worker's part of |t|^2 as seen, where t is sharded. The step's sums are emptied.
+        total: of this worker's part of t, the squares as seen; the parts make up t. The step's sums are emptied.
         """
         message = torch.zeros(MESSAGE_SLOTS, dtype=torch.float64, device=self.device)
         message[SQUARES] = self._squares
         message[MICRO_BATCHES], message[INVERSE_SAMPLES] = self.micro_batches, self._inverse_samples
-        if total is not None:
-            message[TOTAL] = total * self._unscale()
+        message[TOTAL] = total * self._unscale()
         self.drop()
         return message
 
-    def step(self, message: Tensor, total: Tensor | None = None) -> None:
+    def step(self, message: Tensor, sent: dist.Work | None = None) -> None:
         """Ends a step: its figures are on their way to the host, and to `kf.log_to`. Never waits for a GPU.
 
-        message: the sum of all workers' messages, at least one micro-batch among them. total: |t|^2 as seen, where each
-        worker has the whole t.
+        message: the sum of all workers' messages, at least one micro-batch among them; with `sent`, once that is done.
+        It is then waited for at the end of the next step, or when figures are read.
         """
-        micro_batches = message[MICRO_BATCHES]
+        self._settle()
+        self._pending = (message, sent)
+        if sent is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Takes in the step whose message was still travelling."""
+        if self._pending is None:
+            return
+        (message, sent), self._pending = self._pending, None
+        if sent is not None:
+            sent.wait()
+        micro_batches, seen = message[MICRO_BATCHES], message[TOTAL]
         samples = micro_batches / message[INVERSE_SAMPLES]
-        seen = message[TOTAL] if total is None else total * self._unscale()
         record = torch.zeros(
             tail.RECORD_SLOTS + self.workers * tail.RANK_SLOTS, dtype=torch.float64, device=self.device
         )

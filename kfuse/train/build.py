@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kfuse.checkpoint.manager import Checkpoints
+from kfuse.checkpoint.saved_model import SavedModel, load_weights
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
 from kfuse.data import DataSplit
@@ -51,7 +52,10 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     data = dict(config["data"])
     loading = Loading(data.pop("workers"), data.pop("prefetch"))
     split: DataSplit = instantiate.build(data)
-    model: torch.nn.Module = instantiate.build(config["model"], **split.spec)
+    node, weights = instantiate.initial_weights(config["model"])
+    model: torch.nn.Module = instantiate.build(node, **split.spec)
+    if weights is not None:
+        load_weights(model, weights)
     session = current()
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
@@ -68,6 +72,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         lr_scaling=lr["scaling"],
         warmup_steps=lr["warmup_steps"],
         decay=lr["decay"],
+        decay_fraction=lr["decay_fraction"],
         precision=train["precision"],
         seed=config["seed"],
         base_lr=lr["base"],
@@ -85,6 +90,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         settings,
         policy=instantiate.build(config["policy"]),
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
+        saved_model=SavedModel(Path(config["run_dir"]), session) if train["save_model"] else None,
         heldout=heldout_data(split.heldout),
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
     )

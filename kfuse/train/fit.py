@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from kfuse.train.evaluation import Metric
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.model_checks import log_remarks
+from kfuse.train.output import Output
 from kfuse.train.settings import user_loading, user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
@@ -45,6 +47,7 @@ def fit(
     lr_scaling: Scaling = "sqrt",
     warmup_steps: int = 0,
     decay: Decay = "none",
+    decay_fraction: float = 0.1,
     scheduler: Any = None,
     scheduler_interval: Interval = "step",
     clip_norm: float | None = None,
@@ -63,6 +66,13 @@ def fit(
     pin_memory: bool | None = None,
     worker_init_fn: Callable[[int], object] | None = None,
     persistent_workers: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    resume: str | os.PathLike[str] = "never",
+    run_dir: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    save_model: bool | None = None,
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
@@ -78,9 +88,11 @@ def fit(
     samples in one forward and backward; default a quarter of the batch, so that the noise scale is known on one worker
     too. max_batch_size: the limit for policies; default 64 times the batch.
     The learning rate is the optimizer's own, which kfuse never writes. An update multiplies it by what follows a
-    changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps`, by `decay` (none,
-    or cosine to zero at the end) and by the policy's lr_scale. warmup_steps and the cosine count steps of the first
-    batch size: where `steps` ends the run and the batch has grown, the cosine is at zero before that.
+    changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps` (counted in steps
+    of the first batch size), by `decay` and by the policy's lr_scale.
+    decay: none (or constant), cosine, linear, or wsd (constant until the last `decay_fraction` of the run). The others
+    than none reach zero at the end of the run, also where the batch size changes: they follow the part of the run's
+    samples that is used (epochs), or of its steps (steps).
     scheduler: a torch scheduler made for `opt`, stepped here after each step, or each epoch (`scheduler_interval`).
     clip_norm: largest norm of the mean gradient in this training; None: as the optimizer was made. seed: of data order
     and dropout; a second training with the same seed has the same order and the same dropout.
@@ -88,8 +100,10 @@ def fit(
     loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). The model is
     called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. By default cross entropy
     for integer targets, mean squared error for floating ones.
-    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: scalar}). Evaluation calls
-    it too, without gradients and in eval mode. With neither, and batches that are mappings: `model(**batch)`, whose
+    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: number}), with always the
+    same names, at most 16. These figures are averaged over the step's samples and workers, in the gradients' own
+    messages, and written to metrics.jsonl as `figures`. Evaluation calls it too, without gradients and in eval mode.
+    With neither, and batches that are mappings: `model(**batch)`, whose
     output has the loss as `.loss` or `["loss"]`, as Hugging Face's models have.
     weight_fn(batch): a micro-batch's weight in the step's mean gradient and mean loss, a number above 0, such as its
     number of target tokens; by default its samples. It gets the batch as it was fetched, on the CPU. Statistics stay in
@@ -104,6 +118,15 @@ def fit(
     same bits with any number. They are forked when training begins, call worker_init_fn(number) first, and live until
     training ends: persistent_workers must be True. pin_memory: on CUDA, batches are copied from pinned memory, on a
     stream of their own.
+    checkpoint: a folder for checkpoints, written every `checkpoint_every` steps, by default after each epoch, and at
+    the end; the newest `keep` are kept. resume: never; auto, from the newest good one in that folder, if there is one;
+    or from a path. The bits are those of a training that was not interrupted.
+    run_dir: a new folder (or that of the training that is resumed) for metrics.jsonl, events.jsonl, summary.json and
+    TensorBoard's files, which rank 0 writes; under kfuse-run the job's own run directory is used instead. progress:
+    show the training; by default on a terminal. Under kfuse-run its own display does so.
+    save_model: write model.pt and, where safetensors is installed, model.safetensors at the end, and best.pt whenever
+    an evaluation is the best so far (by accuracy where it is known, else by loss), to run_dir, else to the folder of
+    the checkpoints. By default where there is such a folder.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
     ValueError for what is out of range and for a model that cannot be trained so.
@@ -133,10 +156,21 @@ def fit(
         lr_scaling=lr_scaling,
         warmup_steps=warmup_steps,
         decay=decay,
+        decay_fraction=decay_fraction,
         clip_norm=clip_norm,
         target_accuracy=target_accuracy,
         precision=precision,
         loading=user_loading(given, persistent_workers),
+    )
+    output = Output(
+        current(),
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        run_dir=run_dir,
+        progress=progress,
+        save_model=save_model,
     )
     trainer = Trainer(
         model,
@@ -148,9 +182,11 @@ def fit(
         objective=objective,
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
         metrics=metrics,
+        output=output,
     )
     _log_remarks(given)
-    return trainer.run()
+    with output.recorded():
+        return trainer.run()
 
 
 class DataLoader:
@@ -184,6 +220,7 @@ class DataLoader:
         lr_scaling: Scaling = "sqrt",
         warmup_steps: int = 0,
         decay: Decay = "none",
+        decay_fraction: float = 0.1,
         scheduler: Any = None,
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
@@ -197,6 +234,13 @@ class DataLoader:
         collate_fn: Collate | None = None,
         weight_fn: WeightFunction | None = None,
         several_backwards: bool = False,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+        resume: str | os.PathLike[str] = "never",
+        run_dir: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+        save_model: bool | None = None,
     ) -> None:
         """Arguments as for kf.fit, and the same errors. A step yields whatever structure the data set's batches have.
 
@@ -219,10 +263,21 @@ class DataLoader:
             lr_scaling=lr_scaling,
             warmup_steps=warmup_steps,
             decay=decay,
+            decay_fraction=decay_fraction,
             clip_norm=clip_norm,
             loading=user_loading(given, persistent_workers),
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
+        self._output = Output(
+            current(),
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            resume=resume,
+            run_dir=run_dir,
+            progress=progress,
+            save_model=save_model,
+        )
         self._trainer = Trainer(
             model,
             given.data,
@@ -231,6 +286,7 @@ class DataLoader:
             policy=policy,
             scheduler=schedule,
             objective=Objective(weight_fn=weight_fn),
+            output=self._output,
             user_loop=True,
             several_backwards=several_backwards,
         )
@@ -245,10 +301,25 @@ class DataLoader:
                 "epochs pass epochs= and iterate once; for another training make a new one"
             )
         self._begun = True
-        return self._trainer.steps()
+        return self._steps()
+
+    def _steps(self) -> Iterator[Step]:
+        with self._output.recorded():
+            yield from self._trainer.steps()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `kf.state_dict`, of this training; also when it is over."""
+        return self._trainer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `kf.load_state_dict`, for this training."""
+        self._trainer.load_state_dict(state)
 
     def __len__(self) -> int:
-        """Steps of this training, those done included, if the batch size stays as it is."""
+        """Steps of this training, those done included, if the batch size stays as it is.
+
+        Raises TypeError where the number of samples is unknown and `steps` was not given.
+        """
         return self._trainer.planned_steps()
 
     @property

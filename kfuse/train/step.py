@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -98,6 +98,8 @@ class Step:
         """
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
         self.loss: Tensor | float | None = None
+        self.figures: Sequence[Tensor | float] = ()
+        """Scalars that are averaged like the loss, in the order of `Statistics.figure_names`."""
         self.data_wait_s = 0.0
         """Seconds spent waiting for data so far."""
         self.data_bytes = 0
@@ -139,12 +141,13 @@ class Step:
         self.data_wait_s += time.perf_counter() - started
         self.data_bytes += sum(tensor.nbytes for tensor in tensors(batch))
         seed_forward(device, key)
-        self.loss = None
+        self.loss, self.figures = None, ()
         with self._opt.micro_batch(
             samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
         ) as micro_batch:
             yield batch
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
+            micro_batch.figures = self.figures
 
     def __iter__(self) -> Iterator[Any]:
         """For the body of a user's loop. If a worker is lost, the iteration ends early; the step is repeated later."""
