@@ -283,11 +283,15 @@ def test_other_data_is_no_stream() -> None:
 
 
 class Noisy(Shards):
-    """Draws from all three global generators for each sample."""
+    """Draws from all three global generators for each sample; and before them, which does no harm."""
 
     def open(self, shard: int, position: int) -> Iterator[Any]:
-        for p in range(position, self.lengths[shard]):
-            yield shard, p, float(torch.rand(())) + np.random.rand() + random.random()
+        torch.rand(2), np.random.rand(), random.random()
+
+        def draw(p: int) -> Any:
+            return shard, p, float(torch.rand(())) + np.random.rand() + random.random()
+
+        return map(draw, range(position, self.lengths[shard]))
 
 
 class Shuffled(IterableDataset):
