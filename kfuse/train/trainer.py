@@ -84,6 +84,8 @@ class Trainer:
         self._metrics = check_metrics(metrics, self._objective, heldout)
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
+        if scheduler is not None and scheduler.interval == "epoch" and self._sampler.length is None:
+            raise ValueError("scheduler_interval='epoch': must be 'step', as a stream has no epochs")
         self._scheduler = scheduler
         self._saved_model = saved_model if output is None else output.saved_model
         self._schedule = settings.schedule(self._sampler.length)
