@@ -268,10 +268,9 @@ def test_a_loader_process_that_is_killed_is_restarted_once(caplog: pytest.LogCap
         first = sorted(children())
         for cursor in range(0, LENGTH, 8):
             fed.expect(plan(0, cursor))
+            if cursor == 16:
+                os.kill(first[0], signal.SIGKILL)
             for task in tasks_of_step(plan(0, cursor)):
-                if cursor == 16:
-                    for pid in first[:1]:
-                        os.kill(pid, signal.SIGKILL)
                 assert_equal(fed.fetch(task), task)
         assert len(lost) == 1 and lost[0][0] == first[0] and "SIGKILL" in lost[0][1]
         [said] = [record for record in caplog.records if record.levelno == logging.WARNING]
