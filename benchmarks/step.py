@@ -24,10 +24,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from step_report import report
+from step_report import PAIRS, Pairs, report
 from step_variants import VARIANTS, Settings, Variant
 
 CHECK_STEPS, TOLERANCE = 6, 1e-4
+STEP_VARIANTS = tuple(VARIANTS)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,12 @@ class Schedule:
 
 
 def main() -> None:
-    arguments = _arguments()
+    measure("step", __doc__ or "", STEP_VARIANTS, PAIRS)
+
+
+def measure(benchmark: str, description: str, default: tuple[str, ...], pairs: Pairs) -> None:
+    """The command `benchmark`: reads its arguments, measures, reports. default: variants unless others are chosen."""
+    arguments = _arguments(description, default)
     settings = Settings(
         workers=arguments.workers,
         samples=arguments.samples,
@@ -52,7 +58,7 @@ def main() -> None:
         outcome = _run(settings, schedule)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         sys.exit(f"a worker failed:\n{error}")
-    report(outcome, settings, schedule.rounds, schedule.steps, arguments.json)
+    report(benchmark, pairs, outcome, settings, schedule.rounds, schedule.steps, arguments.json)
 
 
 def _run(settings: Settings, schedule: Schedule) -> dict[str, Any]:
@@ -156,8 +162,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _arguments() -> argparse.Namespace:
-    parser = _Parser(description=(__doc__ or "").splitlines()[0])
+def _arguments(description: str, default: tuple[str, ...]) -> argparse.Namespace:
+    parser = _Parser(description=description.splitlines()[0])
     parser.add_argument("--workers", type=_at_least(2), default=2)
     parser.add_argument("--micro-batches", type=_at_least(1), default=1, help="a worker's micro-batches a step")
     parser.add_argument("--samples", type=_at_least(1), default=8, help="sequences a micro-batch")
@@ -166,9 +172,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bucket-mb", type=_positive, default=Settings.bucket_mb, help="of kfuse; DDP keeps its default"
     )
-    parser.add_argument(
-        "--variants", type=_names, default=tuple(VARIANTS), help=f"comma-separated: {', '.join(VARIANTS)}"
-    )
+    parser.add_argument("--variants", type=_names, default=default, help=f"comma-separated: {', '.join(VARIANTS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write settings, machine and all measurements here")
     arguments = parser.parse_args()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm import engine
+from kfuse.comm import measurement
 from kfuse.comm.plan import StepPlan
 from kfuse.models import GPT
 
@@ -175,13 +175,13 @@ class KfuseNoStatistics(Kfuse):
         self.optimizer.statistics.push = lambda *_: None  # type: ignore[method-assign]
 
     def train(self) -> Tensor:
-        original, own = engine.sum_partials, self.optimizer.engine._sumsq
+        original, own = measurement.sum_partials, self.optimizer.engine.measurement.sumsq
 
         def only_for_clipping(partials: Tensor, out: Tensor) -> None:
             if partials is not own:
                 original(partials, out)
 
-        with patch.object(engine, "sum_partials", only_for_clipping):
+        with patch.object(measurement, "sum_partials", only_for_clipping):
             return super().train()
 
 

@@ -12,7 +12,9 @@ from machine import command, machine, versions
 from numpy.typing import NDArray
 from step_variants import Settings
 
-PAIRS = (
+Pairs = tuple[tuple[str, str], ...]
+
+PAIRS: Pairs = (
     ("allreduce", "allreduce-no-stats"),
     ("reproducible", "reproducible-no-stats"),
     ("allreduce", "ddp-adascale"),
@@ -22,8 +24,16 @@ PAIRS = (
 RESAMPLES = 2000
 
 
-def report(outcome: dict[str, Any], settings: Settings, rounds: int, steps: int, path: Path | None) -> None:
-    """Prints the tables; writes all numbers to `path`, where one is given."""
+def report(
+    benchmark: str,
+    compared: Pairs,
+    outcome: dict[str, Any],
+    settings: Settings,
+    rounds: int,
+    steps: int,
+    path: Path | None,
+) -> None:
+    """Prints the tables; writes all numbers to `path`, where one is given. compared: variants in pairs."""
     names = list(outcome["rounds"][0])
     seconds = {name: np.array([r[name][0] for r in outcome["rounds"]]) for name in names}
     exposed = {name: np.array([r[name][1] for r in outcome["rounds"]]) for name in names}
@@ -41,14 +51,14 @@ def report(outcome: dict[str, Any], settings: Settings, rounds: int, steps: int,
     }
     pairs = {
         f"{a} / {b}": {"step": _median_interval(seconds[a] / seconds[b]), "cpu": _median_interval(cpu[a] / cpu[b])}
-        for a, b in PAIRS
+        for a, b in compared
         if a in names and b in names
     }
     _print(variants, pairs, settings, outcome, rounds, steps)
     if path is None:
         return
     record = {
-        "benchmark": "step",
+        "benchmark": benchmark,
         "command": command(),
         "machine": machine(),
         "versions": versions(("torch", "numpy", "fairscale")),

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm import engine
+from kfuse.comm import engine, measurement
 from kfuse.comm.plan import StepPlan
 from kfuse.kernels import PackTable
 from kfuse.models import GPT
@@ -224,8 +224,8 @@ class Kfuse(Variant):
         with ExitStack() as stack:
             if not self.statistics:
                 stack.enter_context(patch.object(engine, "pack", _pack_only))
-                stack.enter_context(patch.object(engine, "block_sumsq", lambda flat, out: None))
-                stack.enter_context(patch.object(engine, "sum_partials", lambda partials, out: None))
+                stack.enter_context(patch.object(measurement, "block_sumsq", lambda flat, out: None))
+                stack.enter_context(patch.object(measurement, "sum_partials", lambda partials, out: None))
             yield
 
 

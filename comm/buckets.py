@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfuse.kernels import PackTable
+from kfuse.comm.sum_tree import LeafStep
+from kfuse.kernels import PackTable, pack
 
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
 
@@ -145,9 +146,21 @@ class AveragedBuffers:
             changes[i] = torch.where(self.tensors[i] == self._first[i], 0, changes[i])
         return [change.to(torch.float32) for change in changes]
 
-    def apply(self, index: int, change: Tensor) -> None:
-        """Sets buffer `index` to its value at the step's start plus `change` (in its shape); a counter is rounded."""
-        buffer, first = self.tensors[index], self._first[index]
-        change = change if buffer.is_floating_point() else change.round().to(buffer.dtype)
-        torch.add(first, change, out=buffer)
-        first.copy_(buffer)
+    def pack(self, bucket: Bucket, leaf: LeafStep, scale: float) -> None:
+        """Packs the changes, multiplied by `scale`, into their bucket's slot, as `leaf` says."""
+        changes = self.changes()
+        values = [changes[i] for i in bucket.layout.params]
+        unused = torch.empty(bucket.table.num_chunks, device=bucket.device)
+        pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=unused)
+
+    def apply(self, bucket: Bucket, total_weight: Tensor | None) -> None:
+        """Sets each buffer to its value at the step's start plus the bucket's mean change; a counter is rounded.
+
+        total_weight: scalar, by which the bucket's sums are divided; None: they are means.
+        """
+        for index, change in zip(bucket.layout.params, bucket.views, strict=True):
+            buffer, first = self.tensors[index], self._first[index]
+            change = change if total_weight is None else change / total_weight
+            change = change if buffer.is_floating_point() else change.round().to(buffer.dtype)
+            torch.add(first, change, out=buffer)
+            first.copy_(buffer)

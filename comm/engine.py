@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kfuse.comm import transports
+from kfuse.comm import gradients, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_buckets
-from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward, check_parameters, take_over
+from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward
 from kfuse.comm.group import CommError, Group
-from kfuse.comm.plan import ADD, REMEDY, WRITE, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.measurement import Measurement
+from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
-from kfuse.comm.sum_tree import plan_merges, plan_range
-from kfuse.comm.tail import NOTHING_ANNOUNCED, SAMPLES, Tail, digest
-from kfuse.comm.timer import Stopwatch
-from kfuse.kernels import block_sumsq, num_blocks, pack, sum_partials
+from kfuse.comm.tail import digest
+from kfuse.kernels import pack
 
 _LOG = logging.getLogger("kfuse")
 
@@ -39,6 +37,8 @@ class Engine:
     """All of them. The last one carries the tail."""
     gradient_buckets: list[Bucket]
     """The buckets that hold gradients: all, or all but the last one, which then holds averaged buffers and the tail."""
+    measurement: Measurement
+    """Measures the gradients and the time; writes the tail."""
     group: Group
     """The lane of the view's group that this engine uses."""
     transport_name: str
@@ -59,7 +59,7 @@ class Engine:
         self.options, self.lane = options, lane
         self.params = [p for params in groups for p in params]
         self.names = list(names) if names is not None else [f"parameter {i}" for i in range(len(self.params))]
-        check_parameters(self.params, self.names)
+        gradients.check_parameters(self.params, self.names)
         kinds = [index for index, params in enumerate(groups) for _ in params]
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
         self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
@@ -76,6 +76,10 @@ class Engine:
         self.averaged = AveragedBuffers([])
         """Buffers whose changes are averaged with the gradients."""
         self._hooks: GradientHooks | None = None
+        self.parts = 1
+        """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
+        self.figures = 0
+        """Slots of the tail for a step function's figures."""
         self._new, self._warned = True, False
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
@@ -92,28 +96,27 @@ class Engine:
         self._build()
         self.set_group(self.group)
 
+    def carry_figures(self, count: int) -> None:
+        """Between steps: so many numbers of each micro-batch are averaged with its loss (`MicroBatch.figures`)."""
+        if count != self.figures:
+            self.figures = self.measurement.figures = count
+            self.set_group(self.group)
+
     def _build(self) -> None:
         """Makes buckets, partial sums and hooks. The last bucket carries the tail.
 
         With averaged buffers or bf16 messages it has no gradients: only the buffers and the tail, which need fp32.
         """
-        self.check_owner()
+        gradients.check_owner(self)
         self.close()
         buffers = self.averaged.tensors
         apart = bool(buffers) or self.options.dtype != "fp32"
         self.buckets = make_buckets(self._layouts, self.params, buffers if apart else None)
         self.gradient_buckets = self.buckets[: len(self._layouts)]
         self._device = self.params[0].device if self.params else torch.device("cpu")
-        chunks = [b.table.num_chunks for b in self.gradient_buckets]
-        blocks = [num_blocks(b.body) for b in self.gradient_buckets]
-        self._sumsq = torch.zeros(sum(chunks), device=self._device)
-        self._norms = torch.zeros(sum(blocks), device=self._device)
-        self._sumsq_of = self._sumsq.split_with_sizes(chunks) if chunks else ()
-        self._norms_of = self._norms.split_with_sizes(blocks) if blocks else ()
-        self._stopwatch = Stopwatch(self._device)
-        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # of a record: see Tail.record
-        take_over(self.params, self)
+        self.measurement = Measurement(self.gradient_buckets, len(self.params), self._device)
+        self.measurement.figures = self.figures
+        gradients.take_over(self.params, self)
         self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, self._wants_gradients, self._pack)
         self._gradients_set = False
 
@@ -136,9 +139,9 @@ class Engine:
         self.transport_name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
         made = transports.make(self.transport_name, self.group, self.tree or self.options.tree)
         self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype)
-        self._tail = Tail(len(self.params), group.rank, group.size)
-        if self.buckets[-1].tail != self._tail.numel:
-            self.buckets[-1].renew(self._tail.numel)
+        self.measurement.set_group(group.rank, group.size)
+        if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
+            self.buckets[-1].renew(numel)
         self._broken = ""
         self._reset()
 
@@ -146,14 +149,6 @@ class Engine:
         """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
         if self._hooks is not None:
             self._hooks.close(drop=self.reduced is None)
-
-    def check_owner(self) -> None:
-        """Raises RuntimeError if a newer engine has taken parameters over: this one's would no longer be trained."""
-        if self.superseded:
-            raise RuntimeError(
-                "parameters of this optimizer belong to a newer kfuse optimizer, which was made over the same "
-                "parameters: use that one (or call rebuild() on this one, which takes them back)"
-            )
 
     # -- a step's micro-batches -----------------------------------------------------------------------------------
 
@@ -163,14 +158,7 @@ class Engine:
         now = self._now
         now.plan, now.expected = plan, len(plan.ranges[self.group.rank])
         if self.options.reproducible:
-            ranges = [plan_range(r.start, len(r), plan.micro_batches) for r in plan.ranges]
-            now.leaves = ranges[self.group.rank].steps
-            nodes = [node for r in ranges for node in r.pieces]
-            self._reduction.plan([len(r.pieces) for r in ranges], plan_merges(nodes, plan.micro_batches))
-
-    def micro_batch(self, samples: float, last: bool) -> MicroBatch:
-        """The context of one micro-batch of `samples`."""
-        return MicroBatch(self, samples, last)
+            now.leaves = self._reduction.plan(plan)
 
     def open_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
@@ -184,31 +172,18 @@ class Engine:
             self._new = False
         if self._broken:
             raise CommError(self._broken)
-        if self.reduced is not None or now.closed:
-            raise RuntimeError(
-                f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
-                "GAN's generator's is, call opt.zero_grad() before this one. Reentrant activation checkpointing runs "
-                "backwards in a backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
-            )
-        if now.current is not None:
-            raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
-        if now.expected is not None and now.done >= now.expected:
-            raise RuntimeError(f"the plan has {now.expected} micro-batches for this worker: one more was begun")
+        now.open(micro_batch, self.group.size, self.reduced is not None)
+        if micro_batch.several_backwards and self._still_there():
+            raise RuntimeError(STILL_THERE)
         if not now.done:
-            self._seconds_each = self._stopwatch.seconds_each()
-            self._stopwatch.start()
-        now.current = micro_batch
-        now.leaf = now.leaves[now.done] if now.leaves is not None else ADD if now.done else WRITE
-        if now.plan is not None:
-            now.scale = micro_batch.samples / (now.plan.local or now.plan.samples)
-        else:
-            now.scale = 1.0 / self.group.size if now.implicit else float(micro_batch.samples)
-            if self.options.reproducible:
-                self._warn_of_no_plan()
-        if now.done:
-            self.averaged.put_back()
-        elif not now.implicit:
-            self.averaged.begin_step()
+            self.measurement.stopwatch.start()
+        if now.plan is None and self.options.reproducible:
+            self._warn_of_no_plan()
+        if not now.implicit:
+            if now.done:
+                self.averaged.put_back()
+            else:
+                self.averaged.begin_step()
         for bucket in self.buckets:
             bucket.begin_micro_batch()
 
@@ -223,12 +198,13 @@ class Engine:
 
     def _wants_gradients(self) -> bool:
         """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
-        if self._now.current is None:
+        current = self._now.current
+        if current is None:
             if self.reduced is None and self._still_there():
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
             at_the_end_of_backward(self._close_implicit)
-        return True
+        return current is None or not current.several_backwards
 
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
@@ -236,23 +212,22 @@ class Engine:
         return self._gradients_set and self.reduced is None and self._hooks.still_there()
 
     def _begin_implicit(self) -> None:
-        """A bare `loss.backward()`, or gradients set by hand: this worker's only micro-batch of the step."""
-        if self._now.done or self._now.plan is not None:
+        """A bare `loss.backward()`, or gradients set by hand: this worker's next micro-batch of the step's `parts`."""
+        now = self._now
+        if (now.done and not now.implicit) or now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
-        self._now.implicit = True
-        self.open_micro_batch(MicroBatch(self, 1.0, last=True))
+        now.implicit, now.parts = True, self.parts
+        self.open_micro_batch(MicroBatch(self, 1.0, last=now.done + 1 == now.parts))
 
     def _close_implicit(self) -> None:
-        """Backward is over. All engines that took part start their last messages; then each waits for its own."""
-        if self._now.current is None:
+        """Backward is over."""
+        current = self._now.current
+        if current is None:
             return  # the backward failed, and was aborted before its callback ran
-        try:
-            self.close_micro_batch(then_wait=False)
-        except BaseException:
-            _TO_FINISH.clear()
-            raise
-        _TO_FINISH.append(self)
-        at_the_end_of_backward(_finish_all)
+        if current.last:
+            gradients.close_together(self)
+        else:
+            self.close_micro_batch()
 
     def take_gradients(self) -> None:
         """The gradients that are there without a backward, set by hand: this worker's only micro-batch of the step.
@@ -269,7 +244,7 @@ class Engine:
         now = self._now
         if bucket.missing:
             now.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
-        flat, sumsq = bucket.slot(now.leaf.slot), self._sumsq_of[bucket.index]
+        flat, sumsq = bucket.slot(now.leaf.slot), self.measurement.sumsq_of[bucket.index]
         pack(bucket.grads, flat, bucket.table, scale=now.scale, accumulate=now.leaf.accumulate, sumsq=sumsq)
         bucket.grads = []
         bucket.packed = True
@@ -287,49 +262,24 @@ class Engine:
                 self._hooks.collect_set_by_hand(bucket)
                 self._pack(bucket)
         if len(self.gradient_buckets) < len(self.buckets):
-            self._pack_buffers(last)
-        self._write_tail(last, now.current)
-        now.done += 1
-        now.closed = now.current.last
-        if now.closed:
-            self._stopwatch.stop(now.done)
-        if now.closed and now.expected not in (None, now.done):
-            raise RuntimeError(f"the plan has {now.expected} micro-batches for this worker: {now.done} were run")
+            self.averaged.pack(last, now.leaf, now.scale / now.parts)
+        self.measurement.write(last, now, self._digest() if now.done == 0 else None)
+        is_last = now.current.last
+        if is_last:
+            self.measurement.stopwatch.stop(now.done + 1)
+        now.count(is_last)
         self._complete(last)
         now.current = None
-        if now.closed and then_wait:
+        if now.implicit and not is_last:
+            self.averaged.put_back()  # before the next forward, which no context announces
+        if is_last and then_wait:
             self.on_last_micro_batch()
 
-    def _pack_buffers(self, bucket: Bucket) -> None:
-        leaf, changes = self._now.leaf, self.averaged.changes()
-        scratch = torch.empty(bucket.table.num_chunks, device=bucket.device)
-        values = [changes[i] for i in bucket.layout.params]
-        flat = bucket.slot(leaf.slot)
-        pack(values, flat, bucket.table, scale=self._now.scale, accumulate=leaf.accumulate, sumsq=scratch)
-
-    def _write_tail(self, bucket: Bucket, current: MicroBatch) -> None:
-        now, every = self._now, self.options.check_every
-        sum_partials(self._sumsq, self._total)
-        first: dict[str, Any] = {}
-        if now.done == 0:
-            compared = every is not None and self.step % every == 0 and not now.is_local and self.group.size > 1
-            announced = now.plan.announcement if now.plan is not None and self.group.rank == 0 else NOTHING_ANNOUNCED
-            first = {
-                "announcement": announced,
-                "seconds": self._seconds_each,
-                "digest": digest(self.params, self.digest_salt()) if compared else None,
-            }
-        self._tail.write(
-            bucket.slot(now.leaf.slot)[bucket.body :],
-            now.leaf.accumulate,
-            samples=float(current.samples),
-            sum_squares=self._total,
-            loss=current.loss,
-            missed=now.missed,
-            **first,
-        )
-        now.all_fired = now.all_fired and not now.missed
-        now.missed = set()
+    def _digest(self) -> Tensor | None:
+        """Of the parameters and rates, in a step where the ranks compare theirs."""
+        every = self.options.check_every
+        compared = every is not None and self.step % every == 0 and not self._now.is_local and self.group.size > 1
+        return digest(self.params, self.digest_salt()) if compared else None
 
     # -- its reduction --------------------------------------------------------------------------------------------
 
@@ -354,37 +304,30 @@ class Engine:
         if now.plan is not None and now.expected == 0 and not now.closed:
             self._contribute_nothing()
         if not now.closed:
+            if now.done and now.implicit:
+                raise RuntimeError(
+                    f"opt.accumulate({now.parts}): opt.step() after {now.done} of {now.parts} backwards. Where the "
+                    "last batches of an epoch are fewer, leave them out with opt.zero_grad(), or use opt.micro_batch"
+                )
             if now.done:
                 raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
             return
         self._reduction.wait(now.is_local)
         last = self.buckets[-1]
         tail = last.slots[0][last.body :]
-        record = self._measure(tail)
-        if last not in self.gradient_buckets:
-            for k, index in enumerate(last.layout.params):
-                change = last.views[k] if now.weighted else last.views[k] / record[SAMPLES]
-                self.averaged.apply(index, change)
-        used = None if now.all_fired else self._tail.flags(tail)
+        total_weight = self.measurement.total_weight(tail, now)
+        record = self.measurement.record(tail, now, total_weight)
+        if len(self.gradient_buckets) < len(self.buckets):
+            self.averaged.apply(last, total_weight)
+        used = None if now.all_fired else self.measurement.tail.flags(tail)
         self.reduced = Reduced(record, used, now.implicit, now.is_local, now.plan is not None)
         self._gradients_set = True
         self.step += 1
         self._reset()
 
-    def _measure(self, tail: Tensor) -> Tensor:
-        """The step's record, with the sum of squares of the mean gradient, which the buckets hold afterwards."""
-        if not self._now.weighted:  # the weights' total was not known while packing
-            share = (1.0 / self._tail.record(tail, self._totals)[SAMPLES]).float()
-            for bucket in self.gradient_buckets:
-                bucket.mean.mul_(share)
-        for bucket, norms in zip(self.gradient_buckets, self._norms_of, strict=True):
-            block_sumsq(bucket.mean, norms)
-        sum_partials(self._norms, self._totals[0])
-        return self._tail.record(tail, self._totals)
-
     def _contribute_nothing(self) -> None:
         """This worker has no micro-batch in this step: zeros, where the transport takes one contribution from each."""
-        self._stopwatch.forget()
+        self.measurement.stopwatch.forget()
         self.averaged.begin_step()
         if not self.options.reproducible:
             for bucket in self.buckets:
@@ -407,7 +350,7 @@ class Engine:
     @property
     def interrupted(self) -> bool:
         """A bare backward began, and its reduction did not finish: something raised."""
-        return self._now.implicit
+        return self._now.implicit and (self._now.current is not None or self._now.closed)
 
     def drop(self) -> None:
         """Drops gradients that arrived since the last step, but not a micro-batch under way, nor a planned step.
@@ -420,7 +363,7 @@ class Engine:
         self._gradients_set = False
         now = self._now
         unfinished = now.plan is None and now.done > 0 and now.current is None and not now.closed
-        if self.interrupted or unfinished:
+        if now.implicit or unfinished:
             self.abort()
 
     def abort(self) -> None:
@@ -428,6 +371,9 @@ class Engine:
         now = self._now
         if now.begun and not now.implicit:
             self.averaged.put_back()
+        if now.current is not None and now.current.several_backwards:
+            for param in self.params:
+                param.grad = None
         if self._reduction.abandon():
             self._broken = (
                 "a step was aborted after its reduction had begun: this worker cannot continue with the others"
@@ -438,17 +384,3 @@ class Engine:
     def _reset(self) -> None:
         self._now = StepState()
         self._reduction.reset()
-
-
-def _finish_all() -> None:
-    """Waits for the engines of one backward in the same order on every rank.
-
-    A reduction may have several phases, and an engine moves on to the next as it waits.
-    """
-    engines = sorted(_TO_FINISH, key=lambda engine: engine.lane)
-    _TO_FINISH.clear()
-    for engine in engines:
-        engine.on_last_micro_batch()
-
-
-_TO_FINISH: list[Engine] = []

@@ -115,10 +115,15 @@ class Owner(Protocol):
     """The engine that collects a parameter's gradients."""
 
     superseded: bool
+    """A newer engine has taken over some of its parameters."""
     lane: int
+    on_last_micro_batch: Callable[[], None]
 
     def close(self) -> None:
         """Removes the hooks: another engine collects the gradients from now on."""
+
+    def close_micro_batch(self, then_wait: bool = True) -> None:
+        """The micro-batch's backward is over: starts the last messages."""
 
 
 _OWNERS = WeakTensorKeyDictionary()
@@ -141,9 +146,43 @@ def take_over(params: Sequence[Parameter], engine: Owner) -> None:
         _OWNERS[param] = weakref.ref(engine)
 
 
+def check_owner(engine: Owner) -> None:
+    """Raises RuntimeError if a newer engine has taken parameters over: this one's would no longer be trained."""
+    if engine.superseded:
+        raise RuntimeError(
+            "parameters of this optimizer belong to a newer kfuse optimizer, which was made over the same "
+            "parameters: use that one (or call rebuild() on this one, which takes them back)"
+        )
+
+
 def at_the_end_of_backward(act: Callable[[], None]) -> None:
     """Runs `act` when the backward under way is over, after the callbacks that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def close_together(engine: Owner) -> None:
+    """Closes the engine's micro-batch, as backward is over. All engines that took part start their last messages.
+
+    Then each waits for its own, in the same order on every rank: a reduction may have several phases, and an engine
+    moves on to the next as it waits.
+    """
+    try:
+        engine.close_micro_batch(then_wait=False)
+    except BaseException:
+        _CLOSED.clear()
+        raise
+    _CLOSED.append(engine)
+    at_the_end_of_backward(_wait_for_closed)
+
+
+def _wait_for_closed() -> None:
+    engines = sorted(_CLOSED, key=lambda engine: engine.lane)
+    _CLOSED.clear()
+    for engine in engines:
+        engine.on_last_micro_batch()
+
+
+_CLOSED: list[Owner] = []
 
 
 def check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.group import Group
-from kfuse.comm.sum_tree import Merge, plan_merges
+from kfuse.comm.plan import StepPlan
+from kfuse.comm.sum_tree import LeafStep, plan_merges, plan_range
 from kfuse.comm.transports import Transport
 
 
@@ -26,10 +27,13 @@ class Reduction:
         self._canonical = True
         self.reset()
 
-    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
-        """For the coming step: how many partial sums each rank contributes, and the order in which they are added."""
-        self._transport.plan(pieces, merges)
+    def plan(self, plan: StepPlan) -> Sequence[LeafStep]:
+        """Prepares a step whose sums follow the canonical tree. Returns how this worker sums its micro-batches."""
+        ranges = [plan_range(r.start, len(r), plan.micro_batches) for r in plan.ranges]
+        nodes = [node for r in ranges for node in r.pieces]
+        self._transport.plan([len(r.pieces) for r in ranges], plan_merges(nodes, plan.micro_batches))
         self._canonical = True
+        return ranges[self._group.rank].steps
 
     def reset(self) -> None:
         """Prepares a step without a plan: one contribution from each worker, added up in rank order."""

@@ -23,6 +23,7 @@ from kfuse.api import (
     grad_noise_scale,
     grad_norm,
     grad_variance,
+    load_state_dict,
     local_rank,
     rank,
     resize,
@@ -32,6 +33,7 @@ from kfuse.api import (
     set_topology,
     set_tree,
     size,
+    state_dict,
 )
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import CommOptions
@@ -44,6 +46,10 @@ from kfuse.version import __version__
 
 if TYPE_CHECKING:
     from kfuse import nn
+    from kfuse.integrations.ddp import ddp_hook
+    from kfuse.integrations.fsdp import fsdp_monitor
+    from kfuse.integrations.log import log_to
+    from kfuse.integrations.plain import monitor
     from kfuse.train.fit import DataLoader, Hook, fit
 
 __all__ = [
@@ -70,12 +76,17 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "ddp_hook",
     "fit",
+    "fsdp_monitor",
     "grad_noise_scale",
     "grad_norm",
     "grad_variance",
     "init",
+    "load_state_dict",
     "local_rank",
+    "log_to",
+    "monitor",
     "nn",
     "rank",
     "resize",
@@ -85,13 +96,25 @@ __all__ = [
     "set_topology",
     "set_tree",
     "size",
+    "state_dict",
 ]
 
 
+_LAZY = {
+    "DataLoader": "kfuse.train.fit",
+    "Hook": "kfuse.train.fit",
+    "ddp_hook": "kfuse.integrations.ddp",
+    "fit": "kfuse.train.fit",
+    "fsdp_monitor": "kfuse.integrations.fsdp",
+    "log_to": "kfuse.integrations.log",
+    "monitor": "kfuse.integrations.plain",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """The training loop and `kf.nn` are imported when they are first used: a loop of one's own needs neither."""
+    """The training loop, monitors and `kf.nn` are imported when they are first used: a loop of one's own needs none."""
     if name == "nn":
         return importlib.import_module("kfuse.nn")
-    if name in ("DataLoader", "Hook", "fit"):
-        return getattr(importlib.import_module("kfuse.train.fit"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kfuse' has no attribute {name!r}")

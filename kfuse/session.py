@@ -8,37 +8,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from kfuse.comm import transports
 from kfuse.comm.group import CommError, Group, drop_retired
 from kfuse.comm.plan import CommOptions
 from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
-from kfuse.elastic.protocol import Member, View
-from kfuse.elastic.rendezvous import Rendezvous, own_address
+from kfuse.elastic.protocol import View
+from kfuse.elastic.rendezvous import Rendezvous, form_group
 
 Record = Callable[[str, dict[str, Any]], None]
 
 _LOG = logging.getLogger("kfuse")
 
-_ARRIVED = "arrived"  # a key in a view's store: a worker of the view before has come
-_POLL_S = 0.01
-_CONNECT_S = 1.0  # an attempt to reach a view's store, which is there before the view is announced
 _MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
 _CLOSE_S = 5.0  # how long an ending process waits until the others end too
 
@@ -170,7 +162,7 @@ class Session:
             return False
         old = self.group
         old.abort()
-        group = _form_group(view, rank, old, self.check, new)
+        group = form_group(view, rank, old, self.check, new)
         try:
             group.connect_lanes(max(1, self.lanes_used))
         except CommError:
@@ -302,20 +294,9 @@ def join_fixed_group(
 ) -> Session:
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     global _current
-    try:
-        store = rendezvous.store(timeout_s)
-        store.set(f"member/{rendezvous.rank}", json.dumps([rendezvous.rank, os.getpid(), socket.gethostname()]))
-        members = tuple(Member(*json.loads(store.get(f"member/{rank}"))) for rank in range(rendezvous.size))
-        address = own_address(rendezvous.host, rendezvous.port)
-    except (RuntimeError, OSError) as error:
-        where = f"{rendezvous.host}:{rendezvous.port}"
-        raise CommError(f"connecting {rendezvous.size} workers at {where}: {error}") from error
-    hosts = [member.host for member in members]
-    group = Group(
-        rendezvous.rank, rendezvous.size, PrefixStore("view", store), _device(), timeout_s, address, hosts=hosts
-    )
+    group, view = rendezvous.form_group(_device(), timeout_s)
     _current = Session(group, comm, record=record)
-    _current.view = View(1, members, (rendezvous.host, rendezvous.port), "start")
+    _current.view = view
     _current.log_view()
     _close_at_exit(_current, rendezvous)
     return _current
@@ -329,14 +310,8 @@ def close(session: Session, rendezvous: Rendezvous | None = None) -> None:
     """
     failed = session.lost or getattr(sys, "last_value", None) is not None
     if rendezvous is not None and not failed:
-        others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
         with contextlib.suppress(RuntimeError):  # the others take longer, or are gone
-            store = rendezvous.store(_CLOSE_S)
-            store.set(f"done/{rendezvous.rank}", "")
-            store.wait([f"done/{rank}" for rank in others])
-            store.set(f"gone/{rendezvous.rank}", "")
-            if rendezvous.rank == 0 and not rendezvous.agent_hosts:  # the store ends with this process
-                store.wait([f"gone/{rank}" for rank in others])
+            rendezvous.await_others_at_end(_CLOSE_S)
     session.group.close(0.0 if failed else _CLOSE_S)
     drop_retired()
 
@@ -362,50 +337,6 @@ def reset() -> None:
     if _current is not None and _current.control_client is not None:
         _current.control_client.close()
     _current = None
-
-
-def _form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool) -> Group:
-    """The group of a view, with the old group's device and timeout.
-
-    new: this worker was in no view before. It learns of the view when it is proposed; the others come only after they
-    have finished the steps until the switch, so it waits for them without a time limit.
-    """
-    if view.size == 1:
-        return Group(device=old.device, timeout_s=old.timeout_s, check=check)
-    host, port = view.store
-    try:
-        store = _connect_store(host, port, old.timeout_s, check)
-        address = own_address(host, port)
-        if not new:
-            store.set(_ARRIVED, "")
-        while new and view.reason in ("grow", "replace") and not store.check([_ARRIVED]):
-            check()
-            time.sleep(_POLL_S)  # not `wait`: cut into slices it fails after some hundred
-    except (CommError, ControlError):
-        raise
-    except (RuntimeError, OSError) as error:
-        raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
-    hosts = [member.host for member in view.members]
-    return Group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
-
-
-def _connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
-    """A view's store, connected to in short attempts.
-
-    The store may be closed at this moment, because another worker was lost: then `check` raises ViewChanged. Left to
-    itself, torch would try again until the timeout. Raises RuntimeError after the timeout.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        check()
-        try:
-            attempt = timedelta(seconds=min(timeout_s, _CONNECT_S))
-            store = TCPStore(host, port, None, False, attempt, wait_for_workers=False)
-            store.set_timeout(timedelta(seconds=timeout_s))
-            return store
-        except RuntimeError:
-            if time.monotonic() > deadline:
-                raise
 
 
 def _device() -> torch.device:

@@ -244,4 +244,4 @@ class Chaos(BasePolicy):
         after(trainer, "evaluate", here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))
         before(training_state, "share", share)
-        before(session, "_form_group", form)
+        before(session, "form_group", form)

@@ -117,6 +117,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ["comm=reproducible"],
         ["model=convnet"],
         ["model=gpt", "data=text"],
+        ["model=gpt"],
         ["train.epochs=null", "train.steps=10"],
         ["lr.decay=cosine", "lr.warmup_steps=10"],
         ["batch.size=8", "batch.min=8", "batch.max=8"],
@@ -278,6 +279,8 @@ def test_home_directory_is_found_wherever_a_path_is_taken(
     (home / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
     (home / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
     (home / "train.py").touch()
+    (home / "options" / "data").mkdir()
+    (home / "options" / "data" / "book.yaml").write_text("_target_: kfuse.data.load_text\npath: ~/book.txt\n")
     (home / "options" / "manifest.json").touch()  # so that it looks like a checkpoint
     monkeypatch.setenv("HOME", str(home))
     text = ["model=gpt", "data=text"]
@@ -289,14 +292,37 @@ def test_home_directory_is_found_wherever_a_path_is_taken(
             [*text, "data.path='~/book.txt'"],
             ["checkpoint.resume=~/options"],
             ["checkpoint.resume='~/options'"],
+            ["--config-dir=~/options", "model=gpt", "data=book"],
         ]
     ):
-        assert command(monkeypatch, *arguments, f"hydra.run.dir=~/run{number}") == 0, capsys.readouterr().err
+        assert command(monkeypatch, *arguments, f"hydra.run.dir='~/run{number}'") == 0, capsys.readouterr().err
     assert command(monkeypatch, "-m", *text, "data.path=~/book.txt,~/../home/book.txt", "hydra.sweep.dir=~/sweep") == 0
-    made = [f"run{number}" for number in range(6)] + ["sweep/0", "sweep/1"]
+    made = [f"run{number}" for number in range(7)] + ["sweep/0", "sweep/1"]
     assert [run_dir for _, run_dir in runs] == [home / name for name in made]
+    assert {cfg.data.path for cfg, _ in runs if "path" in cfg.data} == {f"{home}/book.txt", f"{home}/../home/book.txt"}
+    assert {cfg.checkpoint.resume for cfg, _ in runs} == {"never", f"{home}/options"}
     args = kfuse_run._parse(["--run-dir", "~/run", "--token-file=~/token", "~/train.py"])
     assert (args.run_dir, args.token_file, args.script) == (home / "run", home / "token", home / "train.py")
+
+
+def test_a_model_that_needs_other_data_chooses_them_and_says_so(
+    workplace: Path,
+    runs: list[tuple[DictConfig, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (workplace / "book.txt").write_text("What is written here is enough for a block or two. " * 40)
+    chosen = "kfuse: model=gpt without data=... trains on data=text"
+    for arguments, said in [
+        (["model=gpt"], f"{chosen}; a file of your own: data.path=FILE\n"),
+        (["model=gpt", "data.path=book.txt"], f"{chosen}\n"),
+        (["model=gpt", "data=text"], ""),
+        (["model=convnet"], ""),
+    ]:
+        assert command(monkeypatch, *arguments, f"hydra.run.dir=run{len(runs)}") == 0
+        assert capsys.readouterr().out == said
+    loaders = [cfg.data._target_.rpartition(".")[2] for cfg, _ in runs]
+    assert loaders == ["load_text", "load_text", "load_text", "load_digits"]
 
 
 def test_run_directory_is_used_once(
@@ -334,8 +360,10 @@ def test_sweep_says_what_each_job_is_and_ends_with_a_table(
         if cfg.seed == 1:
             raise RuntimeError("a mistake of ours")
         summary = {"steps": 10 * cfg.seed, "loss": 0.25, "eval_accuracy": 0.5, "eval_loss": None, "wall_s": 75.0}
+        summary["exit_reason"] = "failed" if cfg.seed == 3 else "steps"
         (run_dir / "summary.json").write_text(json.dumps(summary))
         (run_dir / "metrics.jsonl").write_text('{"noise_scale": null}\n{"noise_scale": 312.4}\n')
+        (run_dir / "events.jsonl").write_text('{"kind": "view"}\n{"kind": "failure", "why": "worker 0 is lost"}\n')
         return 1 if cfg.seed == 3 else 0
 
     monkeypatch.setattr(kfuse.cli.run, "run", run)
@@ -358,24 +386,30 @@ def test_sweep_says_what_each_job_is_and_ends_with_a_table(
         "held-out accuracy",
         "noise scale",
         "time",
+        "exit reason",
         "status",
         "directory",
     ]
+    where = workplace / "sweep" / "3"
+    refused = f"hydra.run.dir={where}: holds a run already; use a new one, or checkpoint.resume=auto"
     assert cells[1:] == [
-        ["0", "1", "-", "-", "-", "-", "-", "1", "0"],
-        ["1", "2", "20", "0.25", "50.0%", "312", "1:15", "0", "1"],
-        ["2", "3", "30", "0.25", "50.0%", "312", "1:15", "1", "2"],
-        ["3", "4", "-", "-", "-", "-", "-", "2", "3"],
+        ["0", "1", "-", "-", "-", "-", "-", "-", "1", "0"],
+        ["1", "2", "20", "0.25", "50.0%", "312", "1:15", "steps", "0", "1"],
+        ["2", "3", "30", "0.25", "50.0%", "312", "1:15", "failed", "1", "2"],
+        ["3", "4", "-", "-", "-", "-", "-", "-", "2", "3"],
+        ["error of job 0: RuntimeError: a mistake of ours"],
+        ["error of job 2: worker 0 is lost"],
+        [f"error of job 3: {refused}"],
     ]
     with (workplace / "sweep" / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    names = ["seed", "steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s", "status"]
-    assert list(rows[0]) == ["job", *names, "run_dir"]
-    assert [[row[name] for name in names] for row in rows] == [
-        ["1", "", "", "", "", "", "", "1"],
-        ["2", "20", "0.25", "0.5", "", "312.4", "75.0", "0"],
-        ["3", "30", "0.25", "0.5", "", "312.4", "75.0", "1"],
-        ["4", "", "", "", "", "", "", "2"],
+    names = ["seed", "steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s", "exit_reason", "status"]
+    assert list(rows[0]) == ["job", *names, "run_dir", "error"]
+    assert [[row[name] for name in [*names, "error"]] for row in rows] == [
+        ["1", "", "", "", "", "", "", "", "1", "RuntimeError: a mistake of ours"],
+        ["2", "20", "0.25", "0.5", "", "312.4", "75.0", "steps", "0", ""],
+        ["3", "30", "0.25", "0.5", "", "312.4", "75.0", "failed", "1", "worker 0 is lost"],
+        ["4", "", "", "", "", "", "", "", "2", refused],
     ]
     assert [row["run_dir"] for row in rows] == [str(workplace / "sweep" / str(job)) for job in range(4)]
 

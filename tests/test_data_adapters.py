@@ -1,6 +1,7 @@
 """Data in any supported form becomes a Dataset; anything else is refused with a clear error."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,7 +162,16 @@ def test_digits_are_the_published_ones():
     assert torch.equal(load_digits().train.fetch(np.arange(5))[0], x[:5])
 
 
+def test_digits_are_those_of_scikit_learn(monkeypatch):
+    split = load_digits()
+    monkeypatch.setattr(Path, "is_file", lambda path: False)  # as if scikit-learn kept them in another place
+    other = load_digits()
+    for part, same in ((split.train, other.train), (split.heldout, other.heldout)):
+        assert torch.equal(part.x, same.x) and torch.equal(part.y, same.y)
+
+
 def test_digits_without_scikit_learn_names_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
         load_digits()

@@ -30,6 +30,7 @@ from elastic_job import (
 )
 
 from kfuse import session
+from kfuse.elastic import rendezvous
 from kfuse.elastic.supervisor import Supervisor
 
 TRAINING = words(
@@ -284,7 +285,7 @@ def test_a_store_that_is_closed_already_is_not_waited_for() -> None:
             raise session.ViewChanged("a worker was lost")
 
     with pytest.raises(session.ViewChanged):
-        session._connect_store("127.0.0.1", port, 10_000.0, check)
+        rendezvous.connect_store("127.0.0.1", port, 10_000.0, check)
 
 
 # -- strangers ----------------------------------------------------------------------------------------------------

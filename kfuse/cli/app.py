@@ -22,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from kfuse import interrupt
 from kfuse.cli import torchrun
 from kfuse.config import instantiate
-from kfuse.config.check import drop_replaced_arguments, validate
-from kfuse.config.messages import explain, explain_flag
+from kfuse.config.check import drop_replaced_arguments, expand_home, validate
+from kfuse.config.messages import explain, explain_flags
 from kfuse.config.schema import ConfigError
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.elastic.protocol import STOP_STATUS
@@ -33,7 +33,7 @@ from kfuse.version import __version__
 
 USAGE_ERROR = 2
 # A home directory at the start of a value, which not every shell expands and Hydra does not read.
-_HOME = re.compile(r"(?:^|(?<=[=,\[]))~(?=/)")
+_HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
 
 
 def main() -> int:
@@ -101,6 +101,8 @@ def _refuse(message: str) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.allow_abbrev = False
+    if "-help" in argv:  # argparse reads it as -h with a value
+        raise ConfigError(explain_flags([("-help", None)]))
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -108,8 +110,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     except SystemExit:
         raise ConfigError(printed.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
     if unknown:
-        after = argv[argv.index(unknown[0]) + 1 :]
-        raise ConfigError(explain_flag(unknown[0], after[0] if after else None))
+        pairs = zip(argv, [*argv[1:], None], strict=True)
+        flags = [(word, after) for word, after in pairs if word in unknown and word.startswith("-")]
+        raise ConfigError(explain_flags(flags))
     return args
 
 
@@ -138,6 +141,7 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
         except (ValueError, UserWarning) as error:  # Hydra's, without the key
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
     drop_replaced_arguments(cfg, overrides)
+    expand_home(cfg)
     validate(cfg)
     if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
         raise ConfigError("launcher: torchrun started this process; must be launcher=torchrun")
@@ -160,11 +164,12 @@ def _run_hydra(sweep: Sweep | None) -> int:
         context = HydraConfig.get()
         run_dir = Path(context.runtime.output_dir)
         if sweep is not None:
-            sweep.begin(context.job.num, Path(context.sweep.dir).absolute(), run_dir)
-        statuses.append(_job(cfg, run_dir))
+            sweep.begin(context.job.num, Path(os.path.abspath(context.sweep.dir)), run_dir)
+        status, error = _job(cfg, run_dir)
+        statuses.append(status)
         if sweep is not None:
-            sweep.end(context.job.num, run_dir, statuses[-1])
-        if statuses[-1] in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
+            sweep.end(context.job.num, run_dir, status, error)
+        if status in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
             raise KeyboardInterrupt
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
@@ -178,23 +183,36 @@ def _run_hydra(sweep: Sweep | None) -> int:
     return max(statuses)
 
 
-def _job(cfg: DictConfig, run_dir: Path) -> int:
-    """One run, in the directory that Hydra made for it; returns its exit status."""
+def _job(cfg: DictConfig, run_dir: Path) -> tuple[int, str | None]:
+    """One run, in the directory that Hydra made for it; returns its exit status, and the error that prevented it."""
     drop_replaced_arguments(cfg, list(HydraConfig.get().overrides.task))
+    expand_home(cfg)
     OmegaConf.resolve(cfg)
     try:
         _claim(run_dir, cfg)
+        _name_chosen_data(cfg)
         from kfuse.cli.run import run  # not before it is needed: `--help` is quick
 
-        return run(cfg, run_dir)
+        return run(cfg, run_dir), None
     except ConfigError as error:
-        return _refuse(str(error))
+        return _refuse(str(error)), str(error)
     except Exception as error:
+        why = explain(error)
         if isinstance(error, OSError) and Path(error.filename or "").is_relative_to(run_dir):
-            return _refuse(explain(error))
+            return _refuse(why), why
         # If it reached Hydra, Hydra would print its own message and not run the rest of a sweep.
         traceback.print_exc()
-        return 1
+        return 1, why
+
+
+def _name_chosen_data(cfg: DictConfig) -> None:
+    """Says so where the model's option has chosen the data (as configs/model/gpt.yaml does), not the command line."""
+    context = HydraConfig.get()
+    data, model = (context.runtime.choices[group] for group in ("data", "model"))
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(context.overrides.task)}
+    if data != "digits" and "data" not in given:
+        own = "; a file of your own: data.path=FILE" if cfg.data.get("path", "") is None else ""
+        print(f"kfuse: model={model} without data=... trains on data={data}{own}")
 
 
 def _claim(run_dir: Path, cfg: DictConfig) -> None:

@@ -15,6 +15,9 @@ from kfuse.train.build import build_trainer, comm_options, set_threads
 
 def main() -> int:
     """Returns the exit status; 0: trained, or left as planned. The supervisor shows other errors' traceback."""
+    # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     client = ControlClient()
     config = client.job
     timeout_s = config["comm"]["timeout_s"]

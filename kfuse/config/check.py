@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from kfuse.config import instantiate
@@ -20,13 +20,14 @@ from kfuse.config.messages import explain
 from kfuse.config.schema import CLASS_GROUPS, LOADING, SETTINGS, ConfigError
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key} - {*CLASS_GROUPS})
-# The data sets that supply an argument of a model.
+# The data sets that supply an argument of a model, and the models that take it.
 _SUPPLIED_BY = {
     "vocab_size": "data=text",
     "block_size": "data=text",
     "input_shape": "data=digits|cifar10|image_folder",
     "num_classes": "data=digits|cifar10|image_folder",
 }
+_TAKEN_BY = {"vocab_size": "model=gpt", "input_shape": "model=mlp|convnet"}
 _OURS = f"{', '.join(f'data.{name}' for name in LOADING)} are settings of the training loop"
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
@@ -43,6 +44,21 @@ def drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
             kept |= {*LOADING} if group == "data" else set()
             with open_dict(cfg):
                 cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
+
+
+def expand_home(cfg: DictConfig | ListConfig) -> None:
+    """Replaces a `~` that starts a text value, alone or before a slash, by the home directory.
+
+    For values from option files: in those of the command line a `~` without quotes is no value to Hydra.
+    """
+    for key in range(len(cfg)) if isinstance(cfg, ListConfig) else list(cfg):
+        if OmegaConf.is_interpolation(cfg, key) or OmegaConf.is_missing(cfg, key):
+            continue
+        value = cfg[key]
+        if isinstance(value, DictConfig | ListConfig):
+            expand_home(value)
+        elif isinstance(value, str) and value.split("/")[0] == "~":
+            cfg[key] = os.path.expanduser(value)
 
 
 def validate(cfg: DictConfig) -> None:
@@ -71,7 +87,7 @@ def validate(cfg: DictConfig) -> None:
     fixed = getattr(_make("launcher", values["launcher"]), "workers", None)
     if fixed not in (None, values["workers"]["count"]):
         raise ConfigError(f"workers.count={values['workers']['count']}: must be {fixed}, as many as torchrun started")
-    spec, samples = _check_data(values["data"])
+    spec, samples = _check_data(values["data"], values["train"])
     _check_model(values["model"], spec)
     _check_decay(values, samples)
 
@@ -116,7 +132,7 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
 def _check_resume(resume: str) -> None:
     if resume in ("never", "auto"):
         return
-    path = Path(resume).expanduser()
+    path = Path(resume)
     if not resume or not path.exists():
         raise ConfigError(f"checkpoint.resume={resume}: must be never, auto, or a path; there is no such path")
     # A checkpoint, a folder of checkpoints, or a run directory.
@@ -149,7 +165,10 @@ def _check_class(
         dot = str(error).split("=", 1)[0] in node
         missing = error.names if isinstance(error, instantiate.MissingArguments) else ()
         fitting = dict.fromkeys(_SUPPLIED_BY[name] for name in missing if name in _SUPPLIED_BY)
-        hint = f"; it fits {', '.join(fitting)}" if fitting else ""
+        hint = ""
+        if fitting:
+            takers = [_TAKEN_BY[name] for name in supplied if name in _TAKEN_BY]
+            hint = f"; it fits {', '.join(fitting)}" + "".join(f"; these data fit {model}" for model in takers)
         raise ConfigError(f"{group}{'.' if dot else ': '}{error}{hint}") from error
 
 
@@ -171,7 +190,7 @@ def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigErro
     if message.split("=", 1)[0] in given:
         return ConfigError(f"{group}.{message}")
     for name, value in given.items():
-        names_value = isinstance(value, str) and value and (value in message or os.path.expanduser(value) in message)
+        names_value = isinstance(value, str) and value and value in message
         if names_value or re.search(rf"\b{re.escape(name)}\b", message):
             return ConfigError(f"{group}.{name}={show(value)}: {message}")
     call = ", ".join(f"{name}={show(value)}" for name, value in given.items())
@@ -182,30 +201,44 @@ def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -
     return ConfigError(f"{group}._target_={node['_target_']}: must make a {needed}, not a {type(made).__name__}")
 
 
-def _check_data(node: Any) -> tuple[Mapping[str, Any], int]:
-    """Loads the data; returns the arguments that they supply to a model, and the number of training samples."""
-    node = {name: value for name, value in node.items() if name not in LOADING}
+def _check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
+    """Loads the data; returns the arguments that they supply to a model, and the number of training samples.
+
+    That is None for a stream. train: the section of the configuration.
+    """
+    loaders, node = node["workers"], {name: value for name, value in node.items() if name not in LOADING}
     for name in instantiate.parameters(_check_class("data", node)) or ():
         if name in LOADING:
             raise ConfigError(f"data._target_={node['_target_']}: its argument {name} must have another name: {_OURS}")
     split = _make("data", node)
     if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
         raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
-    as_dataset = instantiate.locate("kfuse.data.as_dataset")  # by its path: kfuse.config does not import kfuse.data
+    # By its path: kfuse.config does not import kfuse.data.
+    number_of_samples = instantiate.locate("kfuse.data.given.number_of_samples")
     lengths = {}
     for part in ("train", "heldout"):
         try:
-            lengths[part] = len(as_dataset(getattr(split, part)))
+            lengths[part] = number_of_samples(getattr(split, part), part == "heldout", loaders)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
         if lengths[part] == 0:
             raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
+    if lengths["train"] is None and (train["epochs"] is not None or train["steps"] is None):
+        raise ConfigError(
+            f"train.epochs={show(train['epochs'])}, train.steps={show(train['steps'])}: must be null and a number, as "
+            f"data._target_={node['_target_']} trains on a stream, which has no epochs"
+        )
     return split.spec, lengths["train"]
 
 
 def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     import torch  # after the cheap checks: it takes a second
 
+    path = None
+    with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
+        node, path = instantiate.initial_weights(node)
+    if not isinstance(path, str | None) or path == "":
+        raise ConfigError(f"model.init={show(path)}: must be the path of model.pt or model.safetensors, or null")
     _check_class("model", node, spec)
     model = None
     with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
@@ -216,6 +249,15 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
         raise _wrong_result("model", node, model, "torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
+    if path is not None:
+        from kfuse.checkpoint.saved_model import mismatch, read_weights
+
+        try:
+            why = mismatch(model, read_weights(path))
+        except ValueError as error:
+            raise ConfigError(f"model.init={error}") from error
+        if why:
+            raise ConfigError(f"model.init={path}: {why}")
 
 
 def _check_optimizer(node: Any, lr: float) -> None:
@@ -261,12 +303,16 @@ def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in instantiate.arguments(node).items() if name in known}
 
 
-def _check_decay(values: Mapping[str, Any], samples: int) -> None:
-    """A cosine needs steps after the warmup. The run's length is counted in steps of the first batch size."""
+def _check_decay(values: Mapping[str, Any], samples: int | None) -> None:
+    """A decay needs steps after the warmup. The run's length is counted in steps of the first batch size."""
+    from kfuse.train.lr_schedule import decay_refusal  # after the cheap checks: it imports torch
+
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
     total = min(length for length in lengths if length is not None)
-    if lr["decay"] == "cosine" and lr["warmup_steps"] >= total:
+    if decay_refusal(lr["decay"], lr["warmup_steps"], total, lr["decay_fraction"]):
+        room = f"{1 - lr['decay_fraction']:g} of " if lr["decay"] == "wsd" else ""
         raise ConfigError(
-            f"lr.warmup_steps={lr['warmup_steps']}: must be below the run's {total:.0f} steps with lr.decay=cosine"
+            f"lr.warmup_steps={lr['warmup_steps']}: must be below {room}the run's {total:.0f} steps with "
+            f"lr.decay={lr['decay']}"
         )

@@ -77,6 +77,16 @@ def build(node: Mapping[str, Any], /, *first: Any, always: Mapping[str, Any] | N
     return factory(*first, **(fitting | dict(always or {}) | arguments(node)))
 
 
+def initial_weights(node: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The model's node without `init`, and `init`: the file with the weights to start from, or None.
+
+    A class that has an argument `init` of its own gets it, as any other. Raises as `locate`.
+    """
+    if "init" in (parameters(locate(node.get("_target_"))) or {}):
+        return dict(node), None
+    return {name: value for name, value in node.items() if name != "init"}, node.get("init")
+
+
 def check_arguments(
     node: Mapping[str, Any], supplied: Collection[str], first: Collection[str] = (), always: Collection[str] = ()
 ) -> Callable[..., Any]:
@@ -176,7 +186,8 @@ def describe(hint: Any) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns " (did you mean X?)" for the closest X of `known`, and "" if none is close to `word`."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1) or difflib.get_close_matches(word.lower(), known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -74,7 +74,12 @@ class LR:
         choices=("none", "linear", "sqrt", "adascale"),
     )
     warmup_steps: int = setting(0, "steps of linear warmup; 0: none", least=0)
-    decay: str = setting("none", "how the rate falls after the warmup", choices=("none", "cosine"))
+    decay: str = setting(
+        "none",
+        "how the rate falls after the warmup, to zero at the run's end; wsd: in its last part only; constant: as none",
+        choices=("none", "cosine", "linear", "wsd", "constant"),
+    )
+    decay_fraction: float = setting(0.1, "part of the run in which lr.decay=wsd lowers the rate", above=0, most=1)
 
 
 @dataclass
@@ -89,6 +94,7 @@ class Train:
     eval_every: int | None = setting(None, "steps between evaluations; null: once an epoch", least=1)
     precision: str = setting("fp32", "arithmetic of forward and backward; bf16: autocast", choices=("fp32", "bf16"))
     clip_norm: float | None = setting(None, "largest norm of the mean gradient; null: no clipping", above=0)
+    save_model: bool = setting(True, "write model.pt at the end, best.pt by evaluation; also model.safetensors")
 
 
 @dataclass
@@ -143,6 +149,7 @@ class Observe:
 
     progress: bool = setting(True, "show progress while training")
     tensorboard: bool = setting(True, "write tb/ in the run directory")
+    every: int = setting(1, "steps between lines of metrics.jsonl and tb/; the last step has one in any case", least=1)
     ledger: bool = setting(False, "write ledger.jsonl: the samples of each micro-batch")
     log_level: str = setting(
         "warning",

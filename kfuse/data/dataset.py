@@ -40,8 +40,10 @@ class Dataset(Protocol):
 class DataSplit:
     """Samples to train on, samples held out for evaluation, and what a model's constructor may need of them."""
 
-    train: Dataset
-    heldout: Dataset
+    train: Any
+    """A stream or a data set: what `as_stream` and `as_dataset` take."""
+    heldout: Any
+    """What `as_dataset` takes."""
     spec: dict[str, Any] = field(default_factory=dict)
     """By name: `input_shape` (tuple, without the batch dimension) and `num_classes` for images; `vocab_size` and
     `block_size` for text. A data set may add figures of its own."""
@@ -98,6 +100,39 @@ class NestedData:
         return map_leaves(lambda leaf: leaf.index_select(0, rows.to(leaf.device)), self.structure)
 
 
+Collate = Callable[[list[Any]], Any]
+"""collate_fn(samples): the batch, any nested structure."""
+
+
+# What torch says where samples cannot be stacked, the latter in a loader process.
+_OF_UNEQUAL_SIZES = ("equal size", "not resizable")
+
+
+def check_collate(collate_fn: object) -> None:
+    """Raises TypeError unless it is a function, or None."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn={collate_fn!r}: must be a function of a list of samples")
+
+
+def collate(samples: list[Any], collate_fn: Collate | None, source: Any) -> Any:
+    """Makes a batch of samples: a pair (inputs, targets) as a tuple, anything else as it was collated.
+
+    collate_fn: None: `torch.utils.data.default_collate`. Raises TypeError, which names `source`, where that one fails.
+    """
+    if collate_fn is not None:
+        batch = collate_fn(samples)
+    else:
+        try:
+            batch = default_collate(samples)
+        except (RuntimeError, TypeError) as error:
+            if isinstance(error, RuntimeError) and not any(text in str(error) for text in _OF_UNEQUAL_SIZES):
+                raise  # shared memory is short, for example
+            why = str(error).partition("\n")[0]
+            kind = type(source).__name__
+            raise TypeError(f"samples of {kind} need collate_fn=, the default fails ({why})") from error
+    return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
+
+
 class MapData:
     """A map-style data set (`len(d)`, `d[i]`) whose samples are collated as a DataLoader would.
 
@@ -105,8 +140,10 @@ class MapData:
     loop seeds them for each sample, so what is drawn does not depend on the worker that fetches it.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
+        """collate_fn: None: `torch.utils.data.default_collate`. Raises TypeError where it cannot be called."""
+        check_collate(collate_fn)
+        self.dataset, self.collate_fn = dataset, collate_fn
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -118,31 +155,35 @@ class MapData:
         generator: torch.Generator | None = None,
         before_sample: Callable[[int], None] | None = None,
     ) -> Any:
-        """Returns the collated samples: a pair (inputs, targets) as a tuple, anything else as it was collated.
-
-        before_sample: called with each index before its sample is taken.
-        """
+        """Returns the collated samples: see `collate`. before_sample: called with each index before its sample."""
         samples = []
         for i in indices.tolist():
             if before_sample is not None:
                 before_sample(i)
             samples.append(self.dataset[i])
-        batch = default_collate(samples)
-        return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
+        return collate(samples, self.collate_fn, self.dataset)
 
 
-def as_dataset(obj: Any) -> Dataset:
+def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     """Returns `obj` as a `Dataset`: our own, tensors or NumPy arrays that hold all samples, or a map-style data set.
 
     Tensors and arrays: a pair (x, y), as a tuple or a list; a dictionary or a dataclass of them, nested as it may be; a
     pair with such an input or target; a TensorDataset. Their first dimension counts the samples.
     Of arrays, floats become torch's default dtype (float32, as models' parameters are) and integer targets of a pair
     int64, as losses take them; both are copied. Tensors are taken as they are.
+    collate_fn(samples): makes the batches of a map-style data set; None: `torch.utils.data.default_collate`.
     Raises TypeError, which names what is accepted, for anything else, and ValueError for parts of different lengths.
     """
+    if collate_fn is not None:
+        if not is_map_style(obj):
+            raise TypeError(
+                f"collate_fn= with {type(obj).__name__}, whose samples are not fetched one by one: pass a map-style "
+                "data set (a TensorDataset of tensors) or a stream"
+            )
+        return MapData(obj, collate_fn)
     if isinstance(obj, Dataset):
         return obj
-    if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, (Tensor, np.ndarray)) for part in obj):
+    if _is_of_tensors(obj):
         if len(obj) != 2:
             raise TypeError(
                 f"{type(obj).__name__} of {len(obj)} tensors or arrays: a pair (x, y) has two; pass more of them as a "
@@ -153,13 +194,24 @@ def as_dataset(obj: Any) -> Dataset:
         return TensorData(*obj.tensors) if len(obj.tensors) == 2 else NestedData(obj.tensors)
     if _holds_all_samples(obj):
         return NestedData(map_leaves(_as_tensor, obj))
-    indexable = hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
-    if indexable and not isinstance(obj, (str, bytes, Mapping, Tensor, np.ndarray, IterableDataset)):
+    if is_map_style(obj):
         return MapData(obj)
     raise TypeError(
         f"{type(obj).__name__} is not a data set: pass a pair of tensors (x, y), a TensorDataset, a dictionary of "
         "tensors, a map-style data set (len(d), d[i]), or an object with len(d), d.fetch(indices, generator)"
     )
+
+
+def is_map_style(obj: Any) -> bool:
+    """Whether `obj` has single samples, `obj[i]`, that are to be collated into batches."""
+    if isinstance(obj, (Dataset, str, bytes, Mapping, Tensor, np.ndarray, IterableDataset)):
+        return False
+    return hasattr(obj, "__getitem__") and hasattr(obj, "__len__") and not (_is_of_tensors(obj) and len(obj) == 2)
+
+
+def _is_of_tensors(obj: Any) -> bool:
+    """Whether `obj` is a tuple or a list of tensors and arrays only."""
+    return isinstance(obj, (tuple, list)) and bool(obj) and all(isinstance(part, (Tensor, np.ndarray)) for part in obj)
 
 
 def _holds_all_samples(obj: Any) -> bool:

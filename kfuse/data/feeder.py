@@ -38,7 +38,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from kfuse.data.dataset import Dataset
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
-from kfuse.data.sampler import EpochSampler
+from kfuse.data.sampler import EpochSampler, StreamSampler
+from kfuse.data.streams import Stream
 
 _LOG = logging.getLogger("kfuse")
 
@@ -96,8 +97,8 @@ class Feeder(Fetcher):
 
     def __init__(
         self,
-        data: Dataset,
-        sampler: EpochSampler,
+        data: Dataset | Stream,
+        sampler: EpochSampler | StreamSampler,
         loading: Loading,
         device: torch.device,
         on_loss: Callable[[int, str], None] = lambda pid, how: None,

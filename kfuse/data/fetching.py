@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 
 from kfuse.data.dataset import Dataset, MapData
-from kfuse.data.sampler import EpochSampler, micro_batch_sizes, worker_range
+from kfuse.data.sampler import EpochSampler, StreamSampler, micro_batch_sizes, worker_range
+from kfuse.data.streams import Stream
 
 _FETCHING = 2**63 - 25
 """In the keys of fetching: sets them apart from the keys of a micro-batch's forward, which have a step in its place."""
@@ -34,8 +36,8 @@ class Task(NamedTuple):
 class TaskPlan:
     """Which micro-batches are a worker's, step after step, for as long as none of these changes."""
 
-    samples: int
-    """Samples of the data set."""
+    samples: int | None
+    """Samples of the data set; None: a stream, which has no end."""
     epochs: int | None
     """Epochs of this training; None: no limit."""
     batch_size: int
@@ -53,15 +55,15 @@ class TaskPlan:
 
         Ends after `_IDLE_STEPS` steps without one for this worker.
         """
-        epoch, cursor, idle = self.epoch, self.cursor, 0
+        epoch, cursor, idle, end = self.epoch, self.cursor, 0, self.samples or sys.maxsize
         while (self.epochs is None or epoch < self.epochs) and idle < _IDLE_STEPS:
-            sizes = micro_batch_sizes(min(self.batch_size, self.samples - cursor), self.micro_batch)
+            sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch)
             mine = worker_range(len(sizes), self.workers, self.rank, self.shares)
             for j in mine:
                 yield Task(epoch, cursor + j * self.micro_batch, sizes[j])
             idle = 0 if mine else idle + 1
             cursor += sum(sizes)
-            if cursor >= self.samples:
+            if cursor >= end:
                 epoch, cursor = epoch + 1, 0
 
 
@@ -89,7 +91,7 @@ class Fetcher:
     `kfuse.data.feeder.Feeder` has the same methods, and fetches in loader processes.
     """
 
-    def __init__(self, data: Dataset, sampler: EpochSampler) -> None:
+    def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler) -> None:
         """sampler: the order of the samples in each epoch, and the seed."""
         self.data, self.sampler = data, sampler
 
@@ -107,13 +109,14 @@ class Fetcher:
         return fetch(self.data, indices, self.sampler.seed, task.epoch)
 
 
-def fetch(data: Dataset, indices: np.ndarray, seed: int, epoch: int) -> Any:
+def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) -> Any:
     """Returns the batch of the samples `indices` (int64 `[B]`), a function of these arguments alone.
 
-    A map-style data set's sample i is taken with the global generators seeded from (seed, epoch, i). Another data set
-    gets a generator seeded from (seed, epoch, indices[0]), and the global generators are seeded from the same.
+    Sample i of a map-style data set or a stream is taken with the global generators seeded from (seed, epoch, i).
+    Another data set gets a generator seeded from (seed, epoch, indices[0]), and the global generators are seeded from
+    the same.
     """
-    if isinstance(data, MapData):
+    if isinstance(data, MapData | Stream):
         return data.fetch(indices, before_sample=lambda i: seed_host(random_key(seed, _FETCHING, epoch, i)))
     key = random_key(seed, _FETCHING, epoch, int(indices[0]))
     seed_host(key)

@@ -1,4 +1,7 @@
-"""How the workers of a job of fixed size find each other: torchrun's environment variables and its store."""
+"""How workers find each other, over a store: those of a job of fixed size, and those of a view.
+
+A job of fixed size has torchrun's environment variables and its store; the supervisor opens a store for each view.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,25 @@ import functools
 import json
 import os
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from kfuse.comm.group import CommError, Group
+from kfuse.elastic.client import ControlError
+from kfuse.elastic.protocol import Member, View
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOB_TIMEOUT_S = 600.0  # rank 0 loads the data before it announces the job
+
+_ARRIVED = "arrived"  # a key in a view's store: a worker of the view before has come
+_POLL_S = 0.01
+_CONNECT_S = 1.0  # an attempt to reach a view's store, which is there before the view is announced
 
 
 @dataclass(frozen=True)
@@ -45,11 +58,32 @@ class Rendezvous:
 
     def store(self, timeout_s: float) -> Store:
         """The store, with a name space of this attempt's own. Raises RuntimeError if nobody hosts it."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
         store = _connect(self)
         store.set_timeout(timedelta(seconds=timeout_s))
         return PrefixStore(f"kfuse/{self.attempt}", store)
+
+    def form_group(self, device: torch.device, timeout_s: float) -> tuple[Group, View]:
+        """The group of all workers, and the job's only view. Raises CommError if the others do not connect."""
+        try:
+            store = self.store(timeout_s)
+            store.set(f"member/{self.rank}", json.dumps([self.rank, os.getpid(), socket.gethostname()]))
+            members = tuple(Member(*json.loads(store.get(f"member/{rank}"))) for rank in range(self.size))
+            address = own_address(self.host, self.port)
+        except (RuntimeError, OSError) as error:
+            raise CommError(f"connecting {self.size} workers at {self.host}:{self.port}: {error}") from error
+        hosts = [member.host for member in members]
+        group = Group(self.rank, self.size, PrefixStore("view", store), device, timeout_s, address, hosts=hosts)
+        return group, View(1, members, (self.host, self.port), "start")
+
+    def await_others_at_end(self, timeout_s: float) -> None:
+        """At the end of the process: waits until all workers have come here. Raises RuntimeError after the timeout."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        store = self.store(timeout_s)
+        store.set(f"done/{self.rank}", "")
+        store.wait([f"done/{rank}" for rank in others])
+        store.set(f"gone/{self.rank}", "")
+        if self.rank == 0 and not self.agent_hosts:  # the store ends with this process
+            store.wait([f"gone/{rank}" for rank in others])
 
     # -- rank 0 reads the command line and sends the job to the others --------------------------------------------
 
@@ -73,8 +107,6 @@ class Rendezvous:
 @functools.cache
 def _connect(rendezvous: Rendezvous) -> Store:
     """One connection per process: where rank 0 hosts the store, it can open it only once."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     master = rendezvous.rank == 0 and not rendezvous.agent_hosts
     timeout = timedelta(seconds=_JOB_TIMEOUT_S)
     return TCPStore(rendezvous.host, rendezvous.port, None, master, timeout, wait_for_workers=False)
@@ -89,3 +121,51 @@ def own_address(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # a datagram socket: nothing is sent
         return str(probe.getsockname()[0])
+
+
+# -- the workers of a view --------------------------------------------------------------------------------------------
+
+
+def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool) -> Group:
+    """The group of a view, with the old group's device and timeout. `check`: called while waiting; raises to end it.
+
+    new: this worker was in no view before. It learns of the view when it is proposed; the others come only after they
+    have finished the steps until the switch, so it waits for them without a time limit.
+    Raises CommError if the store or another worker cannot be reached, and what `check` raises.
+    """
+    if view.size == 1:
+        return Group(device=old.device, timeout_s=old.timeout_s, check=check)
+    host, port = view.store
+    try:
+        store = connect_store(host, port, old.timeout_s, check)
+        address = own_address(host, port)
+        if not new:
+            store.set(_ARRIVED, "")
+        while new and view.reason in ("grow", "replace") and not store.check([_ARRIVED]):
+            check()
+            time.sleep(_POLL_S)  # not `wait`: cut into slices it fails after some hundred
+    except (CommError, ControlError):
+        raise
+    except (RuntimeError, OSError) as error:
+        raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
+    hosts = [member.host for member in view.members]
+    return Group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
+
+
+def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
+    """A view's store, connected to in short attempts.
+
+    The store may be closed at this moment, because another worker was lost: then `check` raises ViewChanged. Left to
+    itself, torch would try again until the timeout. Raises RuntimeError after the timeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        check()
+        try:
+            attempt = timedelta(seconds=min(timeout_s, _CONNECT_S))
+            store = TCPStore(host, port, None, False, attempt, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from kfuse.comm import tail as t
 from kfuse.comm.engine import Engine
-from kfuse.comm.gradients import owner
+from kfuse.comm.gradients import check_owner, owner
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.plan import MicroBatch, Reduced, StepPlan
 from kfuse.optim.consistency import (
@@ -29,15 +28,18 @@ from kfuse.optim.consistency import (
     rates_salt,
     share_from_first,
 )
-from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_sharded
-from kfuse.optim.scaling import LossScale, NonfiniteWarning, scaling
+from kfuse.optim.parameters import ParameterGroups
+from kfuse.optim.refuse import refuse_ddp, refuse_fsdp, refuse_own_loop, refuse_sharded, refuse_unplanned
+from kfuse.optim.scaling import LossScale, NonfiniteWarning, check_clip_norm, scaling
 from kfuse.session import Session, current
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 _LOG = logging.getLogger("kfuse")
 
+_KFUSE = "kfuse"  # a key of state_dict
 
-class DistributedOptimizer(torch.optim.Optimizer, ABC):
+
+class DistributedOptimizer(ParameterGroups, ABC):
     """Mix-in over a torch optimizer. A subclass implements `_update`, which changes parameters by the mean gradient."""
 
     engine: Engine
@@ -50,11 +52,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     """Whether an update with a gradient that is not finite is skipped."""
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
-    lr_factor: float = 1.0
-    """What kfuse multiplies each group's learning rate with in an update (batch-size scaling, a policy's lr_scale).
-
-    group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
-    """
     last_lr: float = 0.0
     """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
     loop_handles_lost_workers: bool = False
@@ -103,7 +100,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if old is not None:
             self.engine.use_transport(old.topology, old.tree)
             old.close()
-            self.engine.step = old.step
+            self.engine.step, self.engine.parts = old.step, old.parts
+            self.engine.carry_figures(old.figures)
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
@@ -132,21 +130,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _layout_changed(self) -> None:
         """The buckets are new: subclasses with flat state lay it out again."""
 
-    def _named_parameters(self) -> list[tuple[Parameter, str]]:
-        """All parameters, frozen ones too, as messages name them: by state_dict's index, and torch's name if given."""
-        named: list[tuple[Parameter, str]] = []
-        for group in self.param_groups:
-            names = group.get("param_names") or [None] * len(group["params"])
-            labels = [_label(index, name) for index, name in enumerate(names, len(named))]
-            named += zip(group["params"], labels, strict=True)
-        return named
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
-        if not isinstance(param_group.get("params"), Tensor | set):
-            param_group["params"] = list(param_group["params"])
-            self._refuse_duplicates(param_group)
-        _without_compiler(torch.optim.Optimizer.add_param_group)(self, param_group)
+        super().add_param_group(param_group)
         if hasattr(self, "engine"):
             try:
                 self._build_engine()
@@ -154,36 +140,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 self.param_groups.pop()
                 raise
             self._share_parameters(self.param_groups[-1:])
-
-    def _refuse_duplicates(self, param_group: dict[str, Any]) -> None:
-        """In a group that is to be added, whose parameters may be (name, parameter) pairs."""
-        params = param_group["params"]
-        pairs = [given if isinstance(given, tuple) else (None, given) for given in params]
-        names = param_group.get("param_names") or [name for name, _ in pairs]
-        seen = {id(p): name for p, name in self._named_parameters()}
-        for index, (name, (_, p)) in enumerate(zip(names, pairs, strict=True), len(seen)):
-            label = _label(index, name)
-            if id(p) in seen:
-                raise ValueError(
-                    f"{label} of shape {tuple(p.shape)} is {seen[id(p)]} again: list each parameter once "
-                    "(model.parameters() does, also where modules share one)"
-                )
-            seen[id(p)] = label
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled, since it works on its parameters by hooks: keep its "
-            "state_dict(), make a new optimizer over the copied model's parameters, and load it there"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's."""
-        state: dict[str, Any] = _without_compiler(torch.optim.Optimizer.state_dict)(self)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
-        _without_compiler(torch.optim.Optimizer.load_state_dict)(self, state_dict)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Keeps the buffers that `model` changes as it trains (BatchNorm's running statistics) the same on all workers.
@@ -200,21 +156,33 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             share_from_first(self._session.group, list(everything.values()), list(everything))
         self.engine.track_buffers(averaged_buffers(model))
 
-    def learning_rates(self) -> list[float]:
-        """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`.
+    # -- its state ------------------------------------------------------------------------------------------------
 
-        0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
-        """
-        return [rate * self.lr_factor for rate in self._base_rates()]
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, and kfuse's statistics under the key "kfuse", which torch's optimizers leave alone."""
+        return self._with_statistics(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, or a torch optimizer's; after that one the statistics are as they were."""
+        super().load_state_dict(state_dict)
+        self._load_statistics(state_dict)
+
+    def _with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _KFUSE: self.statistics.state_dict()}
+
+    def _load_statistics(self, state: dict[str, Any]) -> None:
+        if _KFUSE in state:
+            self.statistics.load_state_dict(state[_KFUSE])
 
     @property
-    def base_lr(self) -> float:
-        """The learning rate that is reported, without `lr_factor`: that of the first group whose rate is not zero."""
-        return next((rate for rate in self._base_rates() if rate), 0.0)
+    def worker_is_lost(self) -> bool:
+        """Whether a lost worker has aborted the step under way, and the training loop is yet to take the error."""
+        return self._lost_worker_error is not None
 
-    def _base_rates(self) -> list[float]:
-        rates = [group.get("lr", 0.0) for group in self.param_groups]
-        return [0.0 if isinstance(rate, Tensor) and rate.is_cuda else float(rate) for rate in rates]
+    def carry_figures(self, count: int) -> None:
+        """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""
+        self.statistics.carry_figures(count)
+        self.engine.carry_figures(count)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -235,25 +203,73 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
-        self.engine.check_owner()
+        check_owner(self.engine)
+        if self.engine.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.engine.parts}) is for bare backwards: kf.fit and kf.DataLoader cut a batch into "
+                "micro-batches themselves (micro_batch=), with the mean loss of each; call opt.accumulate(1) before"
+            )
         self._unit = "samples"
         self.engine.begin(plan)
 
-    def micro_batch(self, samples: int | None = None, last: bool = True) -> MicroBatch:
+    def micro_batch(
+        self,
+        samples: int | None = None,
+        last: bool = True,
+        *,
+        weight: float | None = None,
+        several_backwards: bool = False,
+    ) -> MicroBatch:
         """Context of one micro-batch's forward and backward; the loss must be the MEAN over its samples.
 
         samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
         last: whether it is this worker's last of the step; then the reduction starts as backward goes.
+        weight: kf.fit and kf.DataLoader pass it (`weight_fn`). In a loop of your own `samples` is the weight: where it
+        counts tokens, statistics are in units of tokens.
+        several_backwards: several losses, each with a backward of its own: their gradients add up in `p.grad` as torch
+        adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
-        self.engine.check_owner()
+        check_owner(self.engine)
+        if self.engine.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.engine.parts}) is for bare backwards of loss / {self.engine.parts}: in "
+                "opt.micro_batch the loss is the mean, undivided; call opt.accumulate(1) before"
+            )
+        if (weight is not None) != (self.engine.plan is not None and self.engine.plan.by_weight):
+            raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
         if self.engine.begun and unit != self._unit:
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
         self._unit = unit
-        return self.engine.micro_batch(1.0 if samples is None else float(samples), last)
+        counted = 1.0 if samples is None else float(samples)
+        return MicroBatch(self.engine, counted if weight is None else weight, last, several_backwards)
+
+    def accumulate(self, backwards: int) -> None:
+        """From now on a step is so many bare backwards on this worker, each of a loss DIVIDED by their number.
+
+            opt.accumulate(ACC)
+            for i, (x, y) in enumerate(batches):
+                (loss_fn(model(x), y) / ACC).backward()
+                if (i + 1) % ACC == 0:
+                    opt.step()
+                    opt.zero_grad()
+
+        Each backward is a micro-batch; the division is undone in the statistics, whose unit is the micro-batch. A step
+        after fewer backwards, and another backward after the last, are errors. `accumulate(1)` ends it. Without it, and
+        for micro-batches of unequal sizes: `micro_batch`, with the mean loss.
+        Raises ValueError for a number below 1, RuntimeError in the middle of a step.
+        """
+        if not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 1:
+            raise ValueError(f"opt.accumulate({backwards!r}): must be a whole number, at least 1")
+        if self.engine.begun or self.engine.plan is not None:
+            raise RuntimeError(
+                f"opt.accumulate({backwards}): call it between steps of a loop of bare backwards; kf.fit and "
+                "kf.DataLoader cut a batch into micro-batches themselves"
+            )
+        self.engine.parts = backwards
 
     def synchronize(self) -> None:
         """Waits for the reduction and sets each `p.grad`. Runs by itself after the last micro-batch's backward."""
@@ -276,7 +292,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         micro-batch, as those of a bare backward do. Raises RuntimeError if a newer optimizer has the parameters, if
         some were frozen or unfrozen without `rebuild`, or if the last step's gradients are still there.
         """
-        self.engine.check_owner()
+        check_owner(self.engine)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -285,22 +301,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         reduced = self._take_reduced()
         if reduced is None:
             return loss
-        if self._session.elastic and not reduced.planned:
-            raise RuntimeError(
-                "workers of this job may join and leave, and only the model and optimizer given to kf.fit or "
-                "kf.DataLoader go along: use one optimizer, with a parameter group for each model, or a fixed number "
-                "of workers (torchrun)"
-            )
+        refuse_unplanned(self._session, reduced.planned)
         self._take_back_gradients()
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
         loss_scale = None if found_inf is None else LossScale(getattr(self, "grad_scale", None), found_inf)
         scaled = scaling(reduced, self.engine.params, self.clip_norm, self.skip_nonfinite, loss_scale)
         self.last_lr = self.base_lr * self.lr_factor
         self._update(reduced, scaled.factor, scaled.skip)
-        if reduced.local:
-            scaled.record[t.GRAD_SQ] = torch.nan  # the workers' mean gradient is not computed
-        if scaled.skip is not None:
-            scaled.record[t.SKIPPED] = scaled.skip
         step, unit = self.engine.step - 1, "micro-batches" if reduced.implicit else self._unit
         self.statistics.push(step, unit, scaled.record)
         if loss_scale is None:  # with GradScaler skips are how it finds its scale
@@ -315,13 +322,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError(
                 "parameters were frozen or unfrozen after the optimizer was made: call opt.rebuild() before backward"
             )
-        if self._session.elastic and self._session.view is None:
-            raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
-        if self._session.elastic and hasattr(self, "found_inf"):
-            raise RuntimeError(
-                "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
-                "rest. Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)"
-            )
+        refuse_own_loop(self._session, uses_scaler=hasattr(self, "found_inf"))
 
     def _take_reduced(self) -> Reduced | None:
         """The step's reduction, complete; None without gradients, or if a worker is lost and the loop handles that."""
@@ -437,23 +438,3 @@ def latest_optimizer() -> DistributedOptimizer | None:
     """The optimizer that was made last in this session; None if there is none, or it was deleted."""
     found = None if _latest is None else _latest()
     return found if found is not None and found._session is current() else None
-
-
-def check_clip_norm(clip_norm: float | None) -> None:
-    """Raises ValueError unless positive or None."""
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
-
-
-def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under torch's decorator `_disable_dynamo`, or `method` itself if it has no decorator.
-
-    The decorator imports torch's compiler at its first call, which takes longer than importing torch: a worker would
-    start later, or all others would wait for it while the training state is transferred.
-    """
-    wrapped: Callable[..., Any] = getattr(method, "__wrapped__", method)
-    return wrapped
-
-
-def _label(index: int, name: str | None) -> str:
-    return f"parameter {index}" if name is None else f"parameter {index} ({name})"

@@ -1,4 +1,8 @@
-"""Models that another library wrapped to reduce or shard them itself: refused, since both would do the same work."""
+"""What cannot be trained right is refused, with a remedy.
+
+Models that another library wrapped to reduce or shard them itself, since both would do the same work. Loops of one's
+own in a job whose workers may change, since a worker that joins would not know their state.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
+
+from kfuse.session import Session
 
 _REMEDY = "give kfuse the inner model ({inner}) and do not wrap it"
 
@@ -59,6 +65,27 @@ def refuse_fsdp() -> None:
     """
     if _torch_distributed_in_use() and (classes := _fsdp_classes()) and _instances(*classes):
         raise TypeError(_fsdp_message("the model"))
+
+
+def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
+    """Before an update. Raises RuntimeError if an elastic job has its own loop, or uses torch's GradScaler."""
+    if session.elastic and session.view is None:
+        raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
+    if session.elastic and uses_scaler:
+        raise RuntimeError(
+            "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
+            "rest. Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)"
+        )
+
+
+def refuse_unplanned(session: Session, planned: bool) -> None:
+    """Raises RuntimeError if the step of an elastic job is not one that kf.fit or kf.DataLoader had announced."""
+    if session.elastic and not planned:
+        raise RuntimeError(
+            "workers of this job may join and leave, and only the model and optimizer given to kf.fit or "
+            "kf.DataLoader go along: use one optimizer, with a parameter group for each model, or a fixed number "
+            "of workers (torchrun)"
+        )
 
 
 def _torch_distributed_in_use() -> bool:

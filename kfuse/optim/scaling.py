@@ -33,7 +33,7 @@ class Scaling:
     """What an update needs. Tensors are on the gradients' device."""
 
     record: Tensor
-    """The step's record, in units of the true gradient."""
+    """The step's record, in units of the true gradient, and with the slots that only the optimizer knows."""
     factor: Tensor | None
     """fp32 scalar that the gradients are multiplied with; None: 1."""
     skip: Tensor | None
@@ -75,6 +75,10 @@ def scaling(
             squared_norm = _squared_norm_of_gradients(params)
         coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
         factor = coefficient if factor is None else factor * coefficient
+    if reduced.local:
+        record[t.GRAD_SQ] = torch.nan  # the workers' mean gradient is not computed
+    if skip is not None:
+        record[t.SKIPPED] = skip
     return Scaling(record, factor, skip, finite)
 
 
@@ -100,6 +104,12 @@ def _squared_norm_of_gradients(params: Sequence[Parameter]) -> Tensor:
     """In float64, where fp32 gradients' squares cannot overflow."""
     squares = [p.grad.double().square().sum() for p in params if p.grad is not None]
     return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+
+def check_clip_norm(clip_norm: float | None) -> None:
+    """Raises ValueError unless positive or None."""
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm!r}: must be above 0, or None for no clipping")
 
 
 class NonfiniteWarning:

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from kfuse.checkpoint.manager import Checkpoints
+from kfuse.checkpoint.saved_model import SavedModel, load_weights
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
-from kfuse.data import DataSplit, as_dataset
+from kfuse.data import DataSplit
 from kfuse.data.fetching import Loading
+from kfuse.data.given import heldout_data, training_data
 from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
+from kfuse.train.model_checks import log_remarks
 from kfuse.train.settings import WORKERS_MAX, Settings
 from kfuse.train.trainer import Trainer
 
@@ -49,7 +52,10 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     data = dict(config["data"])
     loading = Loading(data.pop("workers"), data.pop("prefetch"))
     split: DataSplit = instantiate.build(data)
-    model: torch.nn.Module = instantiate.build(config["model"], **split.spec)
+    node, weights = instantiate.initial_weights(config["model"])
+    model: torch.nn.Module = instantiate.build(node, **split.spec)
+    if weights is not None:
+        load_weights(model, weights)
     session = current()
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
@@ -66,6 +72,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         lr_scaling=lr["scaling"],
         warmup_steps=lr["warmup_steps"],
         decay=lr["decay"],
+        decay_fraction=lr["decay_fraction"],
         precision=train["precision"],
         seed=config["seed"],
         base_lr=lr["base"],
@@ -74,14 +81,17 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         loading=loading,
         ledger=config["observe"]["ledger"],
     )
+    given = training_data(split.train)
+    log_remarks(given.remarks)
     return Trainer(
         model,
-        as_dataset(split.train),
+        given.data,
         _optimizer(config, model),
         settings,
         policy=instantiate.build(config["policy"]),
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
-        heldout=as_dataset(split.heldout),
+        saved_model=SavedModel(Path(config["run_dir"]), session) if train["save_model"] else None,
+        heldout=heldout_data(split.heldout),
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
     )
 

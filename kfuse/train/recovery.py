@@ -22,7 +22,7 @@ from kfuse.session import Session
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
 from kfuse.train.reporter import Reporter
-from kfuse.train.state import Progress, TrainingState
+from kfuse.train.state import Progress, Stage, TrainingState
 from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ class Recovery:
         self._session, self._opt, self._progress, self._decisions = session, opt, progress, decisions
         self._state, self._checkpoints, self._reporter = state, checkpoints, reporter
         self._arguments, self._base_lr = dict(arguments), base_lr
-        self._joined = self._has_state = False
+        self.given: Mapping[str, Any] | None = None
+        """The state to begin from, where there is no checkpoint to resume from."""
+        self._joined = self.has_state = False
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -70,7 +72,7 @@ class Recovery:
             if isinstance(error, ControlError | CommError):
                 self._session.lost = True
                 self._opt.engine.abort()
-                if self._has_state and self._checkpoints is not None:
+                if self.has_state and self._checkpoints is not None:
                     self._checkpoints.save_last(self._progress.step, self._state.capture)
             elif isinstance(error, ConsistencyError | LoaderError):
                 self._session.give_up(str(error))
@@ -95,7 +97,7 @@ class Recovery:
             session.check()
             drop_retired()
         if self._checkpoints is not None:
-            self._checkpoints.save_when_due(at.step, self._state.capture)
+            self._checkpoints.save_when_due(at.step, at.epoch, self._state.capture)
         if session.view is None or at.generation <= session.view.generation:
             return
         started = time.perf_counter()
@@ -127,6 +129,8 @@ class Recovery:
         view, group = self._session.view, self._session.group
         if view is None:
             self._load_or_begin(restarted=False)
+            self._reporter.start(self._progress.step)
+            self._reporter.resend(events=False)
             return
         started = time.perf_counter()
         positions = self._gather_positions()
@@ -143,7 +147,7 @@ class Recovery:
                 arguments, state = training_state.decode(shared, group.device)
                 self._refuse_other_arguments(arguments)
                 self._restore(state)
-        self._has_state = True
+        self.has_state = True
         if begins:
             self._decisions.workers_requested = self._decisions.workers_requested or view.size
             self._reporter.start(self._progress.step)
@@ -163,7 +167,7 @@ class Recovery:
     def _gather_positions(self) -> list[int]:
         """By rank, `Progress.position`; -1 for a worker without state."""
         group = self._session.group
-        mine = torch.tensor([self._progress.position if self._has_state else -1], device=group.device)
+        mine = torch.tensor([self._progress.position if self.has_state else -1], device=group.device)
         return [int(position) for position in group.all_gather(mine, "progress of each worker")]
 
     def _refuse_other_arguments(self, theirs: Mapping[str, Any]) -> None:
@@ -177,8 +181,10 @@ class Recovery:
             )
 
     def _load_or_begin(self, restarted: bool) -> None:
-        """Resumes from a checkpoint, if there is one to resume from; else applies the policy's initial settings."""
-        at, saved = self._progress, None if self._checkpoints is None else self._checkpoints.load(restarted)
+        """Begins from a checkpoint, or the state given, if there is one; else applies the policy's initial settings."""
+        at = self._progress
+        saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
+        saved = self.given if saved is None else saved
         if saved is None:
             self._decisions.begin()
         else:
@@ -190,8 +196,9 @@ class Recovery:
             at.resumed_at = at.step
             if self._session.view is not None:
                 self._decisions.workers_requested = 0  # that was asked of another job
-        self._has_state = True
+        self.has_state = True
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._state.restore(state)
-        self._opt.engine.step = self._progress.step
+        at = self._progress
+        self._opt.engine.step = at.step + (at.stage > Stage.UPDATE)  # the engine has made a step once it is reduced

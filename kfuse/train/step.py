@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -59,17 +59,20 @@ class StepSamples:
         """What to fetch for micro-batch j: the samples `of(j)`."""
         return Task(self.epoch, self.cursor + j * self.micro_batch, self.sizes[j])
 
-    def task_plan(self, rank: int, batch_size: int, length: int, epochs: int | None) -> TaskPlan:
-        """What worker `rank` will fetch from this step on, with these settings. length: samples of the data set."""
+    def task_plan(self, rank: int, batch_size: int, length: int | None, epochs: int | None) -> TaskPlan:
+        """What worker `rank` will fetch from this step on, with these settings. length: samples of an epoch."""
         return TaskPlan(
             length, epochs, batch_size, self.micro_batch, self.workers, rank, self.shares, self.epoch, self.cursor
         )
 
-    def plan(self, announcement: Announcement, local_rank: int | None = None) -> StepPlan:
-        """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None."""
+    def plan(self, announcement: Announcement, local_rank: int | None = None, by_weight: bool = False) -> StepPlan:
+        """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None.
+
+        by_weight: micro-batches have weights of their own.
+        """
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
         local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, announcement)
+        return StepPlan(len(self.indices), ranges, local, announcement, by_weight)
 
 
 class Step:
@@ -79,11 +82,24 @@ class Step:
     """
 
     def __init__(
-        self, number: int, samples: StepSamples, rank: int, fetcher: Fetcher, opt: DistributedOptimizer, key_seed: int
+        self,
+        number: int,
+        samples: StepSamples,
+        rank: int,
+        fetcher: Fetcher,
+        opt: DistributedOptimizer,
+        key_seed: int,
+        weigh: Callable[[Any, int], float] | None = None,
+        several_backwards: bool = False,
     ) -> None:
-        """number: steps taken before this one. key_seed: the run's seed, from which random numbers are derived."""
+        """number: steps completed before this one. key_seed: the run's seed, from which random numbers are derived.
+
+        weigh(batch, samples): a micro-batch's weight; None: its samples. several_backwards: see opt.micro_batch.
+        """
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
         self.loss: Tensor | float | None = None
+        self.figures: Sequence[Tensor | float] = ()
+        """Scalars that are averaged like the loss, in the order of `Statistics.figure_names`."""
         self.data_wait_s = 0.0
         """Seconds spent waiting for data so far."""
         self.data_bytes = 0
@@ -91,7 +107,21 @@ class Step:
         self.error: Exception | None = None
         """The exception that ended the step's body early."""
         self._fetcher, self._opt, self._seed = fetcher, opt, key_seed
+        self._weigh, self._several_backwards = weigh, several_backwards
         self._started = time.perf_counter()
+
+    def __len__(self) -> int:
+        """The number of this worker's micro-batches; 0 where it has none in this step."""
+        return len(self.mine)
+
+    def __bool__(self) -> bool:
+        """True: a step is a step also where this worker has no micro-batch."""
+        return True
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of its samples, from 0."""
+        return self.samples.epoch
 
     def seconds(self) -> float:
         """Seconds since the step began."""
@@ -105,14 +135,19 @@ class Step:
         """
         key, device = random_key(self._seed, self.number, j), self._opt.engine.group.device
         started = time.perf_counter()
-        batch = to_device(self._fetcher.fetch(self.samples.task(j)), device)
+        fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
+        weight = None if self._weigh is None else self._weigh(fetched, samples)  # before it is on a GPU: no wait
+        batch = to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         self.data_bytes += sum(tensor.nbytes for tensor in tensors(batch))
         seed_forward(device, key)
-        self.loss = None
-        with self._opt.micro_batch(samples=self.samples.sizes[j], last=j == self.mine[-1]) as micro_batch:
+        self.loss, self.figures = None, ()
+        with self._opt.micro_batch(
+            samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
+        ) as micro_batch:
             yield batch
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
+            micro_batch.figures = self.figures
 
     def __iter__(self) -> Iterator[Any]:
         """For the body of a user's loop. If a worker is lost, the iteration ends early; the step is repeated later."""

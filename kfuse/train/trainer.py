@@ -8,9 +8,10 @@ body of the user's own loop.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kfuse.checkpoint.format import snapshot
 from kfuse.comm.group import CommError
-from kfuse.data import Dataset, EpochSampler
+from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.batch import describe, names
 from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
-from kfuse.train import load_balance
+from kfuse.train import load_balance, running
 from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
-from kfuse.train.loss import Objective
+from kfuse.train.loss import Objective, Outcome
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
 from kfuse.train.recovery import Recovery
@@ -40,6 +42,11 @@ from kfuse.train.step import Step, StepSamples, generators_restored
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
+    from kfuse.checkpoint.saved_model import SavedModel
+    from kfuse.train.output import Output
+
+MOST_FIGURES = 16
+"""Figures of a step function that each step averages: they have slots in the tail, whose size is known before."""
 
 
 class Trainer:
@@ -48,25 +55,31 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        data: Dataset,
+        data: Dataset | Stream,
         opt: DistributedOptimizer,
         settings: Settings,
         *,
         policy: BasePolicy | None = None,
         scheduler: UserSchedule | None = None,
         checkpoints: Checkpoints | None = None,
+        saved_model: SavedModel | None = None,
+        output: Output | None = None,
         objective: Objective | None = None,
         heldout: Dataset | None = None,
         metrics: Mapping[str, Metric] | None = None,
         facts: Mapping[str, float] | None = None,
         user_loop: bool = False,
+        several_backwards: bool = False,
     ) -> None:
         """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
+        saved_model: writes the model when training is over, and the best one by evaluation; None: neither is written.
+        output: of a script, in place of these two; its records go there.
         objective: how a batch becomes a loss; None: `kfuse.train.loss.default_loss` of pairs, or the model's own.
         metrics: functions (output, target) that are evaluated on `heldout`.
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
+        several_backwards: of each micro-batch, by the user: see opt.micro_batch.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
         """
         # What is trained, and by what rules.
@@ -76,16 +89,19 @@ class Trainer:
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
         self._batch_is_checked = False
-        self._sampler = EpochSampler(len(data), settings.seed)
+        opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
+        seed = settings.seed
+        self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
         self._scheduler = scheduler
-        self._schedule = settings.schedule(len(data))
+        self._saved_model = saved_model if output is None else output.saved_model
+        self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
-        self._user_loop = user_loop
+        self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
-        self._reporter = Reporter(self.session, settings, len(data))
+        self._reporter = Reporter(self.session, settings, self._sampler.length, output)
         self._fetcher = self._new_fetcher()
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
@@ -109,17 +125,20 @@ class Trainer:
         }
         if scheduler is not None:
             parts["scheduler"] = scheduler.scheduler
+        self._state = TrainingState(parts)
         self._recovery = Recovery(
             self.session,
             opt,
             self.progress,
             self.decisions,
-            TrainingState(parts),
-            checkpoints,
+            self._state,
+            checkpoints if output is None else output.checkpoints,
             self._reporter,
-            arguments=settings.shared() | {"samples of data": len(data)},
+            arguments=settings.shared() | {"samples of data": self._sampler.length},
             base_lr=settings.base_lr,
         )
+        self._under_way: tuple[Step, int] | None = None
+        """The step whose body runs, and how many steps the engine had made before it."""
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
@@ -138,8 +157,11 @@ class Trainer:
             try:
                 for j in step.mine:
                     with step.micro_batch(j) as batch:
-                        step.loss = loss = self._loss(batch)
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        done = self._forward(batch)
+                        step.loss = done.loss
+                        if self._objective.step_fn is not None:
+                            step.figures = self._figures(done)
+                        done.loss.backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -154,7 +176,8 @@ class Trainer:
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        with self._optimizer_prepared(), self.decisions.active(), self._fetcher.running(), recovery.guarded():
+        prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
+        with prepared, decisions, running.active(self), fetching, recovery.guarded():
             self.policy.before_train()
             while not (self.over or self.session.left):
                 try:
@@ -174,6 +197,7 @@ class Trainer:
                     at.once(Stage.DECIDE, self._report_and_decide)  # applies what was announced
                     at.once(Stage.AVERAGE, self._average_models)
                     at.once(Stage.EVALUATE, self._evaluate_when_due)
+                    at.once(Stage.AFTER_EPOCH, self._after_epoch_when_over)
                     at.once(Stage.END, self._end_epoch_when_over)
                     at.next_step()
                 except CommError as error:
@@ -182,7 +206,9 @@ class Trainer:
             self.policy.after_train()
 
     def _new_fetcher(self) -> Fetcher:
-        """Fetches in the step's own thread, or in loader processes."""
+        """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
+        if isinstance(self._data, Stream):
+            self._data.check_workers(self.settings.loading.workers)
         if not self.settings.loading.workers:
             return Fetcher(self._data, self._sampler)
         from kfuse.data.feeder import Feeder
@@ -228,6 +254,18 @@ class Trainer:
             return "epochs"
         return None
 
+    def planned_steps(self) -> int:
+        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
+        at, settings, length = self.progress, self.settings, self._sampler.length
+        limit = math.inf if settings.steps is None else settings.steps
+        if settings.epochs is not None and length is not None:
+            left = -(-(length - at.cursor) // at.batch_size)
+            left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
+            limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
+        if limit == math.inf:
+            raise TypeError("this training has no length: its data tell none, and steps= is not given")
+        return int(limit)
+
     def _before_step(self) -> None:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
         self.decisions.set_learning_rate()
@@ -245,9 +283,12 @@ class Trainer:
         if self._scheduler is not None:
             self._scheduler.before_step()
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
-        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None))
-        self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, len(self._data), self.settings.epochs))
-        return Step(at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed)
+        weigh = None if self._objective.weight_fn is None else self._objective.weight
+        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
+        return Step(
+            at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
+        )
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
@@ -262,15 +303,18 @@ class Trainer:
         If the body leaves the loop (`break`) after opt.step(), the step is still reported.
         """
         opt, before = self.opt, self.opt.engine.step
+        self._under_way = step, before
         try:
             yield step
         except GeneratorExit:
             if not sys.is_finalizing() and self._has_stepped(before):
-                self._end_update(step)
+                self.progress.once(Stage.UPDATE, partial(self._end_update, step))
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
                 opt.engine.abort()  # backwards that follow belong to no plan
             raise
+        finally:
+            self._under_way = None
         error = step.error or opt.take_lost_worker_error()
         if error is not None:
             raise error
@@ -285,15 +329,24 @@ class Trainer:
         engine = self.opt.engine
         return engine.step == before + 1 and engine.reduced is None
 
-    def _loss(self, batch: Any) -> Tensor:
-        """The micro-batch's mean loss, in the configured precision."""
+    def _forward(self, batch: Any) -> Outcome:
+        """The micro-batch's mean loss, and what came with it, in the configured precision."""
         if not self._batch_is_checked:
             self._check_batches(batch)
         device, low = self.session.group.device.type, self.settings.precision == "bf16"
         if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
-            return self._objective(self.model, batch).loss
+            return self._objective(self.model, batch)
         with torch.autocast(device, torch.bfloat16, enabled=low):
-            return self._objective(self.model, batch).loss
+            return self._objective(self.model, batch)
+
+    def _figures(self, done: Outcome) -> Sequence[Tensor | float]:
+        """A step function's figures in the order of their slots, which the first micro-batch decides."""
+        statistics = self.opt.statistics
+        if statistics.figure_names is None:
+            if len(done.figures) > MOST_FIGURES:
+                raise ValueError(f"step_fn returned {len(done.figures)} figures: must be at most {MOST_FIGURES}")
+            statistics.figure_names = tuple(sorted(done.figures))
+        return self._objective.figures(done, statistics.figure_names)
 
     def _check_batches(self, batch: Any) -> None:
         """Once, before the first forward: raises TypeError for batches that cannot become a loss, held-out ones too."""
@@ -361,7 +414,7 @@ class Trainer:
 
     @property
     def _epoch_is_over(self) -> bool:
-        return self.progress.cursor >= len(self._data)
+        return self.progress.cursor == self._sampler.length
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -381,10 +434,18 @@ class Trainer:
         result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
         at.accuracy, at.eval_loss, at.eval_metrics, at.evaluated = result.accuracy, result.loss, result.metrics, steps
         self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
+        score = -result.loss if result.accuracy is None else result.accuracy
+        if math.isfinite(score) and (at.best is None or score > at.best):
+            at.best = score
+            if self._saved_model is not None:
+                self._saved_model.save_best(self.model)
+
+    def _after_epoch_when_over(self) -> None:
+        if self._epoch_is_over:
+            self.policy.after_epoch()  # if a collective in it fails, it is called again
 
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
-            self.policy.after_epoch()  # first: if a collective in it fails, it is called again
             self.progress.epoch, self.progress.cursor = self.progress.epoch + 1, 0
             if self._scheduler is not None:
                 self._scheduler.after_epoch()
@@ -392,7 +453,7 @@ class Trainer:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> None:
-        """Training is over: evaluates, writes a last checkpoint, and waits until the supervisor has the summary."""
+        """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
         if not self.progress.stop:
             self._evaluate(self.progress.step)
         self._recovery.save_last()
@@ -421,4 +482,41 @@ class Trainer:
             "workers": self.session.group.size,
             "params_sha256": params_sha256(self.model),
             "exit_reason": self.exit_reason(),
+            **({} if self._saved_model is None else self._saved_model.save_last(self.model)),
         }
+
+    # -- the state, for kf.state_dict ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the training state on the host. Raises RuntimeError in the middle of a step, or before the first.
+
+        In a step's body, after opt.step(), that is the state after this step's update. In a policy's hook it is the
+        state after that hook: a training that begins from it does not call the hook again for this step.
+        """
+        at, hook_over = self.progress, 0
+        if self._under_way is not None:
+            step, before = self._under_way
+            if self._has_stepped(before):
+                at.once(Stage.UPDATE, partial(self._end_update, step))
+            elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
+                raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
+        elif at.stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH):
+            hook_over = 1
+        elif at.stage != Stage.BOUNDARY or not self._recovery.has_state:
+            raise RuntimeError(
+                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
+                "or after_epoch, or when training is over"
+            )
+        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
+        state["progress"]["stage"] += hook_over
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has training begin from what `state_dict` returned; where checkpoints are resumed from, those come first.
+
+        Raises RuntimeError once training has begun, ValueError for another program's state.
+        """
+        if self._recovery.has_state:
+            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
+        self._state.check(state)
+        self._recovery.given = state

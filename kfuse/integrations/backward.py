@@ -1,0 +1,98 @@
+"""Watches each backward of a model: when it begins and ends, and |s_j|^2, the square of the gradient it alone made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from kfuse.comm.gradients import at_the_end_of_backward
+from kfuse.integrations.measure import Monitor, block_norms, sum_squares, total_square
+
+
+class BackwardWatch:
+    """Hooks on the parameters. They see a backward's own gradient, before it is added to `.grad`.
+
+    `Tensor.register_hook` on a leaf is called once a backward, with the sum over all uses of the parameter. A
+    post-accumulate hook would see what earlier micro-batches left there too.
+    """
+
+    kept: bool
+    """Some parameter had a gradient when the backward under way began."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[Parameter],
+        monitor: Monitor,
+        wanted: Callable[[], bool],
+        ended: Callable[[], None],
+    ) -> None:
+        """params: of `model`, those that are measured. monitor: its step is the step under way.
+
+        wanted: called when a backward begins; whether its own gradient shall be measured. ended: called when a
+        backward is over, that is when all gradients are in `.grad`, but DDP's last ones.
+        """
+        self._params, self._monitor = list(params), monitor
+        self._wanted, self._ended = wanted, ended
+        self._began = self._measures = self.kept = False
+        self._norms: list[Tensor] = []
+        self._leftover: Tensor | None = None
+        self._first: tuple[Parameter, Tensor | None, int] | None = None  # the first to be reached; what it had
+        self._forwards = self._backwards = 0
+        monitor.attach(model.register_forward_pre_hook(self._before_forward))
+        for param in self._params:
+            monitor.attach(param.register_hook(self._hook(param)))  # type: ignore[no-untyped-call]
+
+    def square(self) -> Tensor | float:
+        """|s_j|^2 of the backward under way or just over, or NaN where it is unknown.
+
+        Unknown are gradients beside an earlier step's that were not set to zero, and those of a backward that is one
+        of several for a forward (losses with a backward each, or checkpoints with a backward inside a backward).
+        """
+        self._backwards += 1
+        if not self._norms or self._backwards > self._forwards:
+            return math.nan
+        square = sum_squares(self._norms)
+        return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
+
+    def step_ended(self) -> None:
+        """The next backward is the first of a new step."""
+        self._leftover = None
+        self._forwards = self._backwards = 0
+
+    def _before_forward(self, module: nn.Module, arguments: object) -> None:
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            self._began = False  # also where the last backward raised, and never ended
+
+    def _hook(self, param: Parameter) -> Callable[[Tensor], None]:
+        def on_gradient(grad: Tensor) -> None:
+            if not self._began:
+                self._begin(param)
+            if self._measures:
+                self._norms += block_norms(grad)
+
+        return on_gradient
+
+    def _begin(self, first: Parameter) -> None:
+        self._began, self._norms = True, []
+        at_the_end_of_backward(self._end)
+        self._first = (first, first.grad, 0 if first.grad is None else first.grad._version)
+        self.kept = any(param.grad is not None for param in self._params)
+        if self._monitor.micro_batches and not self.kept:  # dropped, by zero_grad without a step
+            self._monitor.drop()
+            self._forwards, self._backwards = 1, 0
+        if not self._monitor.micro_batches and self.kept:
+            self._leftover = total_square(param.grad for param in self._params if param.grad is not None)
+        self._measures = self._wanted()
+
+    def _end(self) -> None:
+        self._began = False
+        assert self._first is not None
+        param, before, version = self._first
+        if param.grad is not None and (param.grad is not before or param.grad._version != version):
+            self._ended()  # else this was torch.autograd.grad, which leaves `.grad` alone

@@ -1,0 +1,139 @@
+"""`kf.ddp_hook`: gradient statistics of training with torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from kfuse.comm.gradients import at_the_end_of_backward
+from kfuse.integrations.backward import BackwardWatch
+from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
+from kfuse.kernels import BLOCK
+
+
+def ddp_hook(
+    model: DistributedDataParallel,
+    *,
+    samples: float | None = None,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    name: str = "train",
+) -> Monitor:
+    """Measures the gradient statistics of a DDP model in its communication hook; parameters keep plain DDP's bits.
+
+    Call it on every rank, after the model was wrapped and before its first backward. A step is a backward that DDP
+    reduces, with the backwards under `no_sync()` before it; each backward is a micro-batch. One message of 32 bytes a
+    step is added: it travels while the optimizer and the next forward run.
+
+    samples: of each micro-batch; without it a micro-batch takes the sample's place. See `Monitor.samples`.
+    accumulate: what each micro-batch's mean loss is divided by. With the usual `(loss / ACC).backward()` it is ACC.
+    scaler: the loop's GradScaler, if there is one.
+    name: names these figures where `kf.log_to` sends them.
+
+    Raises TypeError for another model; ValueError for a value out of range, and for parameters on several devices;
+    RuntimeError for a model that has a communication hook. `join()` and sparse gradients raise it in training.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"kf.ddp_hook: the model is a {type(model).__name__}: must be a torch.nn.parallel.DistributedDataParallel "
+            "(kf.monitor measures one process, kf.fsdp_monitor FSDP2)"
+        )
+    if model._delay_all_reduce_params:
+        raise RuntimeError("kf.ddp_hook: delay_all_reduce_named_params: their reduction never reaches a hook")
+    if model._comm_hooks:
+        raise RuntimeError("kf.ddp_hook: the model has a communication hook already, and DDP takes one")
+    return _Hook(model, Options(samples, accumulate, scaler, name)).monitor
+
+
+class _Hook:
+    """What the hooks of one DDP model share. A backward passes its methods in their order here."""
+
+    def __init__(self, ddp: DistributedDataParallel, options: Options) -> None:
+        self._ddp, self._group = ddp, ddp.process_group
+        self._workers, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        named = ddp.module.named_parameters()
+        self._params = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
+        device = one_device("kf.ddp_hook", self._params)
+        self.monitor = Monitor(device, options, workers=self._workers, rank=self._rank)
+        # DDP without a hook multiplies by 1 / n as it copies a gradient into its bucket, and divides by n one that lies
+        # there already. For n = 3 these differ in the last bit; for powers of two they do not.
+        self._divides = ddp.gradient_as_bucket_view and self._workers & (self._workers - 1) != 0
+        self._storages: dict[int, int] = {}  # by id of the parameter, where its gradient was before this backward
+        self._of_buckets = False  # this backward's gradient is measured in the buckets
+        self._norms: list[Tensor] = []
+        self._means: list[Tensor] = []
+        self._reduces = False  # DDP reduces in this backward
+        try:
+            ddp.register_comm_hook(None, self._reduce)
+        except RuntimeError as error:
+            raise RuntimeError(f"kf.ddp_hook: DDP refuses a communication hook: {error}") from error
+        self._watch = BackwardWatch(ddp, self._params, self.monitor, self._begins, self._ended)
+        self.monitor.attach(ddp.register_forward_pre_hook(self._before_forward))
+        self._syncs = True
+
+    def _before_forward(self, module: object, arguments: object) -> None:
+        self._syncs = self._ddp.require_backward_grad_sync  # as DDP, which looks at it in forward
+        if self._ddp._join_config.enable:
+            raise RuntimeError(
+                "kf.ddp_hook: with join() workers take different numbers of steps, so their statistics would be wrong: "
+                "give every worker as many micro-batches"
+            )
+
+    def _begins(self) -> bool:
+        """A backward begins. Its gradient is measured parameter by parameter where buckets will hold another."""
+        self._norms, self._means, self._reduces = [], [], False
+        self._of_buckets = self._syncs and not self._watch.kept
+        if self._divides:
+            grads = ((id(param), param.grad) for param in self._params)
+            self._storages = {key: grad.untyped_storage().data_ptr() for key, grad in grads if grad is not None}
+        return not self._of_buckets
+
+    # torch checks the annotations of a communication hook, and refuses strings: so these have none.
+    def _reduce(self, _, bucket):  # type: ignore[no-untyped-def]
+        """Averages a bucket over the workers as DDP does without a hook, and measures it on the way."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise RuntimeError("kf.ddp_hook: a gradient is sparse: statistics need dense ones (sparse=False)")
+        if buffer.dtype in (torch.bfloat16, torch.float16):
+            self.monitor.low_precision()
+        if self._of_buckets:
+            self._norms += block_norms(buffer)
+        self._divide(buffer, bucket)
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        self._means.append(buffer)
+        if bucket.is_last():  # and all gradients are there
+            self._reduces = True
+            self.monitor.micro_batch(sum_squares(self._norms) if self._of_buckets else self._watch.square())
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _divide(self, buffer: Tensor, bucket: GradBucket) -> None:
+        here = buffer.untyped_storage().data_ptr()
+        if not self._divides or here not in self._storages.values():
+            buffer.mul_(1.0 / self._workers)
+            return
+        for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if self._storages.get(id(param)) == here:
+                view.div_(self._workers)
+            else:
+                view.mul_(1.0 / self._workers)
+
+    def _ended(self) -> None:
+        """A backward is over, but for DDP's last buckets: DDP has queued its wait for them behind this call."""
+        if self._reduces:
+            at_the_end_of_backward(self._finish)
+        else:
+            self.monitor.micro_batch(self._watch.square())
+
+    def _finish(self) -> None:
+        """All buckets are reduced: each worker measures its share of the mean gradient; all figures are summed."""
+        message = self.monitor.message(total_square(map(self._share, self._means)))
+        self._means = []
+        self._watch.step_ended()
+        self.monitor.step(message, dist.all_reduce(message, group=self._group, async_op=True))
+
+    def _share(self, mean: Tensor) -> Tensor:
+        first, end = (mean.numel() * rank // self._workers // BLOCK * BLOCK for rank in (self._rank, self._rank + 1))
+        return mean[first:] if self._rank == self._workers - 1 else mean[first:end]

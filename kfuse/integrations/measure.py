@@ -1,0 +1,290 @@
+"""The shared core of the monitors: a step's statistics from the squared norms of its gradients.
+
+What a monitor sees of micro-batch j is s_j, the gradient that its backward left: g_j, the gradient of its mean loss,
+times the loss scale, divided by `accumulate`. At the end of a step it sees t, the mean over the workers of the sums of
+their s_j. Of M micro-batches on n workers the mean gradient is then gbar = (1 / M) sum_j g_j = (n / M) t, but for the
+same two factors.
+
+The mean is not weighted by samples, since DDP, FSDP and loops that accumulate do not weight it. With b_j samples each,
+and b the harmonic mean of the b_j, E|g_j|^2 = |G|^2 + tr(Sigma) / b_j and E|gbar|^2 = |G|^2 + tr(Sigma) / (M b). So
+`kfuse.statistics.noise_scale.moments` with b for every b_j is unbiased, for unequal micro-batches too.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kfuse.comm import tail
+from kfuse.integrations import log
+from kfuse.kernels import BLOCK
+from kfuse.statistics.step_stats import Statistics, StepStats
+
+SQUARES = 0  # sum over micro-batches of |s_j|^2, without loss scale
+MICRO_BATCHES = 1
+INVERSE_SAMPLES = 2  # sum over micro-batches of 1 / b_j
+TOTAL = 3  # |t|^2, without loss scale: the sum of what each worker measured of its part of t
+MESSAGE_SLOTS = 4
+
+
+def block_norms(values: Tensor) -> list[Tensor]:
+    """The norms of `values` (any shape, floating-point) in blocks of BLOCK elements: tensors [k] of fp32, or of fp64.
+
+    Blocks keep the rounding error that of one, some tens of 2^-24, whatever the size: S is a difference of such sums.
+    """
+    flat = (values.detach().coalesce().values() if values.is_sparse else values.detach()).reshape(-1)
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    whole = flat.numel() // BLOCK * BLOCK
+    norms = []
+    if whole:
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=dtype))
+    if whole < flat.numel() or not whole:
+        norms.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True, dtype=dtype))
+    return norms
+
+
+def sum_squares(norms: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all `norms` (tensors [k], at least one): float64 scalar on their device."""
+    return torch.cat(list(norms)).double().square().sum()
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """The sum of squares of `values`: float64 scalar on their device, without a wait."""
+    return sum_squares(block_norms(values))
+
+
+def total_square(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of squares of all `tensors`, at least one: float64 scalar on their device, without a wait."""
+    return sum_squares([norms for values in tensors for norms in block_norms(values)])
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the loop makes its gradients; see `kf.ddp_hook`. Raises ValueError or TypeError for values out of range."""
+
+    samples: float | None = None
+    accumulate: int = 1
+    scaler: Any = None
+    name: str = "train"
+
+    def __post_init__(self) -> None:
+        check_samples(self.samples)
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate!r}: must be an integer of at least 1")
+        if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
+            raise TypeError(f"scaler={self.scaler!r}: must be a torch.amp.GradScaler")
+
+
+def one_device(who: str, params: Sequence[Tensor]) -> torch.device:
+    """The parameters' device. Raises ValueError where there is none or several, or one is not of real numbers."""
+    if not params:
+        raise ValueError(f"{who}: the model has no parameter that requires a gradient")
+    devices = {param.device for param in params}
+    if len(devices) > 1:
+        raise ValueError(f"{who}: parameters lie on {sorted(map(str, devices))}: must be one device")
+    if not all(param.is_floating_point() for param in params):
+        raise ValueError(f"{who}: a parameter is complex: must be real")
+    return params[0].device
+
+
+def check_samples(samples: float | None) -> None:
+    """Raises ValueError unless `samples` is None or a number of at least 1."""
+    if samples is not None and not (isinstance(samples, int | float) and 1 <= samples < math.inf):
+        raise ValueError(f"samples={samples!r}: must be at least 1")
+
+
+def refuse_unknown_scaler() -> None:
+    """Raises RuntimeError where an enabled GradScaler exists. It takes some 50 ms: all objects are looked at."""
+    if not _scaler_exists():
+        return
+    gc.collect()  # it may be one that nothing uses any more
+    if _scaler_exists():
+        raise RuntimeError(
+            "a GradScaler is in use, and statistics of scaled gradients are wrong: give it to the monitor, scaler=... "
+            "(scaler=torch.amp.GradScaler(enabled=False) says that it scales another model's loss)"
+        )
+
+
+def _scaler_exists() -> bool:
+    return any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects())
+
+
+class Monitor:
+    """A training's statistics, measured beside it. Made by `kf.ddp_hook`, `kf.fsdp_monitor` and `kf.monitor`.
+
+    All workers have the same figures; each step's are computed on the device and copied to the host without a wait.
+    """
+
+    name: str
+    """Names this monitor's figures where `kf.log_to` sends them."""
+    device: torch.device
+    """Where the squares are."""
+    workers: int
+    """n, the workers whose gradients are averaged."""
+
+    def __init__(self, device: torch.device, options: Options, *, workers: int = 1, rank: int = 0) -> None:
+        self.name, self.device, self.workers, self._rank = options.name, device, workers, rank
+        self._samples, self._divisor, self._scaler = options.samples, float(options.accumulate), options.scaler
+        self._statistics = Statistics()
+        self._handles: list[Any] = []
+        self._steps, self._seen = 0, 0.0  # samples of the steps that `log_to` was there for
+        self._started = False
+        self._pending: tuple[Tensor, dist.Work | None] | None = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets the micro-batches of the step under way."""
+        self._squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.micro_batches = 0
+        """This worker's micro-batches of the step under way."""
+        self._inverse_samples = 0.0
+
+    # -- for training loops ------------------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> float | None:
+        """Samples of each micro-batch on this worker; None: micro-batches are the unit.
+
+        Set it before a backward whose micro-batch has another number. Raises ValueError below 1.
+        """
+        return self._samples
+
+    @samples.setter
+    def samples(self, samples: float | None) -> None:
+        check_samples(samples)
+        self._samples = samples
+
+    @property
+    def stats(self) -> StepStats | None:
+        """The newest finished step's figures; None before the first. Waits for the device."""
+        self._settle()
+        return self._statistics.wait()
+
+    @property
+    def noise_scale(self) -> float | None:
+        """tr(Sigma) / |G|^2 in samples (micro-batches without `samples`), running; None while it is unknown."""
+        return None if (stats := self.stats) is None else stats.noise_scale
+
+    @property
+    def grad_variance(self) -> float | None:
+        """S of the newest finished step, unbiased for tr(Sigma); None where unknown."""
+        return None if (stats := self.stats) is None else stats.grad_variance
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the newest finished step's mean gradient, before clipping; None where unknown."""
+        return None if (stats := self.stats) is None else stats.grad_norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running estimate and the numbers of steps and samples, in plain values: the same on every worker."""
+        self._settle()
+        self._statistics.wait()
+        return {"steps": self._steps, "samples": self._seen, "noise_scale": self._statistics.noise_scale.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        self._statistics.noise_scale.load_state_dict(state["noise_scale"])
+        self._steps, self._seen = state["steps"], state["samples"]
+
+    def close(self) -> None:
+        """Sends the last step's figures to `kf.log_to`, and removes the hooks that can be removed."""
+        self._settle()
+        self._send(lag=0)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- for the integrations, in the order in which a step calls them -----------------------------------------------
+
+    def attach(self, handle: Any) -> None:
+        """Keeps a removable handle of a hook until `close`."""
+        self._handles.append(handle)
+
+    def micro_batch(self, square: Tensor | float) -> None:
+        """Takes in a micro-batch of this worker. square: |s_j|^2 as seen, float64 scalar on the device; NaN: unknown.
+
+        Raises RuntimeError with the first one, where a GradScaler exists and none was given.
+        """
+        if not self._started:
+            self._started = True
+            if self._scaler is None:
+                refuse_unknown_scaler()
+        self._squares = self._squares + square * self._unscale()
+        self.micro_batches += 1
+        self._inverse_samples += 1.0 / (self._samples or 1.0)
+
+    def message(self, total: Tensor) -> Tensor:
+        """This worker's sums of the step: float64 [MESSAGE_SLOTS] on the device. To be summed over the workers.
+
+        total: of this worker's part of t, the squares as seen; the parts make up t. The step's sums are emptied.
+        """
+        message = torch.zeros(MESSAGE_SLOTS, dtype=torch.float64, device=self.device)
+        message[SQUARES] = self._squares
+        message[MICRO_BATCHES], message[INVERSE_SAMPLES] = self.micro_batches, self._inverse_samples
+        message[TOTAL] = total * self._unscale()
+        self.drop()
+        return message
+
+    def step(self, message: Tensor, sent: dist.Work | None = None) -> None:
+        """Ends a step: its figures are on their way to the host, and to `kf.log_to`. Never waits for a GPU.
+
+        message: the sum of all workers' messages, at least one micro-batch among them; with `sent`, once that is done.
+        It is then waited for at the end of the next step, or when figures are read.
+        """
+        self._settle()
+        self._pending = (message, sent)
+        if sent is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Takes in the step whose message was still travelling."""
+        if self._pending is None:
+            return
+        (message, sent), self._pending = self._pending, None
+        if sent is not None:
+            sent.wait()
+        micro_batches, seen = message[MICRO_BATCHES], message[TOTAL]
+        samples = micro_batches / message[INVERSE_SAMPLES]
+        record = torch.zeros(
+            tail.RECORD_SLOTS + self.workers * tail.RANK_SLOTS, dtype=torch.float64, device=self.device
+        )
+        record[tail.SUM_SQUARES] = samples * message[SQUARES] * self._divisor**2
+        record[tail.SAMPLES], record[tail.MICRO_BATCHES] = samples * micro_batches, micro_batches
+        record[tail.LOSS] = math.nan
+        record[tail.GRAD_SQ] = seen * (self._divisor * self.workers / micro_batches) ** 2
+        if self._scaler is not None:
+            record[tail.SKIPPED] = (~torch.isfinite(seen)).double()  # by the scaler
+        self._statistics.keep_unread = bool(log.targets())
+        self._statistics.push(self._steps, "micro-batches" if self._samples is None else "samples", record)
+        self._steps += 1
+        self._send(lag=1 if self.device.type == "cuda" else 0)
+
+    def low_precision(self) -> None:
+        """Gradients travel between workers in 16 bits: S has the rounding error of bf16."""
+        self._statistics.bf16_wire = True
+
+    def _unscale(self) -> Tensor | float:
+        """1 / (loss scale)^2, on the device."""
+        if self._scaler is None:
+            return 1.0
+        one = torch.ones((), dtype=torch.float32, device=self.device)
+        scale: Tensor = self._scaler.scale(one)
+        return scale.double() ** -2
+
+    def _send(self, lag: int) -> None:
+        """Gives `log_to`'s targets the steps that have arrived, except the newest `lag`."""
+        if not self._statistics.keep_unread:
+            return
+        for stats in self._statistics.read(lag):
+            self._seen += stats.samples
+            known = {"step": stats.step, "samples": self._seen, "batch_size": stats.samples, "workers": self.workers}
+            record = {name: known[name] if name in known else getattr(stats, name) for name in log.FIGURES}
+            for target in log.targets() if self._rank == 0 else ():
+                target({"monitor": self.name, **record})

@@ -1,0 +1,538 @@
+"""`kf.ddp_hook` and `kf.monitor` measure what closed forms say, and change no bit of what is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed import KEPT, run_workers
+from test_statistics import LOSSES, PROBLEMS, Halves, Problem, draw, gradients_by_hand, mean_and_error, ratio_and_error
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import kfuse as kf
+from kfuse.integrations import log
+from kfuse.integrations.measure import Monitor
+from kfuse.statistics.step_stats import StepStats
+
+NO_DIGITS: Any = None
+
+
+def wrapped(net: nn.Module, **options: Any) -> DistributedDataParallel:
+    model = DistributedDataParallel(net, **options)
+    KEPT.append(model)
+    return model
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A layer that is used twice, one that only odd steps use, and enough of them for several buckets."""
+
+    def __init__(self, unused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice, self.last = nn.Linear(20, 90), nn.Linear(90, 90), nn.Linear(90, 3)
+        self.sometimes = nn.Linear(90, 90)
+        self.unused, self.calls = unused, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.twice(torch.tanh(self.twice(torch.tanh(self.first(x)))))
+        if not self.unused or self.calls % 2:
+            hidden = torch.tanh(self.sometimes(hidden))
+        out: Tensor = self.last(hidden)
+        return out
+
+
+def trained(
+    accumulate: int, hook: bool, *, set_to_none: bool, scaled: bool, **options: Any
+) -> tuple[list[Tensor], StepStats | None]:
+    """Parameters after some steps of a DDP model, and what its hook measured in the last one."""
+    net = Net(options.get("find_unused_parameters", False))
+    model = wrapped(net, bucket_cap_mb=0.02, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scaled)
+    monitor = kf.ddp_hook(model, accumulate=accumulate, scaler=scaler) if hook else None
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        for j in range(accumulate):
+            x, y = torch.randn(6, 20, generator=generator), torch.randn(6, 3, generator=generator)
+            with nullcontext() if j == accumulate - 1 else model.no_sync():
+                scaler.scale(F.mse_loss(model(x), y) / accumulate).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none)
+    return [p.detach() for p in net.parameters()], monitor.stats if monitor else None
+
+
+PLAIN = {"set_to_none": True, "scaled": False}
+CASES: list[dict[str, Any]] = [
+    PLAIN,
+    PLAIN | {"gradient_as_bucket_view": True},
+    PLAIN | {"gradient_as_bucket_view": True, "set_to_none": False},
+    PLAIN | {"set_to_none": False, "scaled": True},
+    PLAIN | {"find_unused_parameters": True},
+    PLAIN | {"static_graph": True},  # the last, since DDP itself fails with it under no_sync
+]
+
+
+def all_cases(accumulate: int) -> list[tuple[bool, StepStats]]:
+    dist.init_process_group("gloo")
+    found = []
+    for case in CASES if accumulate == 1 else CASES[:-1]:
+        expected, _ = trained(accumulate, False, **case)
+        parameters, stats = trained(accumulate, True, **case)
+        assert stats is not None
+        found.append((all(map(torch.equal, parameters, expected)), stats))
+    return found
+
+
+FULL = [pytest.param(*workers_accumulate, marks=pytest.mark.full) for workers_accumulate in ((2, 1), (3, 4))]
+
+
+@pytest.mark.parametrize("workers, accumulate", [(2, 4), (3, 1), *FULL])
+def test_parameters_have_ddps_bits(workers: int, accumulate: int) -> None:
+    """For three workers DDP multiplies by 1 / 3 where a gradient is copied, and divides by 3 where it is not."""
+    ranks = run_workers(workers, all_cases, accumulate)
+    for case, *of_ranks in zip(CASES, *ranks, strict=False):
+        assert all(equal for equal, _ in of_ranks), case
+        assert len({repr(stats) for _, stats in of_ranks}) == 1, case
+        stats = of_ranks[0][1]
+        assert (stats.step, stats.micro_batches, stats.skipped) == (4, workers * accumulate, False), case
+        assert stats.grad_variance is not None and stats.grad_norm is not None, case
+    same = [(r[1].grad_variance, r[1].grad_sq, r[1].grad_norm) for r in ranks[0]]
+    for case, figures in zip(CASES, same, strict=False):
+        if "find_unused_parameters" not in case:
+            assert figures == pytest.approx(same[0], rel=1e-4), case
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+
+
+def measure(problem: Problem, monitor: Monitor, model: nn.Module, steps: int, divide: bool = False) -> list[StepStats]:
+    """Steps at a fixed point, micro-batches shared out to the workers in equal numbers."""
+    workers, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    each = len(problem.sizes) // workers
+    ends = np.cumsum(problem.sizes)
+    found = []
+    for step in range(steps):
+        x, y = (torch.from_numpy(values) for values in draw(problem, step, NO_DIGITS))
+        for j in range(rank * each, (rank + 1) * each):
+            size = problem.sizes[j]
+            part = slice(int(ends[j]) - size, int(ends[j]))
+            monitor.samples = size
+            last = j == (rank + 1) * each - 1
+            with nullcontext() if last or workers == 1 else model.no_sync():
+                loss = LOSSES[problem.loss](model(x[part]), y[part])
+                optimizer.zero_grad() if j == rank * each else None  # between forward and backward, as some loops do
+                (loss / each if divide else loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        stats = monitor.stats
+        assert stats is not None
+        found.append(stats)
+    return found
+
+
+def by_hand(problem: Problem, step: int) -> tuple[float, float, float]:
+    """S, G2 and |gbar| of a step whose mean over micro-batches is not weighted."""
+    parts = np.split(gradients_by_hand(problem, step, NO_DIGITS), np.cumsum(problem.sizes)[:-1])
+    means = np.stack([part.mean(axis=0) for part in parts])
+    count, gbar = len(parts), means.mean(axis=0)
+    samples = count / sum(1 / len(part) for part in parts)  # harmonic mean
+    variance = samples * float(((means - gbar) ** 2).sum()) / (count - 1)
+    return variance, float(gbar @ gbar) - variance / (samples * count), math.sqrt(gbar @ gbar)
+
+
+def check_formula(problem: Problem, steps: list[StepStats]) -> None:
+    for step in range(len(steps) - 5, len(steps)):
+        stats, (variance, grad_sq, norm) = steps[step], by_hand(problem, step)
+        assert (stats.step, stats.unit, stats.micro_batches) == (step, "samples", len(problem.sizes))
+        assert stats.grad_variance == pytest.approx(variance, rel=1e-4)
+        assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert stats.grad_sq == pytest.approx(grad_sq, abs=1e-4 * abs(variance) / stats.samples)
+
+
+def check_known_answer(problem: Problem, steps: list[StepStats]) -> None:
+    """S, G2 and the noise scale, each within 5 standard errors."""
+    variance, grad_sq = (np.array([getattr(s, n) for s in steps], float) for n in ("grad_variance", "grad_sq"))
+    for truth, (value, error) in (
+        (problem.variance, mean_and_error(variance)),
+        (problem.grad_sq, mean_and_error(grad_sq)),
+        (problem.variance / problem.grad_sq, ratio_and_error(variance, grad_sq)),
+    ):
+        assert abs(value - truth) < 5 * error, (value, truth, error)
+    shown = [(s.noise_scale_low, s.noise_scale_high) for s in steps[100:] if s.noise_scale is not None]
+    assert shown, "a noise scale is shown within 200 steps"
+    low, high = shown[-1]
+    assert low is not None and high is not None and low < problem.variance / problem.grad_sq < high
+
+
+def of_size(name: str, sizes: tuple[int, ...]) -> Problem:
+    return replace(PROBLEMS[name], sizes=sizes)
+
+
+DDP_CASES: list[tuple[tuple[int, ...], bool]] = [
+    ((8, 8), False),
+    ((8,) * 8, True),
+    ((8,) * 8, False),
+    ((2, 9, 4, 9), True),
+]
+"""Sizes of a step's micro-batches over two workers; whether the loop divides each loss by their number."""
+
+
+def ddp_statistics(name: str) -> list[list[StepStats]]:
+    dist.init_process_group("gloo")
+    found = []
+    for sizes, divide in DDP_CASES:
+        problem = of_size(name, sizes)
+        model = wrapped(Halves(problem))
+        monitor = kf.ddp_hook(model, accumulate=len(problem.sizes) // dist.get_world_size() if divide else 1)
+        found.append(measure(problem, monitor, model, problem.steps, divide))
+    return found
+
+
+@pytest.mark.parametrize("name", ["linear regression", pytest.param("logistic regression", marks=pytest.mark.full)])
+def test_ddp_statistics_are_the_formula_and_the_known_answer(name: str) -> None:
+    ranks = run_workers(2, ddp_statistics, name)
+    assert repr(ranks[0]) == repr(ranks[1])
+    for (sizes, _), steps in zip(DDP_CASES, ranks[0], strict=True):
+        problem = of_size(name, sizes)
+        check_formula(problem, steps)
+        check_known_answer(problem, steps)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (3, 8, 8, 5)])
+def test_monitor_statistics_are_the_formula_and_the_known_answer(sizes: tuple[int, ...]) -> None:
+    problem = of_size("linear regression", sizes)
+    net = Halves(problem)
+    monitor = kf.monitor(net, accumulate=len(sizes))
+    steps = measure(problem, monitor, net, problem.steps, divide=True)
+    check_formula(problem, steps)
+    check_known_answer(problem, steps)
+    assert monitor.noise_scale == steps[-1].noise_scale and monitor.grad_norm == steps[-1].grad_norm
+    monitor.close()
+
+
+def test_monitor_with_one_micro_batch_a_step_knows_the_norm_alone() -> None:
+    problem = of_size("linear regression", (8,))
+    net = Halves(problem)
+    monitor = kf.monitor(net)
+    steps = measure(problem, monitor, net, 30)
+    assert all(s.grad_norm is not None and s.grad_variance is s.grad_sq is s.noise_scale is None for s in steps)
+    monitor.close()
+
+
+# -- in one process: what loops do -----------------------------------------------------------------------------------
+
+
+def batches(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)
+
+
+Plain = tuple[nn.Module, torch.optim.Optimizer, Monitor]
+
+
+@pytest.fixture
+def plain() -> Iterator[Plain]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+    monitor = kf.monitor(net)
+    yield net, torch.optim.Adam(net.parameters(), lr=0.01), monitor
+    monitor.close()
+    kf.log_to()
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: int = 0) -> None:
+    for x, y in batches(count, seed):
+        F.mse_loss(net(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_gradients_that_were_not_set_to_zero_are_unknown_not_wrong(plain: Plain) -> None:
+    net, optimizer, monitor = plain
+    for count in (2, 2):
+        for x, y in batches(count):
+            F.mse_loss(net(x), y).backward()
+        optimizer.step()
+    assert monitor.stats is not None and monitor.stats.step == 1
+    assert monitor.stats.grad_variance is monitor.stats.grad_sq is None
+    optimizer.zero_grad(set_to_none=False)
+    step(net, optimizer, 2)
+    assert monitor.stats.grad_variance is not None
+
+
+def test_dropped_micro_batches_leave_no_trace(plain: Plain) -> None:
+    net, optimizer, monitor = plain
+    step(net, optimizer, 3, seed=1)
+    for x, y in batches(2):
+        F.mse_loss(net(x), y).backward()
+    net.zero_grad()
+    step(net, optimizer, 3, seed=1)
+    assert monitor.stats is not None
+    assert (monitor.stats.step, monitor.stats.micro_batches) == (1, 3)
+
+
+def test_a_backward_that_raises_is_no_micro_batch(plain: Plain) -> None:
+    net, optimizer, monitor = plain
+
+    def refuse(grad: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    handle = net[0].register_full_backward_hook(lambda *_: refuse(torch.ones(())))  # type: ignore[index]
+    with pytest.raises(ZeroDivisionError):
+        step(net, optimizer, 1)
+    handle.remove()
+    net.zero_grad()
+    step(net, optimizer, 2)
+    assert monitor.stats is not None
+    assert (monitor.stats.step, monitor.stats.micro_batches) == (0, 2) and monitor.stats.grad_variance is not None
+
+
+def test_torch_autograd_grad_is_no_micro_batch(plain: Plain) -> None:
+    net, optimizer, monitor = plain
+    for x, y in batches(2):
+        torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))
+        F.mse_loss(net(x), y).backward()
+    optimizer.step()
+    assert monitor.stats is not None and monitor.stats.micro_batches == 2
+    assert monitor.stats.grad_variance is not None
+
+
+@pytest.mark.parametrize("kind", ["two losses", "checkpoint in backward"])
+def test_several_backwards_for_a_forward_are_unknown_not_wrong(plain: Plain, kind: str) -> None:
+    net, optimizer, monitor = plain
+    if kind == "two losses":
+        for x, y in batches(2):
+            out = net(x)
+            F.mse_loss(out, y).backward(retain_graph=True)
+            out.square().mean().backward()
+    else:
+        layers = list(net.children())
+
+        def forward(x: Tensor) -> Tensor:
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return x
+
+        net.forward = forward  # type: ignore[method-assign]
+        for x, y in batches(2):
+            F.mse_loss(net(x.requires_grad_()), y).backward()
+    optimizer.step()
+    assert monitor.stats is not None
+    assert monitor.stats.grad_variance is monitor.stats.grad_sq is None
+
+
+def test_another_models_optimizer_ends_no_step(plain: Plain) -> None:
+    net, optimizer, monitor = plain
+    other = nn.Linear(2, 2)
+    x, y = next(batches(1))
+    F.mse_loss(net(x), y).backward()
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert monitor.stats is None
+    F.mse_loss(net(x), y).backward()
+    optimizer.step()
+    assert monitor.stats is not None and monitor.stats.micro_batches == 2
+
+
+def test_loss_scale_is_taken_out() -> None:
+    """Scales change, a step overflows; figures are those without a scaler."""
+    torch.manual_seed(0)
+    problem = of_size("linear regression", (8, 8))
+    found = []
+    for scaled in (False, True):
+        net = Halves(problem)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1, enabled=scaled)
+        monitor = kf.monitor(net, scaler=scaler)
+        for at in range(6):
+            x, y = (torch.from_numpy(values) for values in draw(problem, at, NO_DIGITS))
+            for half in (slice(0, 8), slice(8, 16)):
+                loss = LOSSES["linear"](net(x[half]), y[half])
+                scaler.scale(loss * (math.inf if at == 3 and scaled else 1)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert monitor.stats is not None
+        found.append(monitor.stats)
+        monitor.close()
+    assert (found[0].step, found[1].step) == (5, 4)  # the optimizer did not make the step that overflowed
+    for name in ("grad_variance", "grad_sq", "grad_norm"):
+        assert getattr(found[1], name) == pytest.approx(getattr(found[0], name), rel=1e-4)
+
+
+def test_state_goes_on(plain: Plain) -> None:
+    net, optimizer, monitor = plain
+    kf.log_to(lambda record: None)
+    for seed in range(30):
+        step(net, optimizer, 2, seed)
+    other = kf.monitor(net)
+    other.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    step(net, optimizer, 2, 99)
+    assert repr(other.stats) == repr(monitor.stats)
+    assert other.state_dict() == monitor.state_dict()
+    assert other.state_dict()["steps"] == 31 and other.state_dict()["samples"] == 62
+    other.close()
+
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_figures_go_to_callables_writers_and_folders(plain: Plain, tmp_path: Path) -> None:
+    net, optimizer, monitor = plain
+    records: list[dict[str, Any]] = []
+    scalars: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def add_scalar(self, tag: str, value: float, at: int) -> None:
+            scalars.append((tag, value, at))
+
+        def flush(self) -> None: ...
+
+    kf.log_to(records.append, Writer(), tmp_path)
+    monitor.samples = 4
+    for seed in range(3):
+        step(net, optimizer, 2, seed)
+    monitor.close()
+    assert [tuple(record) for record in records] == [("monitor", *log.FIGURES)] * 3
+    assert [(r["step"], r["samples"], r["batch_size"], r["workers"]) for r in records] == [
+        (0, 8.0, 8.0, 1),
+        (1, 16.0, 8.0, 1),
+        (2, 24.0, 8.0, 1),
+    ]
+    assert records[2]["noise_scale"] is None and records[2]["grad_norm"] == monitor.grad_norm
+    assert ("train/grad_norm", records[1]["grad_norm"], 1) in scalars
+    assert not [tag for tag, _, _ in scalars if tag.endswith("noise_scale")]
+    assert any(file.name.startswith("events.out.tfevents") for file in tmp_path.iterdir())
+
+
+# -- wrong uses ------------------------------------------------------------------------------------------------------
+
+
+def error(act: Any) -> str:
+    try:
+        act()
+    except (TypeError, ValueError, RuntimeError) as raised:
+        return f"{type(raised).__name__}: {str(raised).splitlines()[0]}"
+    return "nothing"
+
+
+def test_wrong_uses_in_one_process_end_in_one_line() -> None:
+    net = nn.Linear(5, 2)
+    assert error(lambda: kf.ddp_hook(net)) == (  # type: ignore[arg-type]
+        "TypeError: kf.ddp_hook: the model is a Linear: must be a torch.nn.parallel.DistributedDataParallel "
+        "(kf.monitor measures one process, kf.fsdp_monitor FSDP2)"
+    )
+    assert error(lambda: kf.monitor(net, accumulate=0)) == "ValueError: accumulate=0: must be an integer of at least 1"
+    assert error(lambda: kf.monitor(net, samples=0.5)) == "ValueError: samples=0.5: must be at least 1"
+    assert error(lambda: kf.monitor(net, scaler=2.0)) == (  # type: ignore[arg-type]
+        "TypeError: scaler=2.0: must be a torch.amp.GradScaler"
+    )
+    frozen = nn.Linear(5, 2).requires_grad_(False)
+    assert error(lambda: kf.monitor(frozen)) == (
+        "ValueError: kf.monitor: the model has no parameter that requires a gradient"
+    )
+    assert error(lambda: kf.log_to(3)) == (  # type: ignore[arg-type]
+        "TypeError: log_to target=3: must be a folder, a TensorBoard SummaryWriter or a callable"
+    )
+    monitor = kf.monitor(net)
+    scaler = torch.amp.GradScaler("cpu")
+    assert error(lambda: scaler.scale(net(torch.ones(5)).sum()).backward()).startswith(
+        "RuntimeError: a GradScaler is in use, and statistics of scaled gradients are wrong: give it to the monitor"
+    )
+    monitor.close()
+
+
+def wrong_uses() -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    x = torch.ones(4, 5)
+    model = wrapped(nn.Linear(5, 2))
+    found["one process"] = error(lambda: kf.monitor(model))
+    kf.ddp_hook(model)
+    found["twice"] = error(lambda: kf.ddp_hook(model))
+    model = wrapped(nn.Linear(5, 2))
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    found["built in"] = error(lambda: kf.ddp_hook(model))
+    model = wrapped(nn.Linear(5, 2))
+    kf.ddp_hook(model)
+
+    def joined() -> None:
+        with model.join():
+            model(x).sum().backward()
+
+    with warnings.catch_warnings(action="ignore"):
+        found["join"] = error(joined)
+    model = wrapped(nn.Embedding(5, 2, sparse=True))
+    kf.ddp_hook(model)
+    found["sparse"] = error(lambda: model(torch.tensor([1])).sum().backward())
+    found["logged"] = logged_lines()
+    # DDP reduces each backward here, and each is a step with the earlier one's gradient in it: unknown.
+    model = wrapped(nn.Linear(5, 2))
+    monitor = kf.ddp_hook(model)
+    for _ in range(2):
+        model(x * (dist.get_rank() + 1)).sum().backward()
+    assert monitor.stats is not None
+    found["no no_sync"] = (monitor.stats.step, monitor.stats.grad_variance)
+    # Two groups: the model's own counts.
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model = wrapped(nn.Linear(5, 2), process_group=groups[dist.get_rank()])
+    monitor = kf.ddp_hook(model)
+    model(x).sum().backward()
+    assert monitor.stats is not None
+    found["own group"] = (monitor.stats.micro_batches, monitor.stats.grad_norm)
+    return found
+
+
+def logged_lines() -> tuple[int, int]:
+    """Records before and after the monitor is closed: the last one travels until then."""
+    model = wrapped(nn.Linear(5, 2))
+    monitor = kf.ddp_hook(model)
+    records: list[Any] = []
+    kf.log_to(records.append)
+    for x, y in batches(3):
+        F.mse_loss(model(x), y).backward()
+    before = len(records)
+    monitor.close()
+    kf.log_to()
+    return before, len(records)
+
+
+def test_wrong_uses_of_ddp_end_in_one_line() -> None:
+    ranks = run_workers(2, wrong_uses)
+    for rank, found in enumerate(ranks):
+        assert found["one process"] == (
+            "TypeError: kf.monitor: the model is wrapped in DistributedDataParallel: use kf.ddp_hook(model)"
+        )
+        assert (
+            found["twice"] == "RuntimeError: kf.ddp_hook: the model has a communication hook already, and DDP takes one"
+        )
+        assert found["built in"].startswith("RuntimeError: kf.ddp_hook: DDP refuses a communication hook: ")
+        assert found["join"].startswith(
+            "RuntimeError: kf.ddp_hook: with join() workers take different numbers of steps"
+        )
+        assert found["sparse"].startswith("RuntimeError: kf.ddp_hook: a gradient is sparse")
+        assert found["logged"] == ((2, 3) if rank == 0 else (0, 0))
+        assert found["no no_sync"] == (1, None)
+        assert found["own group"] == (1, pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16)))

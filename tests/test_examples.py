@@ -1,0 +1,128 @@
+"""The examples run, stay short, and train as the scripts in plain PyTorch that they were ported from."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import KEPT, load, run_workers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
+
+import kfuse as kf
+from kfuse.data import EpochSampler
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PORTED = ("llama", "resnet")
+MOST_LINES, MOST_CHANGED = 70, 8
+
+
+class InKfuseOrder:
+    """Stands in for torch's DataLoader in a plain script: this rank's part of each batch, in the order of kfuse."""
+
+    def __init__(self, data: Any, batch_size: int, shuffle: bool, num_workers: int = 0) -> None:
+        assert shuffle and len(data) % batch_size == 0
+        self.data, self.batch_size, self.epoch = data, batch_size, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        sampler, share = EpochSampler(len(self.data), 0), self.batch_size // ranks
+        for begin in range(rank * share, len(self.data), self.batch_size):
+            yield default_collate([self.data[int(i)] for i in sampler.indices(self.epoch, begin, share)])
+        self.epoch += 1
+
+
+def ported_losses(name: str, argument: str) -> list[float]:
+    """Of the example with kfuse: the mean over the workers of each step's loss."""
+    losses = load(str(EXAMPLES / f"{name}.py")).main(argument)
+    return [kf.allreduce(loss, "avg") for loss in losses]
+
+
+def plain_losses(name: str, argument: str, workers: int) -> list[float]:
+    """Of the plain script; with several workers its model is wrapped in DistributedDataParallel."""
+    script = load(str(EXAMPLES / "plain" / f"{name}.py"))
+    script.DataLoader = InKfuseOrder
+    if workers > 1:
+        dist.init_process_group("gloo")
+        model = {"llama": "Llama", "resnet": "resnet"}[name]
+        setattr(script, model, partial(wrapped, getattr(script, model)))
+    losses = torch.tensor(script.main(argument), dtype=torch.float64)
+    if workers > 1:
+        dist.all_reduce(losses)
+    return (losses / workers).tolist()
+
+
+def wrapped(build: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    KEPT.append(DistributedDataParallel(build(*args)))
+    return KEPT[-1]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each script is given: a folder of images of two classes that can be told apart, and a text."""
+    from PIL import Image
+
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for label in range(2):
+        (folder / "images" / f"class{label}").mkdir(parents=True)
+        for number in range(64):
+            pixels = draw.integers(0, 156, (40, 48, 3)) + np.array([100 * label, 50, 100 - 100 * label])
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / "images" / f"class{label}" / f"{number}.png")
+    words = draw.choice(["one", "two", "three", "four"], 6000)
+    (folder / "book.txt").write_text(" ".join(words)[: 16 * 64 * 12 + 1])
+    return {"resnet": str(folder / "images"), "llama": str(folder / "book.txt")}
+
+
+@pytest.mark.parametrize("name", PORTED)
+def test_a_port_changes_few_lines(name: str) -> None:
+    plain, ported = ((EXAMPLES / place / f"{name}.py").read_text().splitlines()[1:] for place in ("plain", "."))
+    changed = [line for line in difflib.ndiff(plain, ported) if line[0] in "+" and line[1:].strip()]
+    assert 1 <= len(changed) <= MOST_CHANGED, changed
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("**/*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < MOST_LINES
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", PORTED)
+def test_a_port_trains_as_the_plain_script(name: str, workers: int, arguments: dict[str, str]) -> None:
+    ours = run_workers(workers, ported_losses, name, arguments[name])
+    theirs = run_workers(workers, plain_losses, name, arguments[name], workers)
+    assert len(ours[0]) == len(theirs[0]) >= 4
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=2e-4)
+    assert ours[0][-1] < 0.8 * ours[0][0]  # it learns
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in PORTED))
+def test_an_example_runs(name: str, workers: int, arguments: dict[str, str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
+    given = [arguments["llama"], str(EXAMPLES.parent / "README.md")] if name == "streaming_text" else []
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / f"{name}.py"), *given],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    expected = ["kf.resize: this job's number of workers is fixed"] if name == "noise_scale_policy" else []
+    warnings = [line for line in done.stderr.splitlines() if "Warning:" in line]
+    assert all(any(text in line for text in expected) for line in warnings), warnings
