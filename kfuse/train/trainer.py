@@ -97,7 +97,6 @@ class Trainer:
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
-        self._fetcher = self._new_fetcher()
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -105,8 +104,10 @@ class Trainer:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
         self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
-        if several:
-            self._watches.append(GeneratorWatch(data))
+        generators = GeneratorWatch(data) if several else None
+        self._fetcher = self._new_fetcher(generators)
+        if generators is not None and not settings.loading.workers:  # else it watches in a loader process
+            self._watches.append(generators)
         # The training state; `Recovery` keeps it the same on all workers.
         parts: dict[str, Stateful] = {
             "model": model,
@@ -195,7 +196,7 @@ class Trainer:
         if self.over:
             self.policy.after_train()
 
-    def _new_fetcher(self) -> Fetcher:
+    def _new_fetcher(self, watch: GeneratorWatch | None) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
         if isinstance(self._data, Stream):
             self._data.check_workers(self.settings.loading.workers)
@@ -206,7 +207,7 @@ class Trainer:
         def report(pid: int, how: str) -> None:
             self._reporter.loader_lost(self.progress.step, pid, how)
 
-        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report, watch)
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
