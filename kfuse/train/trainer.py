@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kfuse.checkpoint.format import snapshot
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
@@ -85,6 +84,8 @@ class Trainer:
         self._metrics = check_metrics(metrics, self._objective, heldout)
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
+        if scheduler is not None and scheduler.interval == "epoch" and self._sampler.length is None:
+            raise ValueError("scheduler_interval='epoch': must be 'step', as a stream has no epochs")
         self._scheduler = scheduler
         self._saved_model = saved_model if output is None else output.saved_model
         self._schedule = settings.schedule(self._sampler.length)
@@ -96,7 +97,6 @@ class Trainer:
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
-        self._fetcher = self._new_fetcher()
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -104,8 +104,10 @@ class Trainer:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
         self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
-        if several:
-            self._watches.append(GeneratorWatch(data))
+        generators = GeneratorWatch(data) if several else None
+        self._fetcher = self._new_fetcher(generators)
+        if generators is not None and not settings.loading.workers:  # else it watches in a loader process
+            self._watches.append(generators)
         # The training state; `Recovery` keeps it the same on all workers.
         parts: dict[str, Stateful] = {
             "model": model,
@@ -119,13 +121,12 @@ class Trainer:
         }
         if scheduler is not None:
             parts["scheduler"] = scheduler.scheduler
-        self._state = TrainingState(parts)
         self._recovery = Recovery(
             self.session,
             opt,
             self.progress,
             self.decisions,
-            self._state,
+            TrainingState(parts),
             checkpoints if output is None else output.checkpoints,
             self._reporter,
             arguments=settings.shared() | {"samples of data": self._sampler.length},
@@ -195,7 +196,7 @@ class Trainer:
         if self.over:
             self.policy.after_train()
 
-    def _new_fetcher(self) -> Fetcher:
+    def _new_fetcher(self, watch: GeneratorWatch | None) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
         if isinstance(self._data, Stream):
             self._data.check_workers(self.settings.loading.workers)
@@ -206,7 +207,7 @@ class Trainer:
         def report(pid: int, how: str) -> None:
             self._reporter.loader_lost(self.progress.step, pid, how)
 
-        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report, watch)
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
@@ -458,30 +459,18 @@ class Trainer:
         In a step's body, after opt.step(), that is the state after this step's update. In a policy's hook it is the
         state after that hook: a training that begins from it does not call the hook again for this step.
         """
-        at, hook_over = self.progress, 0
-        if self._under_way is not None:
-            step, before = self._under_way
-            if self._has_stepped(before):
-                at.once(Stage.UPDATE, partial(self._end_update, step))
-            elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
-                raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
-        elif at.stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH):
-            hook_over = 1
-        elif at.stage != Stage.BOUNDARY or not self._recovery.has_state:
-            raise RuntimeError(
-                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
-                "or after_epoch, or when training is over"
-            )
-        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
-        state["progress"]["stage"] += hook_over
-        return state
+        if self._under_way is None:
+            return self._recovery.snapshot(in_body=False)
+        step, before = self._under_way
+        if self._has_stepped(before):
+            self.progress.once(Stage.UPDATE, partial(self._end_update, step))
+        elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
+            raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
+        return self._recovery.snapshot(in_body=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has training begin from what `state_dict` returned; where checkpoints are resumed from, those come first.
 
         Raises RuntimeError once training has begun, ValueError for another program's state.
         """
-        if self._recovery.has_state:
-            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
-        self._state.check(state)
-        self._recovery.given = state
+        self._recovery.begin_from(state)
