@@ -76,8 +76,42 @@ class KDiffusion(DDP):
         super().update()
 
 
+class FSDP(Variant):
+    """torch's FSDP2 with fused AdamW: a unit for each block of the GPT, and one for the rest.
+
+    Parameters are gathered once a forward: `reshard_after_forward` is off, as its memory is no subject here.
+    """
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__(settings, rank)
+        gpt = self.model
+        assert isinstance(gpt, GPT)
+        for unit in (*gpt.blocks, gpt):
+            fully_shard(unit, mesh=init_device_mesh("cpu", (settings.workers,)), reshard_after_forward=False)
+        for last in (gpt.tokens.weight, gpt.positions.weight):  # sharded: other parameters than before
+            last.register_post_accumulate_grad_hook(self._gradient_is_there)
+        self.optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR, fused=True)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class KfuseFSDP(FSDP):
+    """`kf.fsdp_monitor`."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__(settings, rank)
+        self.monitor = kf.fsdp_monitor(self.model, samples=settings.samples, accumulate=settings.micro_batches)
+
+
 # Workers import this file too: there step.py finds these variants.
-VARIANTS.update({"ddp-kf-hook": KfuseHook, "ddp-k-diffusion": KDiffusion})
+VARIANTS.update({"ddp-kf-hook": KfuseHook, "ddp-k-diffusion": KDiffusion, "fsdp": FSDP, "fsdp-kf-monitor": KfuseFSDP})
 
 if __name__ == "__main__":
     measure(

@@ -153,14 +153,14 @@ class AveragedBuffers:
         unused = torch.empty(bucket.table.num_chunks, device=bucket.device)
         pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=unused)
 
-    def apply(self, bucket: Bucket, samples: Tensor | None) -> None:
+    def apply(self, bucket: Bucket, total_weight: Tensor | None) -> None:
         """Sets each buffer to its value at the step's start plus the bucket's mean change; a counter is rounded.
 
-        samples: scalar, by which the bucket's sums are divided; None: they are means.
+        total_weight: scalar, by which the bucket's sums are divided; None: they are means.
         """
         for index, change in zip(bucket.layout.params, bucket.views, strict=True):
             buffer, first = self.tensors[index], self._first[index]
-            change = change if samples is None else change / samples
+            change = change if total_weight is None else change / total_weight
             change = change if buffer.is_floating_point() else change.round().to(buffer.dtype)
             torch.add(first, change, out=buffer)
             first.copy_(buffer)

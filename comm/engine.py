@@ -24,7 +24,7 @@ from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
-from kfuse.comm.tail import SAMPLES, digest
+from kfuse.comm.tail import digest
 from kfuse.kernels import pack
 
 _LOG = logging.getLogger("kfuse")
@@ -76,6 +76,8 @@ class Engine:
         self.averaged = AveragedBuffers([])
         """Buffers whose changes are averaged with the gradients."""
         self._hooks: GradientHooks | None = None
+        self.parts = 1
+        """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
         self._new, self._warned = True, False
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
@@ -149,10 +151,6 @@ class Engine:
         if self.options.reproducible:
             now.leaves = self._reduction.plan(plan)
 
-    def micro_batch(self, samples: float, last: bool) -> MicroBatch:
-        """The context of one micro-batch of `samples`."""
-        return MicroBatch(self, samples, last)
-
     def open_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
 
@@ -166,14 +164,17 @@ class Engine:
         if self._broken:
             raise CommError(self._broken)
         now.open(micro_batch, self.group.size, self.reduced is not None)
+        if micro_batch.several_backwards and self._still_there():
+            raise RuntimeError(STILL_THERE)
         if not now.done:
             self.measurement.stopwatch.start()
         if now.plan is None and self.options.reproducible:
             self._warn_of_no_plan()
-        if now.done:
-            self.averaged.put_back()
-        elif not now.implicit:
-            self.averaged.begin_step()
+        if not now.implicit:
+            if now.done:
+                self.averaged.put_back()
+            else:
+                self.averaged.begin_step()
         for bucket in self.buckets:
             bucket.begin_micro_batch()
 
@@ -188,12 +189,13 @@ class Engine:
 
     def _wants_gradients(self) -> bool:
         """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
-        if self._now.current is None:
+        current = self._now.current
+        if current is None:
             if self.reduced is None and self._still_there():
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
             at_the_end_of_backward(self._close_implicit)
-        return True
+        return current is None or not current.several_backwards
 
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
@@ -201,16 +203,22 @@ class Engine:
         return self._gradients_set and self.reduced is None and self._hooks.still_there()
 
     def _begin_implicit(self) -> None:
-        """A bare `loss.backward()`, or gradients set by hand: this worker's only micro-batch of the step."""
-        if self._now.done or self._now.plan is not None:
+        """A bare `loss.backward()`, or gradients set by hand: this worker's next micro-batch of the step's `parts`."""
+        now = self._now
+        if (now.done and not now.implicit) or now.plan is not None:
             raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
-        self._now.implicit = True
-        self.open_micro_batch(MicroBatch(self, 1.0, last=True))
+        now.implicit, now.parts = True, self.parts
+        self.open_micro_batch(MicroBatch(self, 1.0, last=now.done + 1 == now.parts))
 
     def _close_implicit(self) -> None:
         """Backward is over."""
-        if self._now.current is not None:  # else the backward failed, and was aborted before its callback ran
+        current = self._now.current
+        if current is None:
+            return  # the backward failed, and was aborted before its callback ran
+        if current.last:
             gradients.close_together(self)
+        else:
+            self.close_micro_batch()
 
     def take_gradients(self) -> None:
         """The gradients that are there without a backward, set by hand: this worker's only micro-batch of the step.
@@ -245,7 +253,7 @@ class Engine:
                 self._hooks.collect_set_by_hand(bucket)
                 self._pack(bucket)
         if len(self.gradient_buckets) < len(self.buckets):
-            self.averaged.pack(last, now.leaf, now.scale)
+            self.averaged.pack(last, now.leaf, now.scale / now.parts)
         self.measurement.write(last, now, self._digest() if now.done == 0 else None)
         is_last = now.current.last
         if is_last:
@@ -253,6 +261,8 @@ class Engine:
         now.count(is_last)
         self._complete(last)
         now.current = None
+        if now.implicit and not is_last:
+            self.averaged.put_back()  # before the next forward, which no context announces
         if is_last and then_wait:
             self.on_last_micro_batch()
 
@@ -285,15 +295,21 @@ class Engine:
         if now.plan is not None and now.expected == 0 and not now.closed:
             self._contribute_nothing()
         if not now.closed:
+            if now.done and now.implicit:
+                raise RuntimeError(
+                    f"opt.accumulate({now.parts}): opt.step() after {now.done} of {now.parts} backwards. Where the "
+                    "last batches of an epoch are fewer, leave them out with opt.zero_grad(), or use opt.micro_batch"
+                )
             if now.done:
                 raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
             return
         self._reduction.wait(now.is_local)
         last = self.buckets[-1]
         tail = last.slots[0][last.body :]
-        record = self.measurement.record(tail, now.weighted)
+        total_weight = self.measurement.total_weight(tail, now)
+        record = self.measurement.record(tail, now, total_weight)
         if len(self.gradient_buckets) < len(self.buckets):
-            self.averaged.apply(last, None if now.weighted else record[SAMPLES])
+            self.averaged.apply(last, total_weight)
         used = None if now.all_fired else self.measurement.tail.flags(tail)
         self.reduced = Reduced(record, used, now.implicit, now.is_local, now.plan is not None)
         self._gradients_set = True
@@ -325,7 +341,7 @@ class Engine:
     @property
     def interrupted(self) -> bool:
         """A bare backward began, and its reduction did not finish: something raised."""
-        return self._now.implicit
+        return self._now.implicit and (self._now.current is not None or self._now.closed)
 
     def drop(self) -> None:
         """Drops gradients that arrived since the last step, but not a micro-batch under way, nor a planned step.
@@ -338,7 +354,7 @@ class Engine:
         self._gradients_set = False
         now = self._now
         unfinished = now.plan is None and now.done > 0 and now.current is None and not now.closed
-        if self.interrupted or unfinished:
+        if now.implicit or unfinished:
             self.abort()
 
     def abort(self) -> None:
@@ -346,6 +362,9 @@ class Engine:
         now = self._now
         if now.begun and not now.implicit:
             self.averaged.put_back()
+        if now.current is not None and now.current.several_backwards:
+            for param in self.params:
+                param.grad = None
         if self._reduction.abandon():
             self._broken = (
                 "a step was aborted after its reduction had begun: this worker cannot continue with the others"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import StepState
-from kfuse.comm.tail import SAMPLES, Tail
+from kfuse.comm.tail import LOSS, SAMPLES, SUM_SQUARES, Tail
 from kfuse.kernels import block_sumsq, num_blocks, sum_partials
 
 
@@ -51,6 +51,8 @@ class Measurement:
         """
         assert now.current is not None
         sum_partials(self.sumsq, self._total)
+        if now.parts > 1:
+            self._total *= now.parts**2  # the loss was divided
         first: dict[str, Any] = {}
         if now.done == 0:
             first = {"seconds": self.stopwatch.seconds_before, "digest": digest}
@@ -59,26 +61,42 @@ class Measurement:
         self.tail.write(
             bucket.slot(now.leaf.slot)[bucket.body :],
             now.leaf.accumulate,
-            samples=float(now.current.samples),
+            samples=float(now.current.weight),
             sum_squares=self._total,
             loss=now.current.loss,
             missed=now.missed,
             **first,
         )
 
-    def record(self, tail: Tensor, weighted: bool) -> Tensor:
+    def total_weight(self, tail: Tensor, now: StepState) -> Tensor | None:
+        """float64 scalar: what the reduced buckets are to be divided by. None: they hold means already."""
+        if now.weights_are_known:
+            return None
+        if now.is_local:  # the buckets hold this worker's own sums
+            return torch.tensor(now.weight or 1.0, dtype=torch.float64, device=tail.device)
+        return self.tail.record(tail, self._totals)[SAMPLES]
+
+    def record(self, tail: Tensor, now: StepState, total_weight: Tensor | None) -> Tensor:
         """The step's record (see `Tail.record`), once all buckets are reduced; they hold the mean gradient afterwards.
 
-        weighted: whether the micro-batches' weights summed to one while packing; if not, the mean is taken here.
+        Where micro-batches weigh otherwise than by their samples, the record is put into units of samples, which are
+        those of a batch size: with W the sum of the weights w_j and B the step's samples, w_j becomes w_j B / W. S is
+        then unbiased where the variance of a micro-batch's gradient goes as 1 / w_j.
         """
-        if not weighted:
-            share = (1.0 / self.tail.record(tail, self._totals)[SAMPLES]).float()
+        if total_weight is not None:
+            share = (1.0 / total_weight).float()
             for bucket in self._buckets:
                 bucket.mean.mul_(share)
         for bucket, norms in zip(self._buckets, self._norms_of, strict=True):
             block_sumsq(bucket.mean, norms)
         sum_partials(self._norms, self._totals[0])
-        return self.tail.record(tail, self._totals)
+        record = self.tail.record(tail, self._totals)
+        if now.plan is not None and now.plan.by_weight:
+            ratio = now.plan.samples / record[SAMPLES]
+            record[SUM_SQUARES] *= ratio
+            record[LOSS] *= ratio
+            record[SAMPLES] = now.plan.samples
+        return record
 
 
 class Stopwatch:

@@ -15,7 +15,8 @@ from kfuse.comm.tail import NOTHING_ANNOUNCED, Announcement
 REMEDY = (
     "one backward is one micro-batch. For several a step, wrap each in "
     "`with opt.micro_batch(samples=len(x), last=...)`; call opt.step() and opt.zero_grad() once after the last. "
-    "Several losses of the same samples: add them up and call backward once"
+    "Several losses of the same samples: add them up and call backward once, or give opt.micro_batch (kf.DataLoader) "
+    "several_backwards=True. For ACC backwards of loss / ACC: opt.accumulate(ACC)"
 )
 
 
@@ -51,6 +52,8 @@ class StepPlan:
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
     announcement: Announcement = NOTHING_ANNOUNCED
     """What this worker would announce; only rank 0's is sent."""
+    by_weight: bool = False
+    """Micro-batches weigh otherwise than by their samples; the sum of the weights is known once the step is reduced."""
 
     @property
     def micro_batches(self) -> int:
@@ -86,9 +89,12 @@ class _Engine(Protocol):
 class MicroBatch:
     """Context of one micro-batch. Set `loss` (its mean loss, detached) before backward to have it averaged too."""
 
-    def __init__(self, engine: _Engine, samples: float, last: bool) -> None:
-        """samples: its weight. last: whether it is this worker's last one of the step."""
-        self._engine, self.samples, self.last = engine, samples, last
+    def __init__(self, engine: _Engine, weight: float, last: bool, several_backwards: bool = False) -> None:
+        """weight: in the mean gradient: its samples, if not told otherwise. last: of this worker's in the step.
+
+        several_backwards: gradients add up in `p.grad` until the micro-batch closes.
+        """
+        self._engine, self.weight, self.last, self.several_backwards = engine, weight, last, several_backwards
         self.loss: Tensor | float | None = None
 
     def __enter__(self) -> MicroBatch:
@@ -117,11 +123,15 @@ class StepState:
     """Micro-batches that this worker has in the plan."""
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
+    parts: int = 1
+    """Bare backwards in the step, each of a loss divided by their number."""
     current: MicroBatch | None = None
     leaf: LeafStep = WRITE
     scale: float = 1.0
     done: int = 0
     """Micro-batches finished."""
+    weight: float = 0.0
+    """Sum of their weights."""
     closed: bool = False
     """The last one is finished, or under way with all of its buckets packed."""
     missed: set[int] = field(default_factory=set)
@@ -134,6 +144,11 @@ class StepState:
 
         Raises RuntimeError where none may begin now.
         """
+        if (untaken or self.closed) and self.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step: call opt.step() and "
+                "opt.zero_grad() first"
+            )
         if untaken or self.closed:
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
@@ -146,13 +161,17 @@ class StepState:
             raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: one more was begun")
         self.current = micro_batch
         self.leaf = self.leaves[self.done] if self.leaves is not None else ADD if self.done else WRITE
-        if self.plan is not None:
-            self.scale = micro_batch.samples / (self.plan.local or self.plan.samples)
+        if self.implicit:
+            self.scale = 1.0 / size
+        elif self.plan is not None and self.weights_are_known:
+            self.scale = micro_batch.weight / (self.plan.local or self.plan.samples)
         else:
-            self.scale = 1.0 / size if self.implicit else float(micro_batch.samples)
+            self.scale = float(micro_batch.weight)
 
     def count(self, last: bool) -> None:
         """The current micro-batch has all of its gradients. Raises RuntimeError if the plan has more than were run."""
+        assert self.current is not None
+        self.weight += self.current.weight
         self.all_fired = self.all_fired and not self.missed
         self.missed = set()
         self.done += 1
@@ -171,6 +190,6 @@ class StepState:
         return self.plan is not None and self.plan.local is not None
 
     @property
-    def weighted(self) -> bool:
-        """The micro-batches' weights sum to one while packing, since their total was known."""
-        return self.plan is not None or self.implicit
+    def weights_are_known(self) -> bool:
+        """Gradients are scaled to their mean while packing, since the sum of the weights is known before."""
+        return self.implicit or (self.plan is not None and not self.plan.by_weight)

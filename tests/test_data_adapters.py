@@ -52,9 +52,10 @@ def test_map_data_collates_samples():
 
 
 @pytest.mark.parametrize("samples", [[torch.zeros(2)] * 3, [(1, 2, 3)] * 3, [{"x": 1}] * 3, [(1, {"y": 2})] * 3])
-def test_map_data_needs_pairs(samples):
-    with pytest.raises(TypeError, match=r"\(input, target\) pair"):
-        MapData(samples).fetch(np.array([0, 1, 2]))
+def test_samples_that_cannot_become_a_loss_are_refused(samples):
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"\(input, target\) pair|cannot be called as"):
+        kf.fit(model, MapData(samples), kf.FusedSGD(model.parameters(), lr=0.1), batch_size=2)
 
 
 @pytest.mark.parametrize(

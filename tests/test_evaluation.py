@@ -13,6 +13,7 @@ import kfuse as kf
 from kfuse.comm.group import Group
 from kfuse.data import TensorData
 from kfuse.train.evaluation import evaluate
+from kfuse.train.loss import Objective
 
 
 class Fixed(nn.Module):
@@ -42,7 +43,7 @@ def test_accuracy_needs_a_score_for_each_class(pick: Any, expected: float | None
     target = torch.arange(300) % 2
     x = (2.0 * target - 1.0).unsqueeze(1)  # a perfect classifier's scores
     loss = F.cross_entropy if expected is not None else binary_loss
-    result = evaluate(Fixed(pick), TensorData(x, target), loss, Group())
+    result = evaluate(Fixed(pick), TensorData(x, target), Objective(loss), Group())
     assert result.accuracy == expected
     assert result.loss < 0.4
 
@@ -53,7 +54,7 @@ def test_accuracy_of_sequences_counts_tokens() -> None:
     scores[:5, 0] = torch.tensor([0.0, 0.0, 5.0]).where(target[:5, :1] != 2, torch.tensor([5.0, 0.0, 0.0]))
     data = TensorData(torch.arange(10), target)
     model = Fixed(lambda index: scores[index])
-    result = evaluate(model, data, lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()), Group())
+    result = evaluate(model, data, Objective(lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten())), Group())
     assert result.accuracy == pytest.approx(35 / 40)
 
 

@@ -481,8 +481,8 @@ def test_wrong_uses_end_in_one_line() -> None:
                 (
                     "one shard",
                     "ValueError",
-                    "set_gradient_divide_factor was called, and one worker has all shards: torch may divide twice, so it "
-                    "must be left out",
+                    "set_gradient_divide_factor was called where one worker has all shards, and torch may divide "
+                    "twice: must be left out",
                 ),
                 (
                     "inside backward",

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfuse.train.evaluation import default_loss
+from kfuse.train.loss import default_loss
 
 
 def test_cross_entropy_of_classes_and_of_sequences():

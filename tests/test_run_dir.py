@@ -155,6 +155,40 @@ def test_records_wait_while_the_disk_is_full(tensorboard: str, tmp_path: Path) -
     assert "can be written again" in said[1]
 
 
+def test_metrics_of_every_nth_step_and_of_the_last_one(tmp_path: Path) -> None:
+    def recorded() -> list[int]:
+        return [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
+
+    directory = RunDirectory(tmp_path, ledger=True, every=3)
+    for step in range(6):
+        assert directory.metrics({"step": step, "loss": float(step)})
+        directory.ledger({"step": step, "micro_batch": 0, "indices": [step]})
+    assert not directory.metrics({"step": 4})  # though it has no line
+    directory.event({"step": 5, "kind": "view"})
+    assert recorded() == [0, 3]
+    directory.rewind(4)  # a worker was lost in step 4
+    assert [directory.metrics({"step": step, "loss": 0.0}) for step in (3, 4, 5)] == [False, True, True]
+    directory.rewind(6)
+    assert not directory.metrics({"step": 5})
+    directory.summary({})
+    assert recorded() == [0, 3, 5]
+    directory.close()
+    assert recorded() == [0, 3, 5]
+    assert len(lines(tmp_path / "ledger.jsonl")) == 4  # of 0 to 3: the rest was not reported again
+    assert len(lines(tmp_path / "events.jsonl")) == 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [0, 3, 5]
+
+    directory = RunDirectory(tmp_path, tensorboard=False, every=3)  # the run goes on
+    directory.rewind(6)
+    for step in range(4, 8):  # the first two come again
+        directory.metrics({"step": step})
+    directory.close()
+    assert recorded() == [0, 3, 5, 6, 7]
+
+
 def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, tensorboard=False, ledger=True)
     for step in range(4):

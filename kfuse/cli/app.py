@@ -23,7 +23,7 @@ from kfuse import interrupt
 from kfuse.cli import torchrun
 from kfuse.config import instantiate
 from kfuse.config.check import drop_replaced_arguments, expand_home, validate
-from kfuse.config.messages import explain, explain_flag
+from kfuse.config.messages import explain, explain_flags
 from kfuse.config.schema import ConfigError
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.elastic.protocol import STOP_STATUS
@@ -101,6 +101,8 @@ def _refuse(message: str) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.allow_abbrev = False
+    if "-help" in argv:  # argparse reads it as -h with a value
+        raise ConfigError(explain_flags([("-help", None)]))
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -108,8 +110,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     except SystemExit:
         raise ConfigError(printed.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
     if unknown:
-        after = argv[argv.index(unknown[0]) + 1 :]
-        raise ConfigError(explain_flag(unknown[0], after[0] if after else None))
+        pairs = zip(argv, [*argv[1:], None], strict=True)
+        flags = [(word, after) for word, after in pairs if word in unknown and word.startswith("-")]
+        raise ConfigError(explain_flags(flags))
     return args
 
 

@@ -32,7 +32,7 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     launcher = instantiate.build(config["launcher"])
     job = {**config, "run_dir": str(run_dir.absolute())}
     recorder = Recorder(
-        RunDirectory(run_dir, tensorboard=observe["tensorboard"], ledger=observe["ledger"]),
+        RunDirectory(run_dir, **{name: observe[name] for name in ("tensorboard", "ledger", "every")}),
         Display(progress=observe["progress"]),
     )
     if isinstance(launcher, TorchrunLauncher):

@@ -84,7 +84,7 @@ def validate(cfg: DictConfig) -> None:
     fixed = getattr(_make("launcher", values["launcher"]), "workers", None)
     if fixed not in (None, values["workers"]["count"]):
         raise ConfigError(f"workers.count={values['workers']['count']}: must be {fixed}, as many as torchrun started")
-    spec, samples = _check_data(values["data"])
+    spec, samples = _check_data(values["data"], values["train"])
     _check_model(values["model"], spec)
     _check_decay(values, samples)
 
@@ -197,20 +197,29 @@ def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -
     return ConfigError(f"{group}._target_={node['_target_']}: must make a {needed}, not a {type(made).__name__}")
 
 
-def _check_data(node: Any) -> tuple[Mapping[str, Any], int]:
-    """Loads the data; returns the arguments that they supply to a model, and the number of training samples."""
+def _check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
+    """Loads the data; returns the arguments that they supply to a model, and the number of training samples.
+
+    That is None for a stream. train: the section of the configuration.
+    """
     split = _make("data", node)
     if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
         raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
-    as_dataset = instantiate.locate("kfuse.data.as_dataset")  # by its path: kfuse.config does not import kfuse.data
+    # By its path: kfuse.config does not import kfuse.data.
+    number_of_samples = instantiate.locate("kfuse.data.given.number_of_samples")
     lengths = {}
     for part in ("train", "heldout"):
         try:
-            lengths[part] = len(as_dataset(getattr(split, part)))
+            lengths[part] = number_of_samples(getattr(split, part), heldout=part == "heldout")
         except (TypeError, ValueError) as error:
             raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
         if lengths[part] == 0:
             raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
+    if lengths["train"] is None and (train["epochs"] is not None or train["steps"] is None):
+        raise ConfigError(
+            f"train.epochs={show(train['epochs'])}, train.steps={show(train['steps'])}: must be null and a number, as "
+            f"data._target_={node['_target_']} trains on a stream, which has no epochs"
+        )
     return split.spec, lengths["train"]
 
 
@@ -272,7 +281,7 @@ def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in instantiate.arguments(node).items() if name in known}
 
 
-def _check_decay(values: Mapping[str, Any], samples: int) -> None:
+def _check_decay(values: Mapping[str, Any], samples: int | None) -> None:
     """A cosine needs steps after the warmup. The run's length is counted in steps of the first batch size."""
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]

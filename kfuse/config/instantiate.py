@@ -176,7 +176,8 @@ def describe(hint: Any) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns " (did you mean X?)" for the closest X of `known`, and "" if none is close to `word`."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1) or difflib.get_close_matches(word.lower(), known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -130,6 +130,7 @@ class Observe:
 
     progress: bool = setting(True, "show progress while training")
     tensorboard: bool = setting(True, "write tb/ in the run directory")
+    every: int = setting(1, "steps between lines of metrics.jsonl and tb/; the last step has one in any case", least=1)
     ledger: bool = setting(False, "write ledger.jsonl: the samples of each micro-batch")
     log_level: str = setting(
         "warning",

@@ -6,8 +6,9 @@ The loaders (`load_digits`, ...) are imported when they are first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, TensorData, as_dataset
-from kfuse.data.sampler import EpochSampler, micro_batch_sizes, worker_range
+from kfuse.data.dataset import DataError, Dataset, DataSplit, MapData, NestedData, TensorData, as_dataset
+from kfuse.data.sampler import EpochSampler, StreamSampler, micro_batch_sizes, worker_range
+from kfuse.data.streams import IterableStream, Source, SourceStream, Stream, as_stream, place
 
 if TYPE_CHECKING:
     from kfuse.data.images import load_cifar10, load_digits, load_image_folder
@@ -18,14 +19,22 @@ __all__ = [
     "DataSplit",
     "Dataset",
     "EpochSampler",
+    "IterableStream",
     "MapData",
+    "NestedData",
+    "Source",
+    "SourceStream",
+    "Stream",
+    "StreamSampler",
     "TensorData",
     "as_dataset",
+    "as_stream",
     "load_cifar10",
     "load_digits",
     "load_image_folder",
     "load_text",
     "micro_batch_sizes",
+    "place",
     "worker_range",
 ]
 

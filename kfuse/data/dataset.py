@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+from kfuse.data.batch import flatten, map_leaves
 
 
 class DataError(ValueError):
@@ -24,9 +26,10 @@ class Dataset(Protocol):
         """The number of samples."""
         ...
 
-    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Returns inputs and targets of the samples `indices` (int64 `[B]`), both with B as first dimension.
+    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
+        """Returns the batch of the samples `indices` (int64 `[B]`): any nested structure of tensors and plain values.
 
+        A pair (inputs, targets), both with B as first dimension, is what loss functions take.
         generator: on the CPU. Random augmentation draws from it and from nothing else, so that the batch is a pure
         function of the indices and the generator's state. None: no augmentation.
         """
@@ -37,8 +40,10 @@ class Dataset(Protocol):
 class DataSplit:
     """Samples to train on, samples held out for evaluation, and what a model's constructor may need of them."""
 
-    train: Dataset
-    heldout: Dataset
+    train: Any
+    """A stream or a data set: what `as_stream` and `as_dataset` take."""
+    heldout: Any
+    """What `as_dataset` takes."""
     spec: dict[str, Any] = field(default_factory=dict)
     """By name: `input_shape` (tuple, without the batch dimension) and `num_classes` for images; `vocab_size` and
     `block_size` for text. A data set may add figures of its own."""
@@ -68,52 +73,148 @@ class TensorData:
         return self.x.index_select(0, rows), self.y.index_select(0, rows.to(self.y.device))
 
 
-class MapData:
-    """A map-style data set (`len(d)`, `d[i] -> (x, y)`) whose samples are collated as a DataLoader would.
+class NestedData:
+    """Samples held in a nested structure of tensors, all with the same first dimension. No augmentation.
 
-    Random transforms inside the data set may draw from the global generators of torch, numpy and random: the training
-    loop seeds them for each micro-batch, so what is drawn does not depend on the worker that fetches it.
+    A batch is the same structure, with the batch's rows of each tensor. Raises ValueError where the lengths differ or
+    are zero, TypeError for a leaf that is not a tensor.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, structure: Any) -> None:
+        leaves = flatten(structure)[0]
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise TypeError(f"{type(structure).__name__}: must hold tensors, and nothing else")
+        lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves}
+        if len(lengths) > 1 or 0 in lengths:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            raise ValueError(f"tensors of shapes {shapes}: must have the same first dimension, at least 1")
+        self.structure, self._length = structure, lengths.pop()
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return self._length
+
+    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
+        """Returns the structure, with the rows `indices` of each tensor."""
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        return map_leaves(lambda leaf: leaf.index_select(0, rows.to(leaf.device)), self.structure)
+
+
+Collate = Callable[[list[Any]], Any]
+"""collate_fn(samples): the batch, any nested structure."""
+
+
+def collate(samples: list[Any], collate_fn: Collate | None, source: Any) -> Any:
+    """Makes a batch of samples: a pair (inputs, targets) as a tuple, anything else as it was collated.
+
+    collate_fn: None: `torch.utils.data.default_collate`. Raises TypeError, which names `source`, where that one fails.
+    """
+    if collate_fn is not None:
+        batch = collate_fn(samples)
+    else:
+        try:
+            batch = default_collate(samples)
+        except (RuntimeError, TypeError) as error:
+            why = str(error).partition("\n")[0]
+            kind = type(source).__name__
+            raise TypeError(f"samples of {kind} need collate_fn=, the default fails ({why})") from error
+    return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
+
+
+class MapData:
+    """A map-style data set (`len(d)`, `d[i]`) whose samples are collated as a DataLoader would.
+
+    Random transforms inside the data set may draw from the global generators of torch, numpy and random: the training
+    loop seeds them for each sample, so what is drawn does not depend on the worker that fetches it.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
+        """collate_fn: None: `torch.utils.data.default_collate`."""
+        self.dataset, self.collate_fn = dataset, collate_fn
 
     def __len__(self) -> int:
         """The number of samples."""
         return len(self.dataset)
 
-    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the collated samples. Raises TypeError where they are not pairs of tensors or numbers."""
-        batch = default_collate([self.dataset[int(i)] for i in indices])
-        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        if not is_pair or not all(isinstance(part, Tensor) for part in batch):
-            kind = type(self.dataset).__name__
-            raise TypeError(f"a sample of {kind} is not an (input, target) pair of tensors or numbers")
-        return batch[0], batch[1]
+    def fetch(
+        self,
+        indices: np.ndarray,
+        generator: torch.Generator | None = None,
+        before_sample: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Returns the collated samples: see `collate`. before_sample: called with each index before its sample."""
+        samples = []
+        for i in indices.tolist():
+            if before_sample is not None:
+                before_sample(i)
+            samples.append(self.dataset[i])
+        return collate(samples, self.collate_fn, self.dataset)
 
 
-def as_dataset(obj: Any) -> Dataset:
-    """Returns `obj` as a `Dataset`: our own, a pair (x, y) of tensors or NumPy arrays, or a map-style data set.
+def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
+    """Returns `obj` as a `Dataset`: our own, tensors or NumPy arrays that hold all samples, or a map-style data set.
 
-    A pair is a tuple or a list. Of arrays, floats become torch's default dtype (float32, as models' parameters are)
-    and integer targets int64, as losses take them; both are copied. Tensors are taken as they are.
+    Tensors and arrays: a pair (x, y), as a tuple or a list; a dictionary or a dataclass of them, nested as it may be; a
+    pair with such an input or target; a TensorDataset. Their first dimension counts the samples.
+    Of arrays, floats become torch's default dtype (float32, as models' parameters are) and integer targets of a pair
+    int64, as losses take them; both are copied. Tensors are taken as they are.
+    collate_fn(samples): makes the batches of a map-style data set; None: `torch.utils.data.default_collate`.
     Raises TypeError, which names what is accepted, for anything else, and ValueError for parts of different lengths.
     """
+    if collate_fn is not None:
+        if not callable(collate_fn):
+            raise TypeError(f"collate_fn={collate_fn!r}: must be a function of a list of samples")
+        if not is_map_style(obj):
+            raise TypeError(
+                f"collate_fn= with {type(obj).__name__}, whose samples are not fetched one by one: pass a map-style "
+                "data set (a TensorDataset of tensors) or a stream"
+            )
+        return MapData(obj, collate_fn)
     if isinstance(obj, Dataset):
         return obj
-    if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, (Tensor, np.ndarray)) for part in obj):
+    if _is_of_tensors(obj):
         if len(obj) != 2:
-            raise TypeError(f"{type(obj).__name__} of {len(obj)} tensors or arrays: a pair (x, y) has two")
+            raise TypeError(
+                f"{type(obj).__name__} of {len(obj)} tensors or arrays: a pair (x, y) has two; pass more of them as a "
+                "dictionary or a TensorDataset"
+            )
         return TensorData(_as_tensor(obj[0]), _as_tensor(obj[1], target=True))
-    if isinstance(obj, TensorDataset) and len(obj.tensors) == 2:
-        return TensorData(*obj.tensors)
-    indexable = hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
-    if indexable and not isinstance(obj, (str, bytes, Mapping, Tensor, np.ndarray, IterableDataset)):
+    if isinstance(obj, TensorDataset):
+        return TensorData(*obj.tensors) if len(obj.tensors) == 2 else NestedData(obj.tensors)
+    if _holds_all_samples(obj):
+        return NestedData(map_leaves(_as_tensor, obj))
+    if is_map_style(obj):
         return MapData(obj)
     raise TypeError(
-        f"{type(obj).__name__} is not a data set: pass a pair of tensors (x, y), a TensorDataset, a "
-        "map-style data set (len(d), d[i] -> (x, y)), or an object with len(d), d.fetch(indices, generator)"
+        f"{type(obj).__name__} is not a data set: pass a pair of tensors (x, y), a TensorDataset, a dictionary of "
+        "tensors, a map-style data set (len(d), d[i]), or an object with len(d), d.fetch(indices, generator)"
     )
+
+
+def is_map_style(obj: Any) -> bool:
+    """Whether `obj` has single samples, `obj[i]`, that are to be collated into batches."""
+    if isinstance(obj, (Dataset, str, bytes, Mapping, Tensor, np.ndarray, IterableDataset)):
+        return False
+    return hasattr(obj, "__getitem__") and hasattr(obj, "__len__") and not (_is_of_tensors(obj) and len(obj) == 2)
+
+
+def _is_of_tensors(obj: Any) -> bool:
+    """Whether `obj` is a tuple or a list of tensors and arrays only."""
+    return isinstance(obj, (tuple, list)) and bool(obj) and all(isinstance(part, (Tensor, np.ndarray)) for part in obj)
+
+
+def _holds_all_samples(obj: Any) -> bool:
+    """Whether `obj` is a dictionary, a dataclass or a nested pair of tensors and arrays only.
+
+    A list is a list of samples, and so is a tuple, except a pair with tensors of one length throughout.
+    """
+    pair = isinstance(obj, tuple) and len(obj) == 2
+    if not pair and not isinstance(obj, dict) and not (is_dataclass(obj) and not hasattr(obj, "__getitem__")):
+        return False
+    leaves = flatten(obj)[0]
+    if not leaves or not all(isinstance(leaf, (Tensor, np.ndarray)) for leaf in leaves):
+        return False
+    return not pair or len({leaf.shape[:1] for leaf in leaves}) == 1
 
 
 def _as_tensor(part: Tensor | np.ndarray, target: bool = False) -> Tensor:

@@ -60,6 +60,20 @@ class EpochSampler:
         return order[cursor : cursor + count].copy()
 
 
+class StreamSampler:
+    """Takes the numbers 0, 1, 2, ... in order: the samples of a stream, which is one epoch without an end."""
+
+    length = None
+
+    def __init__(self, seed: int) -> None:
+        """seed: of the random numbers of fetching; the order has none."""
+        self.seed = seed
+
+    def indices(self, epoch: int, cursor: int, count: int) -> np.ndarray:
+        """Returns the numbers `cursor..cursor+count-1`, int64."""
+        return np.arange(cursor, cursor + count, dtype=np.int64)
+
+
 def micro_batch_sizes(count: int, micro: int) -> list[int]:
     """Cuts `count` samples into micro-batches of `micro` samples, the last one smaller where it must be."""
     if count < 0 or micro < 1:

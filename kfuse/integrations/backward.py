@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.measure import Monitor, squared_norm
-
-
-def total_square(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the tensors' squares: float64 scalar on their device. At least one tensor."""
-    return torch.stack([squared_norm(tensor) for tensor in tensors]).sum()
+from kfuse.integrations.measure import Monitor, block_norms, sum_squares, total_square
 
 
 class BackwardWatch:
@@ -44,7 +39,7 @@ class BackwardWatch:
         self._params, self._monitor = list(params), monitor
         self._wanted, self._ended = wanted, ended
         self._began = self._measures = self.kept = False
-        self._squares: list[Tensor] = []
+        self._norms: list[Tensor] = []
         self._leftover: Tensor | None = None
         self._first: tuple[Parameter, Tensor | None, int] | None = None  # the first to be reached; what it had
         self._forwards = self._backwards = 0
@@ -59,9 +54,9 @@ class BackwardWatch:
         of several for a forward (losses with a backward each, or checkpoints with a backward inside a backward).
         """
         self._backwards += 1
-        if not self._squares or self._backwards > self._forwards:
+        if not self._norms or self._backwards > self._forwards:
             return math.nan
-        square = torch.stack(self._squares).sum()
+        square = sum_squares(self._norms)
         return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
 
     def step_ended(self) -> None:
@@ -79,21 +74,20 @@ class BackwardWatch:
             if not self._began:
                 self._begin(param)
             if self._measures:
-                self._squares.append(squared_norm(grad))
+                self._norms += block_norms(grad)
 
         return on_gradient
 
     def _begin(self, first: Parameter) -> None:
-        self._began, self._squares = True, []
+        self._began, self._norms = True, []
         at_the_end_of_backward(self._end)
         self._first = (first, first.grad, 0 if first.grad is None else first.grad._version)
-        gradients = [param.grad for param in self._params if param.grad is not None]
-        self.kept = bool(gradients)
-        if self._monitor.micro_batches and not gradients:  # dropped, by zero_grad without a step
+        self.kept = any(param.grad is not None for param in self._params)
+        if self._monitor.micro_batches and not self.kept:  # dropped, by zero_grad without a step
             self._monitor.drop()
             self._forwards, self._backwards = 1, 0
-        if not self._monitor.micro_batches and gradients:
-            self._leftover = total_square(gradients)
+        if not self._monitor.micro_batches and self.kept:
+            self._leftover = total_square(param.grad for param in self._params if param.grad is not None)
         self._measures = self._wanted()
 
     def _end(self) -> None:

@@ -9,8 +9,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.backward import BackwardWatch, total_square
-from kfuse.integrations.measure import Monitor, Options, one_device
+from kfuse.integrations.backward import BackwardWatch
+from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
 from kfuse.kernels import BLOCK
 
 
@@ -63,7 +63,7 @@ class _Hook:
         self._divides = ddp.gradient_as_bucket_view and self._workers & (self._workers - 1) != 0
         self._storages: dict[int, int] = {}  # by id of the parameter, where its gradient was before this backward
         self._of_buckets = False  # this backward's gradient is measured in the buckets
-        self._squares: list[Tensor] = []
+        self._norms: list[Tensor] = []
         self._means: list[Tensor] = []
         self._reduces = False  # DDP reduces in this backward
         try:
@@ -84,7 +84,7 @@ class _Hook:
 
     def _begins(self) -> bool:
         """A backward begins. Its gradient is measured parameter by parameter where buckets will hold another."""
-        self._squares, self._means, self._reduces = [], [], False
+        self._norms, self._means, self._reduces = [], [], False
         self._of_buckets = self._syncs and not self._watch.kept
         if self._divides:
             grads = ((id(param), param.grad) for param in self._params)
@@ -100,13 +100,13 @@ class _Hook:
         if buffer.dtype in (torch.bfloat16, torch.float16):
             self.monitor.low_precision()
         if self._of_buckets:
-            self._squares.append(total_square([buffer]))
+            self._norms += block_norms(buffer)
         self._divide(buffer, bucket)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._means.append(buffer)
         if bucket.is_last():  # and all gradients are there
             self._reduces = True
-            self.monitor.micro_batch(torch.stack(self._squares).sum() if self._of_buckets else self._watch.square())
+            self.monitor.micro_batch(sum_squares(self._norms) if self._of_buckets else self._watch.square())
         return work.get_future().then(lambda future: future.value()[0])
 
     def _divide(self, buffer: Tensor, bucket: GradBucket) -> None:
@@ -129,7 +129,7 @@ class _Hook:
 
     def _finish(self) -> None:
         """All buckets are reduced: each worker measures its share of the mean gradient; all figures are summed."""
-        message = self.monitor.message(total_square([self._share(mean) for mean in self._means]))
+        message = self.monitor.message(total_square(map(self._share, self._means)))
         self._means = []
         self._watch.step_ended()
         self.monitor.step(message, dist.all_reduce(message, group=self._group, async_op=True))

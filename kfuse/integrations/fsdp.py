@@ -237,8 +237,8 @@ class _Sharded:
         factor = factors.pop()
         if factor is not None and self._shards == 1:
             raise ValueError(
-                "kf.fsdp_monitor: set_gradient_divide_factor was called, and one worker has all shards: torch may divide "
-                "twice, so it must be left out"
+                "kf.fsdp_monitor: set_gradient_divide_factor was called where one worker has all shards, and torch may "
+                "divide twice: must be left out"
             )
         return float(self._workers) if factor is None else float(factor)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kfuse.comm import tail
 from kfuse.integrations import log
-from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
+from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 SQUARES = 0  # sum over micro-batches of |s_j|^2, without loss scale
@@ -34,23 +34,35 @@ TOTAL = 3  # |t|^2, without loss scale: the sum of what each worker measured of 
 MESSAGE_SLOTS = 4
 
 
-@torch.no_grad()
-def squared_norm(values: Tensor) -> Tensor:
-    """The sum of squares of `values` (any shape, floating-point): float64 scalar on their device, without a wait.
+def block_norms(values: Tensor) -> list[Tensor]:
+    """The norms of `values` (any shape, floating-point) in blocks of BLOCK elements: tensors [k] of fp32, or of fp64.
 
-    Its rounding error is that of one block, some tens of 2^-24, whatever the size: S is a difference of such sums.
+    Blocks keep the rounding error that of one, some tens of 2^-24, whatever the size: S is a difference of such sums.
     """
     flat = (values.detach().coalesce().values() if values.is_sparse else values.detach()).reshape(-1)
-    if flat.dtype == torch.float64:
-        return flat.dot(flat)
-    if flat.numel() <= BLOCK:
-        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)
-        return norm.double().square()
-    partials = torch.empty(num_blocks(flat.numel()), dtype=torch.float32, device=flat.device)
-    block_sumsq(flat, partials)
-    total = torch.empty((), dtype=torch.float64, device=flat.device)
-    sum_partials(partials, total)
-    return total
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    whole = flat.numel() // BLOCK * BLOCK
+    norms = []
+    if whole:
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1, dtype=dtype))
+    if whole < flat.numel() or not whole:
+        norms.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True, dtype=dtype))
+    return norms
+
+
+def sum_squares(norms: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all `norms` (tensors [k], at least one): float64 scalar on their device."""
+    return torch.cat(list(norms)).double().square().sum()
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """The sum of squares of `values`: float64 scalar on their device, without a wait."""
+    return sum_squares(block_norms(values))
+
+
+def total_square(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of squares of all `tensors`, at least one: float64 scalar on their device, without a wait."""
+    return sum_squares([norms for values in tensors for norms in block_norms(values)])
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from kfuse.integrations.backward import BackwardWatch, total_square
-from kfuse.integrations.measure import Monitor, Options, one_device
+from kfuse.integrations.backward import BackwardWatch
+from kfuse.integrations.measure import Monitor, Options, one_device, total_square
 
 
 def monitor(
@@ -62,7 +62,7 @@ class _Plain:
         if isinstance(square, float):
             self._total = torch.full((), math.nan, dtype=torch.float64, device=self.monitor.device)
         elif self._watch.kept:
-            self._total = total_square([param.grad for param in self._params if param.grad is not None])
+            self._total = total_square(param.grad for param in self._params if param.grad is not None)
         else:
             self._total = square
 

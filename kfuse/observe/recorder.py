@@ -88,6 +88,7 @@ class Recorder:
             **{name: self._last.get(name) for name in ("loss", "batch_size", "lr", "workers")},
             "eval_loss": None,
             "eval_accuracy": None,
+            "eval_metrics": {},
             "params_sha256": None,
             "exit_reason": why,
         }

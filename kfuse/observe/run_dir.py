@@ -27,6 +27,7 @@ class RunDirectory:
     """Writes a run's records to its directory. One process owns it; the directory is made if need be.
 
     metrics.jsonl, events.jsonl and, when asked for, ledger.jsonl have one JSON object a line, added to what is there.
+    metrics.jsonl and TensorBoard have every `every`-th step and the last one.
     Each call writes its line at once, and whole; within `batch`, all lines are written at the end. A number that is not
     finite becomes null.
 
@@ -40,14 +41,16 @@ class RunDirectory:
         tensorboard: bool = True,
         ledger: bool = False,
         warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        every: int = 1,
     ) -> None:
         """ledger: whether ledger.jsonl is kept. Raises OSError where the directory or its files cannot be made."""
-        self.path, self.warn = path, warn
+        self.path, self.warn, self._every = path, warn, every
         path.mkdir(parents=True, exist_ok=True)
         self._metrics = _Lines(path / "metrics.jsonl")
         self._events = _Lines(path / "events.jsonl")
         self._ledger = _Lines(path / "ledger.jsonl") if ledger else None
         self._last_step, self._last_entry = -1, (-1, -1)
+        self._left_out: Mapping[str, Any] | None = None  # the newest step's record, if it is not written
         self._board = _Board(path / "tb") if tensorboard else None
         self._full_since: float | None = None
         self._batching = False
@@ -59,7 +62,7 @@ class RunDirectory:
 
     def another(self, name: str) -> RunDirectory:
         """A directory inside this one, for the next training of the same script. Raises OSError."""
-        return RunDirectory(self.path / name, self._board is not None, self._ledger is not None, self.warn)
+        return RunDirectory(self.path / name, self._board is not None, self._ledger is not None, self.warn, self._every)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -74,18 +77,29 @@ class RunDirectory:
     def metrics(self, record: Mapping[str, Any]) -> bool:
         """One step's figures: the keys of `METRICS` and no others; one that is missing is unknown, so null.
 
-        Steps come in order. One that is recorded already (it may be reported again after a loss) is left out: then
+        Steps come in order. One that came already (it may be reported again after a loss) is left out: then
         returns False.
         """
         if record["step"] <= self._last_step:
             return False
         self._last_step = record["step"]
+        if record["step"] % self._every:
+            self._left_out = record
+        else:
+            self._add_metrics(record)
+            self._write()
+        return True
+
+    def _add_last_step(self) -> None:
+        if self._left_out is not None:
+            self._add_metrics(self._left_out)
+
+    def _add_metrics(self, record: Mapping[str, Any]) -> None:
+        self._left_out = None
         line = {key: _finite(record.get(key)) for key in METRICS}
         self._metrics.add(line)
         if self._board is not None:
             self._board.scalars("train", line, record["step"])
-        self._write()
-        return True
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix).
@@ -115,12 +129,18 @@ class RunDirectory:
         """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again."""
         last = self._metrics.rewind(step)
         self._last_step = last["step"] if last else -1
+        if self._left_out is not None and self._left_out["step"] < step:
+            self._last_step = self._left_out["step"]
+        else:
+            self._left_out = None
         if self._ledger is not None:
             last = self._ledger.rewind(step)
             self._last_entry = (last["step"], last["micro_batch"]) if last else (-1, -1)
 
     def summary(self, record: Mapping[str, Any]) -> None:
-        """Writes summary.json, whole or not at all. Raises OSError where it cannot be written."""
+        """Writes the last step and summary.json, whole or not at all. Raises OSError where it cannot be written."""
+        self._add_last_step()
+        self._write()
         handle, name = tempfile.mkstemp(dir=self.path, prefix=".summary-")
         try:
             with os.fdopen(handle, "w") as file:
@@ -137,6 +157,7 @@ class RunDirectory:
     def close(self) -> None:
         """Closes every file, also in the middle of a batch. Closing twice does no harm."""
         self._batching = False
+        self._add_last_step()
         self._write()
         self._full_since = None
         for file in self._files:

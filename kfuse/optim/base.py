@@ -98,7 +98,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
         if old is not None:
             self.engine.use_transport(old.topology, old.tree)
             old.close()
-            self.engine.step = old.step
+            self.engine.step, self.engine.parts = old.step, old.parts
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
@@ -173,24 +173,72 @@ class DistributedOptimizer(ParameterGroups, ABC):
     def begin(self, plan: StepPlan) -> None:
         """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
         check_owner(self.engine)
+        if self.engine.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.engine.parts}) is for bare backwards: kf.fit and kf.DataLoader cut a batch into "
+                "micro-batches themselves (micro_batch=), with the mean loss of each; call opt.accumulate(1) before"
+            )
         self._unit = "samples"
         self.engine.begin(plan)
 
-    def micro_batch(self, samples: int | None = None, last: bool = True) -> MicroBatch:
+    def micro_batch(
+        self,
+        samples: int | None = None,
+        last: bool = True,
+        *,
+        weight: float | None = None,
+        several_backwards: bool = False,
+    ) -> MicroBatch:
         """Context of one micro-batch's forward and backward; the loss must be the MEAN over its samples.
 
         samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
         last: whether it is this worker's last of the step; then the reduction starts as backward goes.
+        weight: kf.fit and kf.DataLoader pass it (`weight_fn`). In a loop of your own `samples` is the weight: where it
+        counts tokens, statistics are in units of tokens.
+        several_backwards: several losses, each with a backward of its own: their gradients add up in `p.grad` as torch
+        adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
         Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
         """
         check_owner(self.engine)
+        if self.engine.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.engine.parts}) is for bare backwards of loss / {self.engine.parts}: in "
+                "opt.micro_batch the loss is the mean, undivided; call opt.accumulate(1) before"
+            )
+        if (weight is not None) != (self.engine.plan is not None and self.engine.plan.by_weight):
+            raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
         if self.engine.begun and unit != self._unit:
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
         self._unit = unit
-        return self.engine.micro_batch(1.0 if samples is None else float(samples), last)
+        counted = 1.0 if samples is None else float(samples)
+        return MicroBatch(self.engine, counted if weight is None else weight, last, several_backwards)
+
+    def accumulate(self, backwards: int) -> None:
+        """From now on a step is so many bare backwards on this worker, each of a loss DIVIDED by their number.
+
+            opt.accumulate(ACC)
+            for i, (x, y) in enumerate(batches):
+                (loss_fn(model(x), y) / ACC).backward()
+                if (i + 1) % ACC == 0:
+                    opt.step()
+                    opt.zero_grad()
+
+        Each backward is a micro-batch; the division is undone in the statistics, whose unit is the micro-batch. A step
+        after fewer backwards, and another backward after the last, are errors. `accumulate(1)` ends it. Without it, and
+        for micro-batches of unequal sizes: `micro_batch`, with the mean loss.
+        Raises ValueError for a number below 1, RuntimeError in the middle of a step.
+        """
+        if not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 1:
+            raise ValueError(f"opt.accumulate({backwards!r}): must be a whole number, at least 1")
+        if self.engine.begun or self.engine.plan is not None:
+            raise RuntimeError(
+                f"opt.accumulate({backwards}): call it between steps of a loop of bare backwards; kf.fit and "
+                "kf.DataLoader cut a batch into micro-batches themselves"
+            )
+        self.engine.parts = backwards
 
     def synchronize(self) -> None:
         """Waits for the reduction and sets each `p.grad`. Runs by itself after the last micro-batch's backward."""

@@ -11,11 +11,13 @@ import torch
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
-from kfuse.data import DataSplit, as_dataset
+from kfuse.data import DataSplit
+from kfuse.data.given import heldout_data, training_data
 from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
+from kfuse.train.model_checks import log_remarks
 from kfuse.train.settings import WORKERS_MAX, Settings
 from kfuse.train.trainer import Trainer
 
@@ -70,14 +72,16 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         sync_every=config["comm"]["sync_every"],
         ledger=config["observe"]["ledger"],
     )
+    given = training_data(split.train)
+    log_remarks(given.remarks)
     return Trainer(
         model,
-        as_dataset(split.train),
+        given.data,
         _optimizer(config, model),
         settings,
         policy=instantiate.build(config["policy"]),
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
-        heldout=as_dataset(split.heldout),
+        heldout=heldout_data(split.heldout),
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
     )
 

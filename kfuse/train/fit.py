@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from kfuse.data import as_dataset
+from kfuse.data.dataset import Collate
+from kfuse.data.given import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
-from kfuse.train.evaluation import default_loss
+from kfuse.train.evaluation import Metric
+from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
+from kfuse.train.model_checks import log_remarks
 from kfuse.train.settings import user_settings
 from kfuse.train.step import Step
-from kfuse.train.trainer import LossFunction, Trainer
+from kfuse.train.trainer import Trainer
 
 
 class Hook:
@@ -36,7 +39,7 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     micro_batch: int | None = None,
     max_batch_size: int | None = None,
     lr_scaling: Scaling = "sqrt",
@@ -45,8 +48,12 @@ def fit(
     scheduler: Any = None,
     scheduler_interval: Interval = "step",
     clip_norm: float | None = None,
-    loss_fn: LossFunction = default_loss,
+    loss_fn: LossFunction | None = None,
+    step_fn: StepFunction | None = None,
+    weight_fn: WeightFunction | None = None,
     heldout: Any = None,
+    collate_fn: Collate | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     eval_every: int | None = None,
     target_accuracy: float | None = None,
     seed: int = 0,
@@ -54,12 +61,17 @@ def fit(
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
-    data, heldout: (x, y) tensors or arrays, a map-style torch dataset, or a kfuse one. heldout is evaluated every
-    `eval_every` steps, by default after each epoch; training ends once its accuracy reaches `target_accuracy`.
+    data, heldout: (x, y) tensors or arrays, a dictionary of them, a map-style torch dataset, or a kfuse one. A batch
+    is what `collate_fn` makes of samples (default: torch's default_collate): any nested structure of tensors and plain
+    values. data: also a stream (a `kfuse.data.Source` or a torch IterableDataset), with `steps`, as it has no epochs.
+    A torch DataLoader gives its data set, collate_fn and, as the global one, batch_size, where these are not arguments;
+    its order must be that of shuffle=True. docs/data.md has the details.
+    heldout is evaluated every `eval_every` steps, by default after each epoch; training ends once its accuracy reaches
+    `target_accuracy`.
     epochs, steps: how far to go, whichever ends first; by default one epoch.
-    batch_size: samples in an optimizer step, over all workers. micro_batch: samples in one forward and backward;
-    default a quarter of the batch, so that the noise scale is known on one worker too. max_batch_size: the limit for
-    policies; default 64 times the batch.
+    batch_size: samples in an optimizer step, over all workers; default that of a DataLoader, else 32. micro_batch:
+    samples in one forward and backward; default a quarter of the batch, so that the noise scale is known on one worker
+    too. max_batch_size: the limit for policies; default 64 times the batch.
     The learning rate is the optimizer's own, which kfuse never writes. An update multiplies it by what follows a
     changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps`, by `decay` (none,
     or cosine to zero at the end) and by the policy's lr_scale. warmup_steps and the cosine count steps of the first
@@ -68,16 +80,32 @@ def fit(
     clip_norm: largest norm of the mean gradient in this training; None: as the optimizer was made. seed: of data order
     and dropout; a second training with the same seed has the same order and the same dropout.
     Puts the model into training mode, unless it is: then modules that you put into eval mode stay so.
-    loss_fn(output, target): the MEAN loss over a micro-batch.
+    loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). The model is
+    called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. By default cross entropy
+    for integer targets, mean squared error for floating ones.
+    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: scalar}). Evaluation calls
+    it too, without gradients and in eval mode. With neither, and batches that are mappings: `model(**batch)`, whose
+    output has the loss as `.loss` or `["loss"]`, as Hugging Face's models have.
+    weight_fn(batch): a micro-batch's weight in the step's mean gradient and mean loss, a number above 0, such as its
+    number of target tokens; by default its samples. It gets the batch as it was fetched, on the CPU. Statistics stay in
+    units of samples, those of the batch size: S in units of weight is multiplied by the step's samples over its weight.
+    Held-out loss is weighted likewise. Gradients are scaled after the reduction, by one more pass over them.
+    metrics: {name: function(output, target)}, evaluated on heldout in batches of 256 samples: a tensor [B], a value for
+    each sample, or a scalar, the batch's mean. The means over all samples are in the summary, as `eval_metrics`, and
+    in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
+    becomes the mean over the batches. Where the model computes the loss itself, `target` is the whole batch.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
     ValueError for what is out of range and for a model that cannot be trained so.
     """
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
-    train = as_dataset(data)
+    objective = Objective(loss_fn, step_fn, weight_fn)
+    given = training_data(data, collate_fn)
     if target_accuracy is not None and heldout is None:
         raise ValueError(f"target_accuracy={target_accuracy}: pass heldout=, whose accuracy it is")
+    if target_accuracy is not None and step_fn is not None:
+        raise ValueError(f"target_accuracy={target_accuracy}: needs loss_fn=; a step function gives no accuracy")
     if scheduler is None and isinstance(opt, DistributedOptimizer) and has_scheduler(opt):
         raise ValueError(
             "a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=, or make a "
@@ -85,7 +113,7 @@ def fit(
         )
     _check_arguments("kf.fit", model, opt, scheduler)
     settings = user_settings(
-        batch_size=batch_size,
+        batch_size=given.batch_size if batch_size is None else batch_size,
         micro_batch=micro_batch,
         max_batch_size=max_batch_size,
         epochs=epochs,
@@ -101,14 +129,16 @@ def fit(
     )
     trainer = Trainer(
         model,
-        train,
+        given.data,
         opt,
         settings,
         policy=None if hook is None else hook.policy,
         scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
-        loss_fn=loss_fn,
-        heldout=None if heldout is None else as_dataset(heldout),
+        objective=objective,
+        heldout=None if heldout is None else heldout_data(heldout, collate_fn),
+        metrics=metrics,
     )
+    _log_remarks(given, batch_size)
     return trainer.run()
 
 
@@ -123,7 +153,8 @@ class DataLoader:
 
     Workers may join and leave between steps. Where one is lost, `opt.step()` does nothing and the step comes again,
     with the lost worker's micro-batches spread over the rest: the loop's body must not mind. The random state is keyed
-    by (seed, step, micro-batch). On a worker that is asked to leave, iteration ends and `kf.rank()` is -1.
+    by (seed, step, micro-batch), and for fetching data by (seed, epoch, index). On a worker that is asked to leave,
+    iteration ends and `kf.rank()` is -1.
     All workers may `break` at the same step: that ends this training. Where one alone breaks, the others go on without
     it once it has ended, or has kept them waiting for the timeout of kf.init.
     """
@@ -134,7 +165,7 @@ class DataLoader:
         model: nn.Module,
         opt: DistributedOptimizer,
         *,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         micro_batch: int | None = None,
         max_batch_size: int | None = None,
         epochs: int | None = None,
@@ -147,18 +178,23 @@ class DataLoader:
         clip_norm: float | None = None,
         seed: int = 0,
         policy: BasePolicy | None = None,
+        collate_fn: Collate | None = None,
+        weight_fn: WeightFunction | None = None,
+        several_backwards: bool = False,
     ) -> None:
-        """Arguments as for kf.fit, and the same errors.
+        """Arguments as for kf.fit, and the same errors. A step yields whatever structure the data set's batches have.
+
+        several_backwards: a micro-batch has several losses with a backward each: see opt.micro_batch.
 
         A torch scheduler is either given here, and stepped here, or stepped by the loop's body; the latter not in a job
         whose workers may change.
         """
         if policy is not None and not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
-        train = as_dataset(data)
+        given = training_data(data, collate_fn)
         _check_arguments("kf.DataLoader", model, opt, scheduler)
         settings = user_settings(
-            batch_size=batch_size,
+            batch_size=given.batch_size if batch_size is None else batch_size,
             micro_batch=micro_batch,
             max_batch_size=max_batch_size,
             epochs=epochs,
@@ -170,7 +206,18 @@ class DataLoader:
             clip_norm=clip_norm,
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
-        self._trainer = Trainer(model, train, opt, settings, policy=policy, scheduler=schedule, user_loop=True)
+        self._trainer = Trainer(
+            model,
+            given.data,
+            opt,
+            settings,
+            policy=policy,
+            scheduler=schedule,
+            objective=Objective(weight_fn=weight_fn),
+            user_loop=True,
+            several_backwards=several_backwards,
+        )
+        _log_remarks(given, batch_size)
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -183,6 +230,20 @@ class DataLoader:
         self._begun = True
         return self._trainer.steps()
 
+    def __len__(self) -> int:
+        """Steps of this training, those done included, if the batch size stays as it is."""
+        return self._trainer.planned_steps()
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._trainer.progress.epoch
+
+    @property
+    def step(self) -> int:
+        """Steps completed: within the loop's body, the number of the step, from 0."""
+        return self._trainer.progress.step
+
 
 def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) -> None:
     """Raises TypeError for an optimizer that is not kfuse's, ValueError for a wrapped model or a scheduler left out."""
@@ -194,3 +255,15 @@ def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) ->
             "a torch scheduler was made for this optimizer: in an elastic job pass it as scheduler= and do not step it "
             "yourself, so that workers that join have its state and a step that is redone counts once"
         )
+
+
+def _log_remarks(given: TrainingData, batch_size: int | None) -> None:
+    """Logs what the user must know of the data. batch_size: as it was given to kf.fit."""
+    session, remarks = current(), given.remarks
+    if given.in_loader and batch_size is None and (session.elastic or session.group.size > 1):
+        remarks = (
+            f"batch_size={given.batch_size} of the DataLoader is taken as the global batch, of all workers together: "
+            "pass batch_size= for another",
+            *remarks,
+        )
+    log_remarks(remarks)

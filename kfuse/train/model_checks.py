@@ -6,7 +6,7 @@ import logging
 import pickle
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from kfuse.session import current
 
 _LOG = logging.getLogger("kfuse")
 
@@ -30,6 +32,15 @@ def refuse_uneven_embeddings(model: nn.Module) -> None:
                 f"module {name or type(model).__name__}: {type(module).__name__}(max_norm={module.max_norm}) changes "
                 "its weights in forward, each worker differently; use max_norm=None and clip weights after opt.step()"
             )
+
+
+def log_remarks(remarks: Iterable[str]) -> None:
+    """Logs what the user must know of the data, as warnings, on one worker."""
+    session = current()
+    client = session.control_client
+    if (session.group.rank if client is None else client.worker) == 0:
+        for remark in remarks:
+            _LOG.warning("%s", remark)
 
 
 class GeneratorWatch:
@@ -54,8 +65,7 @@ class GeneratorWatch:
             if warns and _state(generator) != before:
                 _LOG.warning(
                     "data set %s draws from a generator of its own (%s): its samples depend on which worker fetched "
-                    "what before. Draw from torch, numpy.random or random instead, which are seeded for each "
-                    "micro-batch",
+                    "what before. Draw from torch, numpy.random or random instead, which are seeded for each sample",
                     type(self._dataset).__name__,
                     path,
                 )

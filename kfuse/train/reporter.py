@@ -20,7 +20,8 @@ _RECENT_STEPS = 128
 class Reporter:
     """Every worker calls it in the same way; only rank 0's records are sent."""
 
-    def __init__(self, session: Session, settings: Settings, samples_an_epoch: int) -> None:
+    def __init__(self, session: Session, settings: Settings, samples_an_epoch: int | None) -> None:
+        """samples_an_epoch: None for a stream, which has no epochs."""
         self._session, self._settings, self._samples_an_epoch = session, settings, samples_an_epoch
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
         """The newest records, which a lost leader or supervisor may not have written: see `resend`."""
@@ -47,7 +48,7 @@ class Reporter:
     def start(self, step: int) -> None:
         """Training begins at `step` (above 0: from a checkpoint); sends its planned length in samples and steps."""
         epochs = self._settings.epochs
-        total = None if epochs is None else epochs * self._samples_an_epoch
+        total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
         training = self._session.training
         self._send("start", {"samples": total, "steps": self._settings.steps, "step": step, "training": training})
 

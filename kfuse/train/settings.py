@@ -55,9 +55,11 @@ class Settings:
         rates = ("lr_scaling", "warmup_steps", "decay")
         return {name: getattr(self, name) for name in sizes + rates} | {"max_batch_size": self.bounds.batch_max}
 
-    def schedule(self, samples: int) -> LRSchedule:
-        """The learning rate's schedule over this training, of `samples` an epoch. Raises ValueError."""
-        epochs = math.inf if self.epochs is None else self.epochs * samples / self.batch_size
+    def schedule(self, samples: int | None) -> LRSchedule:
+        """The learning rate's schedule over this training, of `samples` an epoch; None: a stream. Raises ValueError."""
+        if samples is None and (self.steps is None or self.epochs is not None):
+            raise ValueError(f"epochs={self.epochs}, steps={self.steps}: a stream has no epochs; pass steps= alone")
+        epochs = math.inf if self.epochs is None or samples is None else self.epochs * samples / self.batch_size
         total = min(epochs, math.inf if self.steps is None else self.steps)
         return LRSchedule(self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, total)
 

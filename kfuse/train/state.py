@@ -1,8 +1,8 @@
 """The training state, declared once: how far training is (`Progress`), and the parts that it consists of.
 
 The first broadcast, joins, recovery and checkpoints all use the same declaration (`TrainingState`). What is not in it
-need not be saved: the data order is a pure function of (seed, epoch, cursor), and random numbers are seeded from (seed,
-step, micro-batch) before each micro-batch. That workers have the same parameters is checked (`comm.check_every`).
+need not be saved: data are a pure function of (seed, epoch, cursor), and random numbers are seeded from (seed, step,
+micro-batch) before each micro-batch's forward. That workers have the same parameters is checked (`comm.check_every`).
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Progress:
     """Numbers of the workers that were reported as stragglers."""
     accuracy: float | None = None
     eval_loss: float | None = None
+    eval_metrics: dict[str, float] = field(default_factory=dict)
     evaluated: int = 0
     """Number of steps after which the last evaluation ran."""
     loss: float | None = None

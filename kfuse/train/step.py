@@ -1,6 +1,7 @@
-"""One step's samples: cut into micro-batches, distributed over the workers, fetched with seeded random numbers.
+"""One step's samples: cut into micro-batches, distributed over the workers, fetched, and yielded for their forward.
 
-Random numbers belong to a micro-batch, whichever worker runs it: they are keyed by (seed, step, micro-batch).
+A micro-batch's random numbers do not depend on the worker that runs it. Those of its forward (dropout) are keyed by
+(seed, step, micro-batch), those of fetching it by (seed, epoch, index): `kfuse.data.fetching`.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,8 @@ from torch import Tensor
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import Announcement
-from kfuse.data import Dataset
+from kfuse.data.batch import to_device
+from kfuse.data.fetching import Fetcher, Task, random_key, seed_host
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.optim import DistributedOptimizer
 
@@ -28,6 +31,9 @@ from kfuse.optim import DistributedOptimizer
 class StepSamples:
     """The samples of one step, cut into micro-batches and distributed over the workers."""
 
+    epoch: int
+    cursor: int
+    """Samples of the epoch that were used before this step."""
     indices: np.ndarray
     """int64 [samples], in the order of the epoch."""
     micro_batch: int
@@ -49,86 +55,102 @@ class StepSamples:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
         return self.indices[j * self.micro_batch : j * self.micro_batch + self.sizes[j]]
 
-    def plan(self, announcement: Announcement, local_rank: int | None = None) -> StepPlan:
-        """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None."""
+    def task(self, j: int) -> Task:
+        """What to fetch for micro-batch j: the samples `of(j)`."""
+        return Task(self.epoch, self.cursor + j * self.micro_batch, self.sizes[j])
+
+    def plan(self, announcement: Announcement, local_rank: int | None = None, by_weight: bool = False) -> StepPlan:
+        """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None.
+
+        by_weight: micro-batches have weights of their own.
+        """
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
         local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, announcement)
+        return StepPlan(len(self.indices), ranges, local, announcement, by_weight)
 
 
 class Step:
-    """A step's micro-batches on this worker. Iterating yields each one's (inputs, targets), inside opt.micro_batch.
+    """A step's micro-batches on this worker. Iterating yields each one's batch, inside opt.micro_batch.
 
     Set `loss` (the mean loss of these samples) in the body to have it in the metrics.
     """
 
     def __init__(
-        self, number: int, samples: StepSamples, rank: int, data: Dataset, opt: DistributedOptimizer, key_seed: int
+        self,
+        number: int,
+        samples: StepSamples,
+        rank: int,
+        fetcher: Fetcher,
+        opt: DistributedOptimizer,
+        key_seed: int,
+        weigh: Callable[[Any, int], float] | None = None,
+        several_backwards: bool = False,
     ) -> None:
-        """number: steps taken before this one. key_seed: the run's seed, from which random numbers are derived."""
+        """number: steps completed before this one. key_seed: the run's seed, from which random numbers are derived.
+
+        weigh(batch, samples): a micro-batch's weight; None: its samples. several_backwards: see opt.micro_batch.
+        """
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
         self.loss: Tensor | float | None = None
         self.data_wait_s = 0.0
         """Seconds spent fetching data so far."""
         self.error: Exception | None = None
         """The exception that ended the step's body early."""
-        self._data, self._opt, self._seed = data, opt, key_seed
+        self._fetcher, self._opt, self._seed = fetcher, opt, key_seed
+        self._weigh, self._several_backwards = weigh, several_backwards
         self._started = time.perf_counter()
+
+    def __len__(self) -> int:
+        """The number of this worker's micro-batches; 0 where it has none in this step."""
+        return len(self.mine)
+
+    def __bool__(self) -> bool:
+        """True: a step is a step also where this worker has no micro-batch."""
+        return True
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of its samples, from 0."""
+        return self.samples.epoch
 
     def seconds(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self._started
 
     @contextlib.contextmanager
-    def micro_batch(self, j: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batch j's inputs and targets on this worker's device; a backward within is this micro-batch's.
+    def micro_batch(self, j: int) -> Iterator[Any]:
+        """Micro-batch j's batch, its tensors on this worker's device; a backward within is this micro-batch's.
 
-        The generators are seeded for it before its samples are fetched, and again before its forward.
+        The generators are seeded before its forward.
         """
-        key, device = micro_batch_key(self._seed, self.number, j), self._opt.engine.group.device
+        key, device = random_key(self._seed, self.number, j), self._opt.engine.group.device
         started = time.perf_counter()
-        seed_host(key)
-        x, y = self._data.fetch(self.samples.of(j), torch.Generator().manual_seed(key))
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
+        weight = None if self._weigh is None else self._weigh(fetched, samples)  # before it is on a GPU: no wait
+        batch = to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
-        seed_device(device, key)
+        seed_forward(device, key)
         self.loss = None
-        with self._opt.micro_batch(samples=self.samples.sizes[j], last=j == self.mine[-1]) as micro_batch:
-            yield x, y
+        with self._opt.micro_batch(
+            samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
+        ) as micro_batch:
+            yield batch
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         """For the body of a user's loop. If a worker is lost, the iteration ends early; the step is repeated later."""
         try:
             for j in self.mine:
-                with self.micro_batch(j) as (x, y):
-                    yield x, y
+                with self.micro_batch(j) as batch:
+                    yield batch
         except CommError as error:
             if not self._opt.leave_to_loop(error):
                 raise
 
 
-def micro_batch_key(seed: int, step: int, micro_batch: int) -> int:
-    """A 63-bit key for the random numbers of one micro-batch (splitmix64 over the three)."""
-    key = seed
-    for value in (step, micro_batch):
-        key = (key + 0x9E3779B97F4A7C15 * (value + 1)) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        key ^= key >> 31
-    return key >> 1
-
-
-def seed_host(key: int) -> None:
-    """Seeds the global generators of torch (CPU), numpy and random: a data set's transforms draw from them."""
-    torch.default_generator.manual_seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    random.seed(key)
-
-
-def seed_device(device: torch.device, key: int) -> None:
-    """Seeds torch's default generators of the CPU and of `device` (dropout draws from them)."""
-    torch.default_generator.manual_seed(key)
+def seed_forward(device: torch.device, key: int) -> None:
+    """Seeds the global generators of torch (CPU and `device`), numpy and random: a forward draws from them."""
+    seed_host(key)
     if device.type == "cuda":
         torch.cuda.manual_seed(key)
 

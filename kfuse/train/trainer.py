@@ -8,36 +8,39 @@ body of the user's own loop.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kfuse.comm.group import CommError
-from kfuse.data import Dataset, EpochSampler
+from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
+from kfuse.data.batch import describe, names
+from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance
 from kfuse.train.decisions import STOP_REASONS, Decisions
-from kfuse.train.evaluation import default_loss, evaluate, params_sha256
+from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
+from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
-from kfuse.train.step import Step, StepSamples
+from kfuse.train.step import Step, StepSamples, generators_restored
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Trainer:
@@ -46,39 +49,48 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        data: Dataset,
+        data: Dataset | Stream,
         opt: DistributedOptimizer,
         settings: Settings,
         *,
         policy: BasePolicy | None = None,
         scheduler: UserSchedule | None = None,
         checkpoints: Checkpoints | None = None,
-        loss_fn: LossFunction = default_loss,
+        objective: Objective | None = None,
         heldout: Dataset | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         facts: Mapping[str, float] | None = None,
         user_loop: bool = False,
+        several_backwards: bool = False,
     ) -> None:
         """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
-        loss_fn(output, target): the MEAN loss over a micro-batch.
+        objective: how a batch becomes a loss; None: `kfuse.train.loss.default_loss` of pairs, or the model's own.
+        metrics: functions (output, target) that are evaluated on `heldout`.
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
+        several_backwards: of each micro-batch, by the user: see opt.micro_batch.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
         """
         # What is trained, and by what rules.
         self.model, self.opt, self.settings = model, opt, settings
         self.policy = policy or BasePolicy()
-        self._data, self._heldout, self._loss_fn, self._facts = data, heldout, loss_fn, dict(facts or {})
-        self._sampler = EpochSampler(len(data), settings.seed)
+        self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
+        self._objective = objective or Objective()
+        self._metrics = check_metrics(metrics, self._objective, heldout)
+        self._batch_is_checked = False
+        seed = settings.seed
+        self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
+        self._fetcher = Fetcher(data, self._sampler)
         self._scheduler = scheduler
-        self._schedule = settings.schedule(len(data))
+        self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
-        self._user_loop = user_loop
+        self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
-        self._reporter = Reporter(self.session, settings, len(data))
+        self._reporter = Reporter(self.session, settings, self._sampler.length)
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -109,7 +121,7 @@ class Trainer:
             TrainingState(parts),
             checkpoints,
             self._reporter,
-            arguments=settings.shared() | {"samples of data": len(data)},
+            arguments=settings.shared() | {"samples of data": self._sampler.length},
             base_lr=settings.base_lr,
         )
         self.over = False
@@ -129,8 +141,8 @@ class Trainer:
         for step in self.steps():
             try:
                 for j in step.mine:
-                    with step.micro_batch(j) as (x, y):
-                        step.loss = loss = self._loss(x, y)
+                    with step.micro_batch(j) as batch:
+                        step.loss = loss = self._loss(batch)
                         loss.backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
@@ -209,6 +221,16 @@ class Trainer:
             return "epochs"
         return None
 
+    def planned_steps(self) -> int:
+        """Steps of this training, those done included, if the batch size stays."""
+        at, settings, length = self.progress, self.settings, self._sampler.length
+        limit = math.inf if settings.steps is None else settings.steps
+        if settings.epochs is not None and length is not None:
+            left = -(-(length - at.cursor) // at.batch_size)
+            left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
+            limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
+        return int(limit)
+
     def _before_step(self) -> None:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
         self.decisions.set_learning_rate()
@@ -226,15 +248,18 @@ class Trainer:
         if self._scheduler is not None:
             self._scheduler.before_step()
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
-        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None))
-        return Step(at.step, samples, group.rank, self._data, self.opt, self.settings.seed)
+        weigh = None if self._objective.weight_fn is None else self._objective.weight
+        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        return Step(
+            at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
+        )
 
     def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
         workers = self.session.workers
         relative = load_balance.relative_throughput(self.progress.throughput, workers)
         shares = load_balance.shares(relative) if self.settings.balance else None
-        return StepSamples(indices, self.settings.micro_batch, len(workers), shares)
+        return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares)
 
     def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
@@ -265,13 +290,30 @@ class Trainer:
         engine = self.opt.engine
         return engine.step == before + 1 and engine.reduced is None
 
-    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def _loss(self, batch: Any) -> Tensor:
         """The micro-batch's mean loss, in the configured precision."""
+        if not self._batch_is_checked:
+            self._check_batches(batch)
         device, low = self.session.group.device.type, self.settings.precision == "bf16"
         if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
-            return self._loss_fn(self.model(x), y)
+            return self._objective(self.model, batch).loss
         with torch.autocast(device, torch.bfloat16, enabled=low):
-            return self._loss_fn(self.model(x), y)
+            return self._objective(self.model, batch).loss
+
+    def _check_batches(self, batch: Any) -> None:
+        """Once, before the first forward: raises TypeError for batches that cannot become a loss, held-out ones too."""
+        self._objective.check(self.model, batch, "the data")
+        if self._heldout is not None:
+            with generators_restored(self.session.group.device):
+                heldout = self._heldout.fetch(np.zeros(1, np.int64))
+            self._objective.check(self.model, heldout, "heldout")
+            missing = sorted(names(batch) - names(heldout))
+            if missing:
+                raise TypeError(
+                    f"a batch of heldout is a {describe(heldout)} and one of the data a {describe(batch)}: "
+                    f"{', '.join(missing)} is missing in heldout"
+                )
+        self._batch_is_checked = True
 
     def _end_update(self, step: Step) -> None:
         """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
@@ -323,7 +365,7 @@ class Trainer:
 
     @property
     def _epoch_is_over(self) -> bool:
-        return self.progress.cursor >= len(self._data)
+        return self.progress.cursor == self._sampler.length
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -339,9 +381,10 @@ class Trainer:
         at = self.progress
         if self._heldout is None or at.evaluated == steps:
             return
-        result = evaluate(self.model, self._heldout, self._loss_fn, self.session.group, self.settings.precision)
-        at.accuracy, at.eval_loss, at.evaluated = result.accuracy, result.loss, steps
-        self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss)
+        group, precision = self.session.group, self.settings.precision
+        result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
+        at.accuracy, at.eval_loss, at.eval_metrics, at.evaluated = result.accuracy, result.loss, result.metrics, steps
+        self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
 
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -375,6 +418,7 @@ class Trainer:
             "loss": at.loss,
             "eval_loss": at.eval_loss,
             "eval_accuracy": at.accuracy,
+            "eval_metrics": at.eval_metrics,
             **self._facts,
             "batch_size": at.batch_size,
             "lr": self.decisions.lr,

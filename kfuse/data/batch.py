@@ -1,0 +1,75 @@
+"""Batches: any nested structure of tensors and plain values, as `torch.utils._pytree` knows them.
+
+Dictionaries, lists, tuples and named tuples are containers, and so are dataclasses, which are registered with torch
+when they are first met. Everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Returns the leaves of `batch` and its structure, as `tree_flatten` does.
+
+    A dataclass that has a method `to` is a leaf: that method moves it. Any other becomes known to torch here.
+    """
+    leaves, structure = pytree.tree_flatten(batch)
+    unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not hasattr(leaf, "to")} - {type}
+    for kind in unknown:
+        pytree.register_dataclass(kind)
+    return flatten(batch) if unknown else (leaves, structure)
+
+
+def map_leaves(act: Callable[[Any], Any], batch: Any) -> Any:
+    """A structure like `batch`, with `act(leaf)` in each leaf's place."""
+    leaves, structure = flatten(batch)
+    return pytree.tree_unflatten(map(act, leaves), structure)
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """The tensors in `batch`."""
+    return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Returns `batch` with its tensors on `device`; what is there already is not copied.
+
+    A leaf that has a method `to` (a PackedSequence, a tokenizer's BatchEncoding) is moved by it. Other leaves stay.
+    """
+    if type(batch) is tuple and len(batch) == 2:
+        x, y = batch
+        if isinstance(x, Tensor) and isinstance(y, Tensor):  # most batches; torch's tree takes 4 us more
+            return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
+
+    return map_leaves(move, batch)
+
+
+def names(batch: Any) -> set[str]:
+    """The places of the leaves, such as `['tokens']`; a place in a list or tuple is `[*]`, since lengths may differ."""
+    flatten(batch)  # makes its dataclasses known
+    paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    return {"".join("[*]" if isinstance(key, pytree.SequenceKey) else str(key) for key in path) for path in paths}
+
+
+def describe(batch: Any) -> str:
+    """The batch in a few words for a message: `dict of input_ids, labels`, `tuple of 3`, `Tensor [16, 64]`."""
+    kind = type(batch).__name__
+    if isinstance(batch, Tensor):
+        return f"{kind} {list(batch.shape)}"
+    if hasattr(batch, "keys"):
+        return f"{kind} of {', '.join(map(str, batch.keys())) or 'nothing'}"
+    if isinstance(batch, (tuple, list)):
+        return f"{kind} of {len(batch)}"
+    return kind

@@ -1,0 +1,248 @@
+"""Data without an end: sources that can seek, and torch's `IterableDataset`, which cannot.
+
+The samples of a run are numbered 0, 1, 2, ... A step takes the next numbers, whatever the batch size and the number of
+workers are. Which sample a number means depends on the stream alone, so each number is used exactly once, through any
+resize, loss of a worker or resume, and the ledger needs nothing but the numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from kfuse.data.dataset import Collate, DataError, collate
+
+BLOCK = 16
+"""Samples that are taken from one shard before the next shard's turn, where the source does not say."""
+
+_MOST_OPEN = 128  # iterators a process keeps open: each may hold a file
+_END = object()
+BeforeSample = Callable[[int], None]
+
+
+def _nothing(number: int) -> None:
+    """Called before each sample by default."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A stream that can be read from any place: some shards (files, say), each a fixed sequence of samples.
+
+    Number i of the run is the sample at `place(i, shards, block)`: blocks of `block` samples are taken from the shards
+    in turn. A shard that ends starts over, so all shards are used in equal measure: one that is half as long is
+    repeated twice as often. Nothing is shuffled but by the order in which the source stores its samples.
+
+    `block` is an optional attribute (default: `BLOCK`, 16). A worker reads on, and seldom seeks, where it is the
+    micro-batch's size and `shards` is a multiple of the micro-batches in a step.
+    """
+
+    shards: int
+    """At least 1; the same during the whole run."""
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        """Returns an iterator over the samples of `shard` from number `position` (from 0) to the shard's end.
+
+        Nothing at all where the shard has no such sample: its length is found in this way. The same arguments must
+        give the same samples in every process, at any time. Random transforms may draw from the global generators of
+        torch, numpy and random, which are seeded for each sample by its number.
+        """
+        ...
+
+
+def place(number: int, shards: int, block: int = BLOCK) -> tuple[int, int]:
+    """Returns (shard, position) of sample `number` of a run. A position counts on where the shard starts over.
+
+    In a shard of n samples it is sample `position % n`.
+    """
+    turn, offset = divmod(number, block)
+    round_, shard = divmod(turn, shards)
+    return shard, round_ * block + offset
+
+
+class Stream:
+    """Samples by their number, collated into batches. It has no length: training on it has no epochs."""
+
+    warning: str | None = None
+    """What a user must know before training on it."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
+        """dataset: what the samples come from. collate_fn: None: `torch.utils.data.default_collate`."""
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def fetch(self, indices: np.ndarray, before_sample: BeforeSample = _nothing) -> Any:
+        """Returns the samples of these numbers (int64 `[B]`), collated. Raises DataError where there is no sample.
+
+        before_sample: called with the number of each sample before it is read, also of those that are skipped.
+        """
+        samples = [self.sample(number, before_sample) for number in indices.tolist()]
+        return collate(samples, self.collate_fn, self.dataset)
+
+    def sample(self, number: int, before_sample: BeforeSample) -> Any:
+        """Returns the sample of this number."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Reader:
+    """An open iterator over a shard."""
+
+    iterator: Iterator[Any]
+    start: int
+    """Where it was opened."""
+    position: int
+    """The sample that comes next."""
+
+
+class SourceStream(Stream):
+    """The samples of a `Source`. It can be read in any process, from any number on."""
+
+    def __init__(self, source: Source, collate_fn: Collate | None = None) -> None:
+        """Reads the first sample. Raises TypeError for a source that does not keep to the protocol, DataError for an
+        empty one.
+        """
+        super().__init__(source, collate_fn)
+        self._shards = _at_least_one(source, "shards", source.shards)
+        self._block = _at_least_one(source, "block", getattr(source, "block", BLOCK))
+        self._readers: OrderedDict[int, _Reader] = OrderedDict()  # by shard; the one used last at the end
+        self._lengths: dict[int, int] = {}  # by shard, of those whose end was seen
+        if not self._has(0, 0):
+            raise self._empty(0)
+
+    def sample(self, number: int, before_sample: BeforeSample = _nothing) -> Any:
+        """Returns the sample of this number. Reads on in its shard, or opens it at the place."""
+        shard, position = place(number, self._shards, self._block)
+        position %= self._lengths.get(shard, position + 1)
+        reader = self._readers.pop(shard, None)
+        before_sample(number)
+        if reader is None or reader.position != position:
+            reader = _Reader(self._open(shard, position), position, position)
+        sample = next(reader.iterator, _END)
+        if sample is _END:  # the shard starts over
+            length = self._lengths[shard] = self._find_length(shard, reader)
+            position %= length
+            before_sample(number)
+            reader = _Reader(self._open(shard, position), position, position)
+            sample = next(reader.iterator, _END)
+            if sample is _END:
+                raise DataError(
+                    f"{_name(self.dataset)}.open({shard}, {position}): gave no sample, and the shard has {length}"
+                )
+        reader.position += 1
+        self._readers[shard] = reader
+        if len(self._readers) > _MOST_OPEN:
+            self._readers.popitem(last=False)
+        return sample
+
+    def _find_length(self, shard: int, reader: _Reader) -> int:
+        """The number of samples of a shard that has none at the reader's position."""
+        if reader.position > reader.start:  # the one before was there
+            return reader.position
+        length = bisect_left(range(reader.position), True, key=lambda position: not self._has(shard, position))
+        if length == 0:
+            raise self._empty(shard)
+        return length
+
+    def _has(self, shard: int, position: int) -> bool:
+        return next(self._open(shard, position), _END) is not _END
+
+    def _open(self, shard: int, position: int) -> Iterator[Any]:
+        iterator = self.dataset.open(shard, position)
+        if not isinstance(iterator, Iterator):
+            kind = type(iterator).__name__
+            raise TypeError(f"{_name(self.dataset)}.open({shard}, {position}): must return an iterator, not {kind}")
+        return iterator
+
+    def _empty(self, shard: int) -> DataError:
+        return DataError(f"{_name(self.dataset)}: shard {shard} is empty: each of {self._shards} must have a sample")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which opens iterators of its own."""
+        return self.__dict__ | {"_readers": OrderedDict()}
+
+
+class IterableStream(Stream):
+    """The samples of a torch `IterableDataset`, which can only be read from its start.
+
+    Number i is the i-th sample that iterating yields; where the iteration ends, another begins. Each worker reads all
+    samples and skips those of the others, and reads again from the start to go back. That is exact only where each
+    iteration over the data set, in any process, yields the same samples, but for random numbers of the global
+    generators of torch, numpy and random: those are seeded by the sample's number. Whether it does cannot be known.
+    A data set that takes its share by `torch.utils.data.get_worker_info()` finds that it is the only worker; one that
+    takes its share by a rank must not.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], collate_fn: Collate | None = None) -> None:
+        super().__init__(dataset, collate_fn)
+        self._reader: _Reader | None = None  # None: the start comes next
+        self.warning = (
+            f"{_name(dataset)} cannot seek: each worker reads the whole stream and skips what others take, and reads "
+            "again from the start after a resume or a lost worker; every iteration must yield the same samples. "
+            "A kfuse.data.Source (shards, open(shard, position)) needs none of this"
+        )
+
+    def sample(self, number: int, before_sample: BeforeSample = _nothing) -> Any:
+        """Returns the sample of this number. Reads all that come before it."""
+        reader, self._reader = self._reader, None  # if reading fails, the next call starts anew
+        if reader is None or number < reader.position:
+            before_sample(0)
+            reader = _Reader(iter(self.dataset), 0, 0)
+        for _ in range(reader.position, number):
+            self._read(reader, before_sample)
+        sample = self._read(reader, before_sample)
+        self._reader = reader
+        return sample
+
+    def _read(self, reader: _Reader, before_sample: BeforeSample) -> Any:
+        before_sample(reader.position)
+        sample = next(reader.iterator, _END)
+        if sample is _END:  # it starts over
+            before_sample(reader.position)
+            reader.iterator = iter(self.dataset)
+            sample = next(reader.iterator, _END)
+            if sample is _END:
+                which = f"gave {reader.position} samples, and another iteration none" if reader.position else "is empty"
+                raise DataError(f"{_name(self.dataset)}: {which}; each iteration over it must yield samples")
+        reader.position += 1
+        return sample
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which reads from the start."""
+        return self.__dict__ | {"_reader": None}
+
+
+def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
+    """Returns a stream over a `Source` or a torch `IterableDataset`; None for anything else.
+
+    Raises TypeError for an iterator and for a source that does not keep to the protocol, DataError for an empty source.
+    """
+    if isinstance(obj, Stream):
+        return obj
+    if isinstance(obj, Source):
+        return SourceStream(obj, collate_fn)
+    if isinstance(obj, IterableDataset):
+        return IterableStream(obj, collate_fn)
+    if isinstance(obj, Iterator):
+        raise TypeError(
+            f"{type(obj).__name__}: can be read once only; pass a kfuse.data.Source (shards, open(shard, position)), "
+            "or an IterableDataset, whose __iter__ begins anew"
+        )
+    return None
+
+
+def _at_least_one(source: Any, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{_name(source)}.{name}={value!r}: must be a whole number")
+    if value < 1:
+        raise DataError(f"{_name(source)}.{name}={value}: must be at least 1")
+    return operator.index(value)
+
+
+def _name(source: Any) -> str:
+    return type(source).__name__

@@ -1,0 +1,266 @@
+"""Gradient accumulation in a loop of one's own: `opt.accumulate`, `opt.micro_batch`, and several backwards in one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed import KEPT, run_workers
+from problems import network, problem
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import kfuse as kf
+from kfuse.statistics.noise_scale import moments
+
+ACC, BATCH, STEPS = 4, 4, 3
+
+
+def share(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's batches."""
+    x, y = problem(ACC * BATCH * STEPS * size)
+    return list(zip(x.split(BATCH), y.split(BATCH), strict=True))[rank::size]
+
+
+def accumulated(model: nn.Module, opt: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> list[Any]:
+    """What people write; returns kfuse's statistics, where there are any."""
+    stats = []
+    for i, (x, y) in enumerate(batches):
+        (F.cross_entropy(model(x), y) / ACC).backward()
+        if (i + 1) % ACC == 0:
+            opt.step()
+            opt.zero_grad()
+            stats.append(getattr(opt, "stats", None))
+    return stats
+
+
+def test_accumulate_has_the_bits_of_plain_torch() -> None:
+    ours, theirs = network(), network()
+    opt = kf.Optimizer(torch.optim.SGD(ours.parameters(), lr=0.5))
+    opt.accumulate(ACC)
+    accumulated(ours, opt, share(0, 1))
+    accumulated(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), share(0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def expected_moments(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[float | None, float | None]:
+    """S and G2 of one step over these micro-batches, in units of micro-batches, in float64."""
+    model = copy.deepcopy(model).double()
+    grads = []
+    for x, y in batches:
+        parts = torch.autograd.grad(F.cross_entropy(model(x.double()), y), list(model.parameters()))
+        grads.append(torch.cat([part.flatten() for part in parts]))
+    mean = torch.stack(grads).mean(0)
+    return moments(sum(float(g @ g) for g in grads), float(mean @ mean), len(grads), len(grads))
+
+
+def test_the_division_is_undone_in_the_statistics() -> None:
+    model = network()
+    opt = kf.FusedSGD(model.parameters(), lr=0.0)
+    opt.accumulate(ACC)
+    stats = accumulated(model, opt, share(0, 1))
+    for step, found in enumerate(stats):
+        variance, grad_sq = expected_moments(model, share(0, 1)[step * ACC : (step + 1) * ACC])
+        assert (found.micro_batches, found.samples, found.unit) == (ACC, ACC, "micro-batches")
+        assert found.grad_variance == pytest.approx(variance, rel=1e-4)
+        assert found.grad_sq == pytest.approx(grad_sq, rel=1e-3)
+
+
+def against_ddp(_: int) -> tuple[list[Any], list[Tensor], list[Tensor]]:
+    """kfuse's statistics and parameters, and DDP's, with no_sync where people use it."""
+    ours, theirs = network(), network()
+    opt = kf.Optimizer(torch.optim.SGD(ours.parameters(), lr=0.5))
+    batches = share(kf.rank(), kf.size())
+    opt.accumulate(ACC)
+    stats = accumulated(ours, opt, batches)
+    dist.init_process_group("gloo")
+    wrapped = DistributedDataParallel(theirs)
+    KEPT.append(wrapped)
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    for i, (x, y) in enumerate(batches):
+        wrapped.require_backward_grad_sync = (i + 1) % ACC == 0
+        (F.cross_entropy(wrapped(x), y) / ACC).backward()
+        if (i + 1) % ACC == 0:
+            plain.step()
+            plain.zero_grad()
+    figures = [(s.micro_batches, s.samples, s.grad_variance, s.noise_scale) for s in stats]
+    return figures, [p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()]
+
+
+def test_accumulate_on_two_workers_is_ddp() -> None:
+    for figures, ours, theirs in run_workers(2, against_ddp, 0):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert [figure[:2] for figure in figures] == [(2 * ACC, 2 * ACC)] * STEPS
+        variance, _ = expected_moments(network(), share(0, 2)[:ACC] + share(1, 2)[:ACC])
+        assert figures[0][2] == pytest.approx(variance, rel=1e-4)
+
+
+def test_batch_norm_is_averaged_over_the_accumulated_micro_batches() -> None:
+    """As in opt.micro_batch: each one's change from the step's first values, whose mean it is."""
+    x, y = problem(ACC * BATCH)
+    by_word, by_context = (nn.Sequential(nn.BatchNorm1d(4), network()) for _ in range(2))
+    for model in (by_word, by_context):
+        opt = kf.FusedSGD(model.parameters(), lr=0.5)
+        opt.sync_buffers(model)
+        if model is by_word:
+            opt.accumulate(ACC)
+        for j, (part, target) in enumerate(zip(x.split(BATCH), y.split(BATCH), strict=True)):
+            if model is by_word:
+                (F.cross_entropy(model(part), target) / ACC).backward()
+            else:
+                with opt.micro_batch(samples=BATCH, last=j == ACC - 1):
+                    F.cross_entropy(model(part), target).backward()
+        opt.step()
+    for a, b in zip(by_word.state_dict().values(), by_context.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused_in_one_line() -> None:
+    model = network()
+    x, y = problem(BATCH)
+
+    def backward() -> None:
+        F.cross_entropy(model(x), y).backward()
+
+    opt = kf.FusedSGD(model.parameters(), lr=0.5)
+    for wrong in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=r"opt\.accumulate\(.*\): must be a whole number, at least 1"):
+            opt.accumulate(wrong)  # type: ignore[arg-type]
+    opt.accumulate(3)
+    backward()
+    backward()
+    refusals = [
+        (lambda: opt.step(), r"opt\.accumulate\(3\): opt\.step\(\) after 2 of 3 backwards"),
+        (lambda: opt.accumulate(2), r"opt\.accumulate\(2\): call it between steps"),
+        (lambda: opt.rebuild(), "between steps"),
+    ]
+    for act, message in refusals:
+        with pytest.raises(RuntimeError, match=message) as caught:
+            act()
+        assert "\n" not in str(caught.value)
+    backward()
+    with pytest.raises(RuntimeError, match=r"opt\.accumulate\(3\): another backward after the 3 of a step"):
+        backward()
+    opt.zero_grad()  # drops all of it
+    for _ in range(2):
+        backward()
+    opt.zero_grad()
+    for _ in range(3):
+        backward()
+    opt.step()
+    opt.zero_grad()
+    with pytest.raises(RuntimeError, match=r"opt\.accumulate\(3\) is for bare backwards"):
+        opt.micro_batch(samples=4)
+    with pytest.raises(RuntimeError, match=r"opt\.accumulate\(3\) is for bare backwards: kf\.fit and kf\.DataLoader"):
+        kf.fit(model, (x, y), opt)
+    opt.accumulate(1)
+    kf.fit(model, (x, y), opt)
+
+
+def test_another_error_in_the_middle_leaves_nothing_behind() -> None:
+    """An extra backward, zero_grad, then a context: its micro-batch is not taken for a bare backward."""
+    ours, theirs = network(), network()
+    x, y = problem(BATCH)
+    opt = kf.FusedSGD(ours.parameters(), lr=0.5)
+    F.cross_entropy(ours(x), y).backward()
+    with pytest.raises(RuntimeError, match="another backward before"):
+        F.cross_entropy(ours(x), y).backward()
+    opt.zero_grad()
+    with opt.micro_batch(samples=BATCH):
+        F.cross_entropy(ours(x), y).backward()
+    opt.step()
+    assert opt.stats is not None and opt.stats.samples == BATCH
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    F.cross_entropy(theirs(x), y).backward()
+    plain.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+# -- several backwards in a micro-batch -------------------------------------------------------------------------------
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(model(x), y), model(-x).square().mean()
+
+
+def several(_: int = 0) -> tuple[list[Any], list[Tensor]]:
+    """Two losses, each with a forward and a backward of its own, in kf.DataLoader."""
+    model = network()
+    opt = kf.FusedSGD(model.parameters(), lr=0.5)
+    figures = []
+    loop = kf.DataLoader(problem(), model, opt, batch_size=32, micro_batch=6, epochs=2, several_backwards=True)
+    for step in loop:
+        for x, y in step:
+            first, second = losses(model, x, y)
+            first.backward()
+            second.backward()
+        opt.step()
+        stats = opt.stats
+        assert stats is not None
+        figures.append((stats.grad_variance, stats.grad_sq))
+        opt.zero_grad()
+    return figures, [p.detach() for p in model.parameters()]
+
+
+def by_sum() -> tuple[list[Any], list[Tensor]]:
+    """The same losses, added up."""
+    model = network()
+    opt = kf.FusedSGD(model.parameters(), lr=0.5)
+    figures = []
+    for step in kf.DataLoader(problem(), model, opt, batch_size=32, micro_batch=6, epochs=2):
+        for x, y in step:
+            sum(losses(model, x, y)).backward()  # type: ignore[union-attr]
+        opt.step()
+        stats = opt.stats
+        assert stats is not None
+        figures.append((stats.grad_variance, stats.grad_sq))
+        opt.zero_grad()
+    return figures, [p.detach() for p in model.parameters()]
+
+
+def test_several_backwards_are_the_sum_of_their_losses_on_one_worker_and_two() -> None:
+    expected, params = by_sum()
+    for figures, found in (several(), *run_workers(2, several, 0)):
+        for a, b in zip(found, params, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        for pair, other in zip(figures, expected, strict=True):
+            assert pair == pytest.approx(other, rel=1e-3)
+
+
+def test_a_second_backward_names_several_backwards() -> None:
+    model = network()
+    opt = kf.FusedSGD(model.parameters(), lr=0.5)
+    x, y = problem(8)
+    with pytest.raises(RuntimeError, match=r"received a second gradient: .*several_backwards=True"):  # noqa: SIM117
+        with opt.micro_batch(samples=8):
+            for loss in losses(model, x, y):
+                loss.backward()
+
+
+def test_an_aborted_micro_batch_of_several_backwards_leaves_no_gradient() -> None:
+    model, twin = network(), network()
+    x, y = problem(8)
+    opt, plain = kf.FusedSGD(model.parameters(), lr=0.5), torch.optim.SGD(twin.parameters(), lr=0.5)
+    with pytest.raises(KeyError):  # noqa: SIM117
+        with opt.micro_batch(samples=8, several_backwards=True):
+            losses(model, x, y)[0].backward()
+            raise KeyError
+    assert all(p.grad is None for p in model.parameters())
+    for found in (model, twin):
+        context = opt.micro_batch(samples=8, several_backwards=True) if found is model else torch.enable_grad()
+        with context:  # type: ignore[attr-defined]
+            for loss in losses(found, x, y):
+                loss.backward()
+    opt.step()
+    plain.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    with pytest.raises(RuntimeError, match="the last step's gradients are still there"):  # noqa: SIM117
+        with opt.micro_batch(samples=8, several_backwards=True):
+            losses(model, x, y)[0].backward()

@@ -1,0 +1,240 @@
+"""Batches of any structure: dictionaries, tuples, dataclasses; models called by position and by keyword."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from problems import network, problem
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import TensorDataset
+
+import kfuse as kf
+from kfuse.data import NestedData, as_dataset
+from kfuse.data.batch import names, to_device
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Sample:
+    """What a user's collate function may return."""
+
+    image: Tensor
+    label: Tensor
+    source: str = "here"
+
+
+class Two(nn.Module):
+    """A model of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        out: Tensor = self.net(first) + self.net(second)
+        return out
+
+
+class Labelled(nn.Module):
+    """Called as Hugging Face's models are: the labels are an argument, and the output has the loss."""
+
+    def __init__(self, as_dict: bool) -> None:
+        super().__init__()
+        self.net, self.as_dict = network(), as_dict
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.net(inputs)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits} if self.as_dict else namedtuple("Output", "loss logits")(loss, logits)
+
+
+def plain_torch(model: nn.Module, loss: Any, steps: int = 4) -> list[Tensor]:
+    """The parameters after full-batch steps."""
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        opt.zero_grad()
+        loss(model).backward()
+        opt.step()
+    return list(model.parameters())
+
+
+def fit(model: nn.Module, data: Any, **arguments: Any) -> dict[str, Any]:
+    opt = kf.FusedSGD(model.parameters(), lr=0.5)
+    summary = kf.fit(model, data, opt, epochs=4, batch_size=64, micro_batch=10, **arguments)
+    assert summary is not None
+    return summary
+
+
+def same(ours: nn.Module, theirs: list[Tensor]) -> None:
+    for a, b in zip(ours.parameters(), theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+def test_a_model_is_called_by_position_or_by_keyword(kind: str) -> None:
+    x, y = problem()
+    inputs = {"tuple": (x, -x), "list": [x, -x], "dict": {"second": -x, "first": x}}[kind]
+    ours, theirs = Two(), Two()
+    fit(ours, (inputs, y))
+    same(ours, plain_torch(theirs, lambda model: F.cross_entropy(model(x, -x), y)))
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_a_model_may_compute_the_loss_itself(as_dict: bool) -> None:
+    x, y = problem()
+    ours, theirs = Labelled(as_dict), Labelled(as_dict)
+    summary = fit(ours, {"inputs": x, "labels": y}, heldout={"inputs": x, "labels": y})
+    same(ours, plain_torch(theirs, lambda model: F.cross_entropy(model.net(x), y)))
+    assert summary["eval_loss"] == pytest.approx(F.cross_entropy(ours.net(x), y).item(), rel=1e-5)
+    assert summary["eval_accuracy"] is None
+
+
+class Rows:
+    """A map-style data set of dictionaries, as datasets of Hugging Face have."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"inputs": self.x[i], "labels": int(self.y[i]), "name": f"row {i}"}
+
+
+def step_of_rows(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    assert batch["name"] and all(name.startswith("row ") for name in batch["name"])
+    return F.cross_entropy(model(batch["inputs"]), batch["labels"])
+
+
+def fit_rows(_: int = 0) -> list[Tensor]:
+    x, y = problem()
+    model = network()
+    fit(model, Rows(x, y), step_fn=step_of_rows, heldout=Rows(x, y))
+    return [p.detach() for p in model.parameters()]
+
+
+def test_dictionaries_with_other_values_go_to_a_step_function_on_one_worker_and_two() -> None:
+    x, y = problem()
+    theirs = plain_torch(network(), lambda model: F.cross_entropy(model(x), y))
+    for params in (fit_rows(), *run_workers(2, fit_rows, 0)):
+        for a, b in zip(params, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Structs:
+    """A data set of kfuse's kind, whose batches are dataclasses."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Sample:
+        return Sample(self.x[indices], self.y[indices])
+
+
+@pytest.mark.parametrize("wrap", [Structs, lambda x, y: {"image": x, "label": y}])
+def test_the_loader_yields_the_structure_of_the_data_set(wrap: Any) -> None:
+    x, y = problem()
+    ours = network()
+    opt = kf.FusedSGD(ours.parameters(), lr=0.5)
+    for step in kf.DataLoader(wrap(x, y), ours, opt, batch_size=64, micro_batch=10, epochs=4):
+        for batch in step:
+            got = vars(batch) if isinstance(batch, Sample) else batch
+            F.cross_entropy(ours(got["image"]), got["label"]).backward()
+        opt.step()
+        opt.zero_grad()
+    same(ours, plain_torch(network(), lambda model: F.cross_entropy(model(x), y)))
+
+
+def test_three_tensors_are_a_tensor_dataset() -> None:
+    x, y = problem()
+    weight = torch.rand(len(x))
+    ours = network()
+
+    def step(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, y, weight = batch
+        return (F.cross_entropy(model(x), y, reduction="none") * weight).mean()
+
+    fit(ours, TensorDataset(x, y, weight), step_fn=step)
+    same(ours, plain_torch(network(), lambda model: step(model, (x, y, weight))))
+
+
+@dataclass
+class Columns:
+    """All samples."""
+
+    x: Tensor
+    y: dict[str, Tensor]
+
+
+def test_nested_tensors_are_samples() -> None:
+    x, y = torch.randn(5, 2), torch.arange(5)
+    rows = np.array([4, 1])
+    for nested in (Columns(x, {"y": y}), {"x": x, "y": {"y": y}}, {"x": x.numpy(), "y": {"y": y}}):
+        data = as_dataset(nested)
+        assert isinstance(data, NestedData) and len(data) == 5
+        got = data.fetch(rows)
+        got = vars(got) if isinstance(got, Columns) else got
+        assert torch.equal(got["x"], x[[4, 1]]) and got["y"]["y"].tolist() == [4, 1]
+    for samples in ([(x, y), (x, y)], ((x, 1), (x, 2)), ((x, y), (x[:2], y[:2]))):
+        assert not isinstance(as_dataset(samples), NestedData)  # two samples
+    with pytest.raises(ValueError, match=r"\(5, 2\), \(4,\): must have the same first dimension"):
+        as_dataset({"x": x, "y": y[:4]})
+
+
+def test_moving_a_batch_keeps_its_structure_and_its_other_values() -> None:
+    point = namedtuple("point", "x y")
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    batch = {"a": [torch.ones(2), "text"], "b": point(torch.ones(1), None), "c": Sample(torch.ones(3), torch.ones(1))}
+    moved = to_device({**batch, "p": packed}, CPU)
+    assert moved["a"][1] == "text" and moved["b"].y is None and isinstance(moved["b"], point)
+    assert (
+        isinstance(moved["c"], Sample) and moved["c"].source == "here" and torch.equal(moved["c"].image, torch.ones(3))
+    )
+    assert isinstance(moved["p"], PackedSequence)
+    assert names(batch["a"]) == {"[*]"} and names({"a": {"b": 1}}) == {"['a']['b']"}
+    assert names(batch["c"]) == {".image", ".label", ".source"}
+    meta = to_device(Sample(torch.ones(2), torch.ones(2)), torch.device("meta"))
+    assert meta.image.device.type == meta.label.device.type == "meta"
+
+
+X, Y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "message"),
+    [
+        ([("a", "b")] * 12, {}, "has no tensor"),
+        ([(X[0], 1, 2)] * 12, {}, r"the data: a batch is a list of 3: it must be an \(input, target\) pair"),
+        ({"inputs": X, "label": Y}, {}, r"cannot be called as model\(\*\*input\) with a dict of inputs, label"),
+        ({"inputs": X, "labels": Y}, {"loss_fn": F.cross_entropy}, r"loss_fn\(output, target\) needs an .* pair"),
+        ({"inputs": X}, {}, "returned dict of loss, logits without a loss: give the batch its labels"),
+        (((X, X, X), Y), {}, r"cannot be called as model\(\*input\) with a tuple of 3"),
+        ([{1: X[0]}] * 12, {}, "has the key 1"),
+        ([(X[0], {"y": 1})] * 12, {}, "the target of a batch.* is a dict of y: the default loss takes a tensor"),
+        ({"inputs": X, "labels": Y}, {"heldout": {"inputs": X}}, r"heldout.*\['labels'\] is missing in heldout"),
+        ({"inputs": X, "labels": Y}, {"heldout": (X, [Y])}, "heldout: the target of a batch.* is a list of 1"),
+        ({"inputs": X, "labels": Y}, {"heldout": [(X[0], 1, 2)] * 3}, "heldout: a batch is a list of 3"),
+    ],
+)
+def test_wrong_batches_are_refused_in_one_line_before_the_first_update(
+    data: Any, arguments: dict[str, Any], message: str
+) -> None:
+    model = Labelled(as_dict=True)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        fit(model, data, **arguments)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

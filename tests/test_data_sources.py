@@ -1,0 +1,574 @@
+"""Streams by number, torch DataLoaders given as data, and what is refused of both."""
+
+from __future__ import annotations
+
+import itertools
+import logging.handlers
+import math
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import streams
+import torch
+from distributed import run_workers
+from elastic_job import compose
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+
+import kfuse as kf
+from kfuse.config.schema import ConfigError
+from kfuse.data import (
+    DataError,
+    DataSplit,
+    IterableStream,
+    MapData,
+    SourceStream,
+    StreamSampler,
+    TensorData,
+    as_stream,
+    place,
+)
+from kfuse.data.fetching import Fetcher, Task
+from kfuse.data.given import training_data
+from kfuse.train.evaluation import params_sha256
+
+
+class Shards:
+    """Shards of the given lengths; the sample at (shard, position) is (shard, position). Counts what it is asked."""
+
+    def __init__(self, *lengths: int, block: int | None = None) -> None:
+        self.lengths, self.shards, self.opened = lengths, len(lengths), 0
+        if block is not None:
+            self.block = block
+
+    def open(self, shard: int, position: int) -> Iterator[tuple[int, int]]:
+        self.opened += 1
+        return ((shard, p) for p in range(position, self.lengths[shard]))
+
+
+class Letters(IterableDataset):
+    """Yields 0, 1, ... length - 1; counts the samples it has yielded."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.read = length, 0
+
+    def __iter__(self) -> Iterator[int]:
+        assert get_worker_info() is None
+        for i in range(self.length):
+            self.read += 1
+            yield i
+
+
+def fetched(stream: Any, numbers: Any) -> list[Any]:
+    """The samples of these numbers, as plain values."""
+    batch = stream.fetch(np.asarray(numbers, dtype=np.int64))
+    return batch.tolist() if isinstance(batch, torch.Tensor) else list(zip(*(c.tolist() for c in batch), strict=True))
+
+
+# -- number <-> (shard, position) --------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**12), st.integers(1, 5000), st.integers(1, 300))
+def test_each_place_has_one_number(number: int, shards: int, block: int) -> None:
+    shard, position = place(number, shards, block)
+    assert 0 <= shard < shards
+    rounds, offset = divmod(position, block)
+    assert (rounds * shards + shard) * block + offset == number  # by hand: the rounds before, then the blocks before
+
+
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(0, 400))
+def test_the_first_numbers_read_each_shard_from_its_start_without_a_gap(shards: int, block: int, count: int) -> None:
+    places = [place(number, shards, block) for number in range(count)]
+    for shard in range(shards):
+        positions = [p for s, p in places if s == shard]
+        assert positions == list(range(len(positions)))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 8), st.randoms(use_true_random=False))
+def test_a_number_means_the_same_sample_in_any_order_of_reading(lengths: list[int], block: int, rng: Any) -> None:
+    numbers = list(range(120))
+    expected = [(s, p % lengths[s]) for s, p in (place(n, len(lengths), block) for n in numbers)]
+    assert fetched(SourceStream(Shards(*lengths, block=block)), numbers) == expected
+    order = rng.sample(numbers, len(numbers))
+    assert fetched(SourceStream(Shards(*lengths, block=block)), order) == [expected[n] for n in order]
+
+
+def test_a_pass_over_equal_shards_uses_each_sample_once() -> None:
+    samples = fetched(SourceStream(Shards(24, 24, 24, block=8)), range(72))
+    assert sorted(samples) == [(s, p) for s in range(3) for p in range(24)]
+
+
+# -- seeking -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_with_shards_of_its_own_reads_on() -> None:
+    source = Shards(*[1000] * 4, block=8)
+    stream = SourceStream(source)
+    before = source.opened
+    for step in range(20):  # 4 micro-batches of 8 a step, the last two of them this worker's
+        fetched(stream, range(32 * step + 16, 32 * step + 32))
+    assert source.opened - before == 2
+
+
+def test_a_shards_end_is_found_without_reading_it() -> None:
+    source = Shards(1000, block=16)
+    stream = SourceStream(source)
+    assert fetched(stream, [123_456]) == [(0, 456)]
+    assert source.opened < 25
+    before = source.opened
+    assert fetched(stream, [999_999, 7_000]) == [(0, 999), (0, 0)]
+    assert source.opened - before == 2
+
+
+def test_only_some_iterators_stay_open() -> None:
+    class Counted(Shards):
+        open_now = 0
+
+        def open(self, shard: int, position: int) -> Iterator[tuple[int, int]]:
+            self.open_now += 1
+            try:
+                for p in range(position, self.lengths[shard]):
+                    yield shard, p
+            finally:
+                self.open_now -= 1
+
+    source = Counted(*[50] * 400, block=1)
+    stream = SourceStream(source)
+    assert fetched(stream, range(1200)) == [(n % 400, n // 400) for n in range(1200)]
+    assert source.open_now <= 128
+
+
+def test_a_stream_is_read_anew_in_another_process() -> None:
+    for make in (lambda: SourceStream(Shards(5, 5, block=2)), lambda: IterableStream(Letters(5))):
+        stream = make()
+        first = fetched(stream, range(3))
+        with pytest.raises(TypeError, match="generator"):
+            pickle.dumps(stream.__dict__)
+        assert fetched(pickle.loads(pickle.dumps(stream)), range(3)) == first
+
+
+# -- what cannot seek --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 20), st.lists(st.integers(0, 80), min_size=1, max_size=30))
+def test_an_iterable_data_set_gives_each_number_its_sample(length: int, numbers: list[int]) -> None:
+    assert fetched(IterableStream(Letters(length)), numbers) == [n % length for n in numbers]
+
+
+def test_an_iterable_data_set_is_read_on_and_only_to_go_back_from_the_start() -> None:
+    data = Letters(1000)
+    stream = IterableStream(data)
+    fetched(stream, range(8, 16))
+    fetched(stream, range(24, 32))
+    assert data.read == 32
+    fetched(stream, range(16, 24))
+    assert data.read == 32 + 24
+
+
+def test_a_failure_while_reading_is_not_taken_for_the_end() -> None:
+    class Fails(IterableDataset):
+        broken = True
+
+        def __iter__(self) -> Iterator[int]:
+            for i in range(10):
+                if i == 5 and self.broken:
+                    raise OSError("disk")
+                yield i
+
+    data = Fails()
+    stream = IterableStream(data)
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk"):
+            fetched(stream, range(4, 6))
+    data.broken = False
+    assert fetched(stream, range(4, 12)) == [4, 5, 6, 7, 8, 9, 0, 1]
+
+
+# -- wrong sources -----------------------------------------------------------------------------------------------------
+
+
+class Other:
+    """A source with these attributes."""
+
+    def __init__(self, shards: Any = 1, made: Any = None, **more: Any) -> None:
+        self.shards, self.made = shards, made
+        self.__dict__.update(more)
+
+    def open(self, shard: int, position: int) -> Any:
+        return self.made(shard, position) if callable(self.made) else self.made
+
+
+@pytest.mark.parametrize(
+    "source, kind, said",
+    [
+        (Shards(0), DataError, "Shards: shard 0 is empty: each of 1 must have a sample"),
+        (Other(made=[1, 2, 3]), TypeError, r"Other.open\(0, 0\): must return an iterator, not list"),
+        (Other(made=None), TypeError, r"Other.open\(0, 0\): must return an iterator, not NoneType"),
+        (Other(shards=0), DataError, "Other.shards=0: must be at least 1"),
+        (Other(shards="many"), TypeError, "Other.shards='many': must be a whole number"),
+        (Other(shards=2, block=0.5), TypeError, "Other.block=0.5: must be a whole number"),
+        (iter([1, 2]), TypeError, "list_iterator: can be read once only"),
+        ((i for i in range(3)), TypeError, "generator: can be read once only"),
+    ],
+)
+def test_a_wrong_source_is_refused_in_one_line(source: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said) as caught:
+        as_stream(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "stream, numbers, said",
+    [
+        (lambda: SourceStream(Shards(9, 0, block=4)), range(9), "Shards: shard 1 is empty"),
+        (lambda: IterableStream(Letters(0)), range(2), "Letters: is empty"),
+    ],
+)
+def test_where_there_is_no_sample_it_is_said(stream: Any, numbers: range, said: str) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        fetched(stream(), numbers)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_shard_that_changes_is_refused() -> None:
+    asked: list[int] = []
+
+    def made(shard: int, position: int) -> Iterator[int]:
+        asked.append(position)
+        return iter(range(position, 3)) if len(asked) < 3 else iter(())
+
+    with pytest.raises(DataError, match=r"Other.open\(0, 0\): gave no sample, and the shard has 3"):
+        fetched(SourceStream(Other(made=made)), range(4))
+
+
+def test_an_iteration_that_begins_only_once_is_refused_at_its_end() -> None:
+    class Once(IterableDataset):
+        def __init__(self) -> None:
+            self.samples = iter(range(3))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.samples
+
+    with pytest.raises(DataError, match="Once: gave 3 samples, and another iteration none"):
+        fetched(IterableStream(Once()), range(4))
+
+
+def test_other_data_is_no_stream() -> None:
+    for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None):
+        assert as_stream(data) is None
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class Noisy(Shards):
+    """Draws from all three global generators for each sample."""
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        for p in range(position, self.lengths[shard]):
+            yield shard, p, float(torch.rand(())) + np.random.rand() + random.random()
+
+
+class Shuffled(IterableDataset):
+    """Shuffles with a buffer, as pipelines do: what it yields depends on all that it has drawn before."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer: list[int] = []
+        for i in range(50):
+            buffer.append(i)
+            if len(buffer) > 8:
+                yield buffer.pop(random.randrange(len(buffer))), float(torch.rand(()))
+        yield from ((i, np.random.rand()) for i in buffer)
+
+
+@pytest.mark.parametrize("make", [lambda: SourceStream(Noisy(40, 30, block=4)), lambda: IterableStream(Shuffled())])
+def test_random_numbers_belong_to_the_sample(make: Any) -> None:
+    def read(chunks: list[list[int]], seed: int = 0) -> list[Any]:
+        fetcher, rows = Fetcher(make(), StreamSampler(seed)), {}
+        for chunk in chunks:
+            torch.rand(3), np.random.rand(), random.random()  # what another worker may have drawn before
+            columns = fetcher.fetch(Task(0, chunk[0], len(chunk)))
+            rows.update(zip(chunk, zip(*(c.tolist() for c in columns), strict=True), strict=True))
+        return [rows[n] for n in sorted(rows)]
+
+    numbers = list(range(150))
+    once = read([numbers])
+    assert len(set(once)) == 150
+    assert read([numbers[i : i + 7] for i in range(0, 150, 7)]) == once
+    order = random.Random(1).sample(numbers, 30)
+    assert read([[n] for n in order]) == [once[n] for n in sorted(order)]
+    assert read([numbers[i : i + 10] for i in (140, 20, 130, 0)]) == [*once[:10], *once[20:30], *once[130:]]
+    assert read([numbers], seed=1) != once
+
+
+# -- training on a stream ----------------------------------------------------------------------------------------------
+
+
+class Regression(Shards):
+    """Samples (x, y) of a linear problem; `seen` has each one's place."""
+
+    def __init__(self, *lengths: int, block: int = 4) -> None:
+        super().__init__(*lengths, block=block)
+        self.seen: list[tuple[int, int]] = []
+
+    def open(self, shard: int, position: int) -> Iterator[Any]:
+        for p in range(position, self.lengths[shard]):
+            self.seen.append((shard, p))
+            x = torch.tensor([1.0, shard, math.sin(p)])
+            yield x, x @ torch.tensor([0.3, -0.2, 0.5])
+
+
+class Rows(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        yield from Regression(30).open(0, 0)
+
+
+def linear() -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0))
+    return model, kf.FusedSGD(model.parameters(), lr=0.1)
+
+
+def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
+    source = Regression(30, 50, 20)
+    model, opt = linear()
+    signals = Recorder()
+    summary = kf.fit(model, source, opt, kf.Hook(signals), steps=12, batch_size=16, micro_batch=4, decay="cosine")
+    assert summary is not None
+    got = {name: summary[name] for name in ("steps", "epochs", "samples", "exit_reason")}
+    assert got == {"steps": 12, "epochs": 0, "samples": 192, "exit_reason": "steps"}
+    assert signals.calls == ["before_epoch"]
+    places = [place(n, 3, 4) for n in range(192)]
+    assert source.seen[1:] == [(s, p % (30, 50, 20)[s]) for s, p in places]  # the first was to see that there is one
+
+    rows = [next(Regression(30, 50, 20).open(*at)) for at in source.seen[1:]]
+    by_hand, plain = linear()
+    everything = TensorDataset(*(torch.stack(c) for c in zip(*rows, strict=True)))
+
+    class InOrder:
+        def __len__(self) -> int:
+            return 192
+
+        def fetch(self, indices: np.ndarray, generator: Any = None) -> Any:
+            return everything[indices]
+
+    with patch("kfuse.data.sampler.permutation", lambda length, seed, epoch: np.arange(length)):
+        kf.fit(by_hand, InOrder(), plain, epochs=1, batch_size=16, micro_batch=4, decay="cosine")
+    assert params_sha256(by_hand) == summary["params_sha256"]
+
+
+class Recorder(kf.BasePolicy):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def before_epoch(self) -> None:
+        self.calls.append("before_epoch")
+
+    def after_epoch(self) -> None:
+        self.calls.append("after_epoch")
+
+
+def test_a_stream_that_cannot_seek_trains_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, opt = linear()
+    summary = kf.fit(model, Rows(), opt, steps=9, batch_size=16)
+    assert summary is not None and summary["samples"] == 144
+    [said] = [record.message for record in caplog.records]
+    assert said.startswith("Rows cannot seek: each worker reads the whole stream")
+
+
+def test_a_loop_of_ones_own_takes_a_stream() -> None:
+    model, opt = linear()
+    steps = 0
+    loop = kf.DataLoader(Regression(30, 30), model, opt, steps=5, batch_size=8)
+    for step in loop:
+        assert (len(loop), loop.epoch, loop.step) == (5, 0, steps)
+        for x, y in step:
+            torch.nn.functional.mse_loss(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        steps += 1
+    assert steps == 5
+
+
+# -- a torch DataLoader given as data ----------------------------------------------------------------------------------
+
+
+def pairs(count: int = 48) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(itertools.islice(Regression(count).open(0, 0), count))
+
+
+def test_a_data_loader_trains_as_its_data_set_does() -> None:
+    hashes = []
+    for data, more in (
+        (pairs(), {"batch_size": 12}),
+        (DataLoader(pairs(), batch_size=12, shuffle=True), {}),
+        (DataLoader(pairs(), batch_size=5, shuffle=True), {"batch_size": 12}),
+        (DataLoader(pairs(), sampler=RandomSampler(pairs()), batch_size=12), {}),
+    ):
+        model, opt = linear()
+        summary = kf.fit(model, data, opt, epochs=2, micro_batch=3, **more)
+        assert summary is not None and (summary["steps"], summary["batch_size"]) == (8, 12)
+        hashes.append(summary["params_sha256"])
+    assert len(set(hashes)) == 1
+
+
+def test_collate_fn_makes_the_batches_of_training_and_evaluation() -> None:
+    def doubled(samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        return x, 2 * y
+
+    twice = [(x, 2 * y) for x, y in pairs()]
+    hashes = []
+    for data, heldout, collate_fn in (
+        (twice, twice, None),
+        (pairs(), pairs(), doubled),
+        (DataLoader(pairs(), 32, True, collate_fn=doubled), DataLoader(pairs(), 7, collate_fn=doubled), None),
+        (DataLoader(pairs(), 32, True, collate_fn=lambda samples: None), pairs(), doubled),
+    ):
+        model, opt = linear()
+        summary = kf.fit(model, data, opt, heldout=heldout, collate_fn=collate_fn)
+        assert summary is not None
+        hashes.append((summary["params_sha256"], summary["eval_loss"]))
+    assert len(set(hashes)) == 1
+
+
+def test_what_a_data_loader_holds_is_taken_over() -> None:
+    def init(worker: int) -> None:
+        pass
+
+    loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, pin_memory=True, worker_init_fn=init)
+    given = training_data(loader)
+    assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset and given.in_loader
+    assert (given.batch_size, given.num_workers, given.prefetch_factor) == (9, 2, 3)
+    assert (given.pin_memory, given.worker_init_fn, given.remarks) == (True, init, ())
+    remarks = training_data(DataLoader(pairs(), 9, True, drop_last=True, generator=torch.Generator())).remarks
+    assert [remark.split()[1] for remark in remarks] == ["drop_last=True", "generator="]
+    stream = training_data(DataLoader(Rows(), 9))
+    assert isinstance(stream.data, IterableStream) and "cannot seek" in stream.remarks[0]
+    tensors = TensorDataset(torch.zeros(4, 3), torch.zeros(4))
+    assert isinstance(training_data(DataLoader(tensors, 2, True)).data, TensorData)
+    assert isinstance(training_data(DataLoader(tensors, 2, True, collate_fn=default_convert)).data, MapData)
+
+
+class Pairs(DataLoader):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def accelerated() -> DataLoader:
+    """As accelerator.prepare() makes one: of a class of Accelerate's."""
+    return type("DataLoaderShard", (DataLoader,), {"__module__": "accelerate.data_loader"})(pairs(), 4, shuffle=True)
+
+
+ragged = [(torch.zeros(n), 0) for n in range(1, 40)]
+WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (DataLoader(pairs(), 4), {}, DataError, r"DataLoader\(shuffle=False\): .*make it with shuffle=True"),
+    (
+        DataLoader(pairs(), 4, sampler=WeightedRandomSampler([1.0] * 48, 48)),
+        {},
+        DataError,
+        r"DataLoader\(sampler=WeightedRandomSampler\): kfuse uses each sample once an epoch",
+    ),
+    (
+        DataLoader(pairs(), 4, sampler=RandomSampler(pairs(), num_samples=10)),
+        {},
+        DataError,
+        r"DataLoader\(sampler=RandomSampler\): kfuse uses each sample once an epoch",
+    ),
+    (
+        DataLoader(pairs(), 4, sampler=DistributedSampler(pairs(), 2, 0)),
+        {},
+        DataError,
+        r"DataLoader\(sampler=DistributedSampler\): kfuse distributes the samples over its workers",
+    ),
+    (
+        DataLoader(pairs(), batch_sampler=BatchSampler(RandomSampler(pairs()), 4, False)),
+        {},
+        DataError,
+        r"DataLoader\(batch_sampler=\) makes its own batches",
+    ),
+    (DataLoader(pairs(), batch_size=None), {}, DataError, r"DataLoader\(batch_size=None\) makes its own batches"),
+    (DataLoader(Rows(), batch_size=None), {"steps": 3}, DataError, r"DataLoader\(batch_size=None\) makes its own"),
+    (Pairs(pairs(), 4, shuffle=True), {}, DataError, "Pairs iterates in its own way"),
+    (accelerated(), {}, DataError, "prepared by Accelerate: pass the one that was given to"),
+    (iter(DataLoader(pairs(), 4)), {}, TypeError, "_SingleProcessDataLoaderIter: can be read once only"),
+    ((pair for pair in pairs()), {}, TypeError, "generator: can be read once only"),
+    (Rows(), {}, ValueError, "epochs=1, steps=None: a stream has no epochs; pass steps= alone"),
+    (Rows(), {"epochs": 2, "steps": 5}, ValueError, "epochs=2, steps=5: a stream has no epochs; pass steps= alone"),
+    (Shards(0), {"steps": 5}, DataError, "Shards: shard 0 is empty"),
+    (Letters(0), {"steps": 5}, DataError, "Letters: is empty"),
+    (Other(made=[1]), {"steps": 5}, TypeError, "must return an iterator, not list"),
+    ([torch.zeros(3), torch.zeros(4)], {}, ValueError, "must have the same first dimension"),
+    (ragged, {}, TypeError, "samples of list need collate_fn=, the default fails .*equal size"),
+    (pairs(), {"collate_fn": "pad"}, TypeError, "collate_fn='pad': must be a function"),
+    ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "collate_fn= with tuple, whose samples are"),
+    (pairs(), {"heldout": Rows()}, DataError, "heldout=Rows: a stream has no length"),
+    (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),
+    (
+        pairs(),
+        {"heldout": DataLoader(pairs(), sampler=DistributedSampler(pairs(), 2, 0))},
+        DataError,
+        r"heldout=DataLoader\(sampler=DistributedSampler\): make it without a sampler",
+    ),
+]
+
+
+@pytest.mark.parametrize("data, more, kind, said", WRONG, ids=[said[:40] for *_, said in WRONG])
+def test_wrong_data_is_answered_in_one_line_before_training(
+    data: Any, more: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    model, opt = linear()
+    before = params_sha256(model)
+    with pytest.raises(kind, match=said) as caught:
+        kf.fit(model, data, opt, **more)
+    assert "\n" not in str(caught.value)
+    assert params_sha256(model) == before
+
+
+def remarks_of_a_data_loader() -> list[str]:
+    """What this worker logs of a DataLoader, first with the loader's batch size and then with another."""
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("kfuse").addHandler(handler)
+    for batch_size in (None, 24):
+        model, opt = linear()
+        kf.fit(model, DataLoader(pairs(), 12, True, drop_last=True), opt, batch_size=batch_size)
+    return [record.getMessage() for record in handler.buffer]
+
+
+@pytest.mark.full
+def test_several_workers_are_told_whose_batch_it_is() -> None:
+    first, second = run_workers(2, remarks_of_a_data_loader)
+    assert first[0].startswith("batch_size=12 of the DataLoader is taken as the global batch, of all workers together")
+    assert [line[:38] for line in first[1:]] == ["DataLoader: drop_last=True is not used"] * 2
+    assert second == []
+
+
+@pytest.mark.parametrize("train", [["train.epochs=2", "train.steps=9"], ["train.epochs=2"]])
+def test_the_command_line_refuses_epochs_of_a_stream(train: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"train.epochs=2, train.steps=\w+: must be null and a number, as data"):
+        compose([*train, "data._target_=streams.split", "model=mlp"])
+    assert compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])["train"]["steps"] == 9
+
+
+def test_the_command_line_names_the_part_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = DataSplit(streams.Digits(), streams.Digits())
+    monkeypatch.setattr(streams, "split", lambda: wrong)
+    with pytest.raises(ConfigError, match="heldout: heldout=Digits: a stream has no length"):
+        compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])

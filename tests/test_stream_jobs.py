@@ -1,0 +1,76 @@
+"""Jobs that train on a stream: the same bits and an exact ledger on any workers, through losses and resizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from elastic_job import DEADLINE_S, Job, assert_same_steps, chaos, command_line, run_job, wait_until, words
+
+pytestmark = [pytest.mark.full, pytest.mark.jobs]
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 lr.scaling=adascale workers.max=4",
+    "model=mlp model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.eval_every=25",
+    "train.epochs=null train.steps=100 data._target_=streams.split checkpoint.every_steps=10",
+)
+
+
+def assert_numbers_in_order(job: Job) -> None:
+    """Each number was used once, in the order of the steps and their micro-batches, and recorded so."""
+    assert job.error is None, job.told()
+    assert job.summary["steps"] == 100 and job.summary["epochs"] == 0
+    assert [record["step"] for record in job.metrics] == list(range(100))
+    assert [n for entry in job.ledger for n in entry["indices"]] == list(range(job.summary["samples"])), job.told()
+
+
+@pytest.fixture(scope="module", params=["true", "false"], ids=["seekable", "unseekable"])
+def seekable(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(seekable: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """On one worker. The batch size follows the noise scale."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = run_job(directory / "run", [*TRAINING, f"+data.seekable={seekable}", *chaos(directory)])
+    assert_numbers_in_order(job)
+    assert len({record["batch_size"] for record in job.metrics}) > 1
+    return job
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_fixed_number_of_workers(undisturbed: Job, seekable: str, workers: int, tmp_path: Path) -> None:
+    settings = [*TRAINING, f"+data.seekable={seekable}", f"workers.count={workers}", *chaos(tmp_path)]
+    job = run_job(tmp_path / "run", settings)
+    assert_numbers_in_order(job)
+    assert_same_steps(job, undisturbed)
+
+
+def test_a_loss_and_resizes(undisturbed: Job, seekable: str, tmp_path: Path) -> None:
+    phases = [{"step": s, "workers": n} for s, n in ((5, 3), (40, 1), (60, 2))]
+    gates = [{"step": 20, "workers": 3}, {"step": 55, "workers": 1}, {"step": 75, "workers": 2}]
+    events = [
+        {"step": 28, "moment": "forward", "rank": 1, "how": "kill", "workers": 3},
+        {"step": 85, "moment": "between_reduction_and_update", "rank": 0, "how": "kill", "workers": 2},
+    ]
+    faults = chaos(tmp_path, phases=phases, gates=gates, events=events)
+    job = run_job(tmp_path / "run", [*TRAINING, f"+data.seekable={seekable}", *faults])
+    assert_numbers_in_order(job)
+    assert_same_steps(job, undisturbed)
+    assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2
+    assert {len(view["workers"]) for view in job.views} == {1, 2, 3}
+
+
+def test_a_job_that_was_killed_as_a_whole_resumes_in_the_stream(
+    undisturbed: Job, seekable: str, tmp_path: Path
+) -> None:
+    settings = [*TRAINING, f"+data.seekable={seekable}", "workers.count=2", *chaos(tmp_path)]
+    with command_line(tmp_path / "run", settings) as (process, job):
+        wait_until("a checkpoint", lambda: job.metrics and job.metrics[-1]["step"] > 40)
+        process.kill()
+    with command_line(tmp_path / "run", [*settings, "checkpoint.resume=auto"]) as (process, job):
+        assert process.wait(DEADLINE_S) == 0
+    assert job.views[-1]["step"] >= 10, "resumed"
+    assert_numbers_in_order(job)
+    assert_same_steps(job, undisturbed)
