@@ -1,22 +1,27 @@
-"""Monitors beside plain DDP: what the gradient noise scale costs those who keep DDP and their optimizer.
+"""Monitors beside plain DDP and FSDP2: what the gradient noise scale costs those who keep them and their optimizer.
 
     python benchmarks/hooks.py --json benchmarks/results/hooks.json
     python benchmarks/hooks.py --micro-batches 4 --samples 2
+    python benchmarks/hooks.py --variants fsdp,fsdp-kf-monitor
 
-`ddp` is plain DDP with torch's fused AdamW; the others are the same, each with a communication hook. The measurement is
-that of step.py: interleaved, paired within rounds.
+`ddp` and `fsdp` are plain, with torch's fused AdamW; the others are the same, each with a communication hook or a
+monitor. The measurement is that of step.py: interleaved, paired within rounds.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from step import measure
-from step_variants import DDP, VARIANTS, Settings
+from step_variants import DDP, LR, VARIANTS, Settings, Variant
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import kfuse as kf
+from kfuse.models import GPT
 
 
 class KfuseHook(DDP):
@@ -84,10 +89,10 @@ class FSDP(Variant):
 
     def __init__(self, settings: Settings, rank: int) -> None:
         super().__init__(settings, rank)
-        gpt = self.model
+        gpt, mesh = self.model, init_device_mesh("cpu", (settings.workers,))
         assert isinstance(gpt, GPT)
         for unit in (*gpt.blocks, gpt):
-            fully_shard(unit, mesh=init_device_mesh("cpu", (settings.workers,)), reshard_after_forward=False)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
         for last in (gpt.tokens.weight, gpt.positions.weight):  # sharded: other parameters than before
             last.register_post_accumulate_grad_hook(self._gradient_is_there)
         self.optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR, fused=True)
@@ -118,5 +123,5 @@ if __name__ == "__main__":
         "hooks",
         __doc__ or "",
         ("local", "ddp", "ddp-kf-hook", "ddp-noise-scale", "ddp-k-diffusion"),
-        (("ddp-kf-hook", "ddp-noise-scale"), ("ddp-kf-hook", "ddp-k-diffusion")),
+        (("ddp-kf-hook", "ddp-noise-scale"), ("ddp-kf-hook", "ddp-k-diffusion"), ("fsdp-kf-monitor", "fsdp")),
     )
