@@ -94,8 +94,9 @@ CASES: dict[str, dict[str, Any]] = {
     "reduced in bf16": {"options": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}},
     "offloaded": {"options": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
     "loss scale": {"scaled": True},
-    "two meshes": {"mesh": (-1, 1)},
+    "hybrid, one shard": {"mesh": (-1, 1)},
     "hybrid without sync": {"mesh": (2, -1), "sync": False},
+    "hybrid, copies averaged once": {"mesh": (2, -1), "sync": None},
 }
 
 
@@ -120,7 +121,10 @@ def trained(case: dict[str, Any], accumulate: int, monitored: bool) -> tuple[lis
             expected = by_hand(model, batches)
         for j, (x, y) in enumerate(batches):
             last = j == accumulate - 1
-            model.set_requires_gradient_sync(case["sync"] or last)  # type: ignore[operator]
+            if case["sync"] is None:
+                model.set_requires_all_reduce(last)  # type: ignore[operator]
+            else:
+                model.set_requires_gradient_sync(case["sync"] or last)  # type: ignore[operator]
             model.set_reshard_after_backward(last or not case["gathered"])  # type: ignore[operator]
             scaler.scale(F.mse_loss(model(x).float(), y) / accumulate).backward()
         scaler.unscale_(optimizer)
@@ -175,18 +179,18 @@ def check_cases(workers: int, accumulate: int, names: list[str]) -> None:
 
 
 def test_parameters_have_fsdp2s_bits() -> None:
-    check_cases(2, 2, ["plain", "without sync", "two meshes"])
+    check_cases(2, 2, ["plain", "without sync", "hybrid, one shard"])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers, accumulate", [(2, 1), (2, 4), (3, 1), (3, 4)])
 def test_parameters_have_fsdp2s_bits_in_all_cases(workers: int, accumulate: int) -> None:
-    check_cases(workers, accumulate, [name for name in CASES if name != "hybrid without sync" or workers == 2])
+    check_cases(workers, accumulate, [name for name in CASES if (PLAIN | CASES[name])["mesh"] != (2, -1)])
 
 
 @pytest.mark.full
 def test_parameters_of_a_hybrid_mesh_have_fsdp2s_bits() -> None:
-    check_cases(4, 2, ["two meshes", "hybrid without sync"])
+    check_cases(4, 2, ["hybrid, one shard", "hybrid without sync", "hybrid, copies averaged once"])
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------
@@ -436,6 +440,9 @@ def wrong_uses() -> dict[str, str]:
     model = sharded(nn.Linear(5, 2), [], mesh=two["tensor"])
     model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
     said("one shard", lambda: kf.fsdp_monitor(model))
+    model = sharded(nn.Linear(5, 2), [])
+    model.set_all_reduce_hook(lambda shard: None)  # type: ignore[operator]
+    said("all-reduce hook", lambda: kf.fsdp_monitor(model))
     model = sharded(nn.Linear(5, 2), [], mesh=whole)
     kf.fsdp_monitor(model)
     for param in model.parameters():
@@ -483,6 +490,11 @@ def test_wrong_uses_end_in_one_line() -> None:
                     "ValueError",
                     "set_gradient_divide_factor was called where one worker has all shards, and torch may divide "
                     "twice: must be left out",
+                ),
+                (
+                    "all-reduce hook",
+                    "ValueError",
+                    "set_all_reduce_hook: must be left out, as it may change the gradient",
                 ),
                 (
                     "inside backward",

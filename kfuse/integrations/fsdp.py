@@ -228,7 +228,12 @@ class _Sharded:
             return [-1 if grad is None else grad._version + _local(grad)._version for grad in grads]
 
     def _divisor(self) -> float:
-        """What FSDP2 divides the sum of the workers' gradients by. Raises ValueError where that is not one number."""
+        """What FSDP2 divides the sum of the workers' gradients by.
+
+        Raises ValueError where that is not one number, or where a hook may average over more workers than the mesh has.
+        """
+        if any(group._all_reduce_hook is not None for group in self._groups):
+            raise ValueError("kf.fsdp_monitor: set_all_reduce_hook: must be left out, as it may change the gradient")
         factors = {group.gradient_divide_factor for group in self._groups}
         if len(factors) > 1:
             raise ValueError(
