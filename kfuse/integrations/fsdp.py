@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.backward import total_square
-from kfuse.integrations.measure import Monitor, Options, one_device, squared_norm
+from kfuse.integrations.measure import Monitor, Options, one_device, squared_norm, total_square
 
 _MONITORED: WeakSet[nn.Module] = WeakSet()
 
