@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -46,15 +47,31 @@ def monitor(
 
 
 class _Plain:
-    """The hooks of one model."""
+    """The hooks of one model. The model keeps them, and they go with it."""
+
+    monitor: Monitor
+    _params: list[nn.Parameter]
+    """Those that require a gradient."""
+    _total: Tensor | None
+    """The square of what `.grad` had after the latest backward, float64 scalar; None before the first."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._ids = set(map(id, self._params))
         self.monitor = Monitor(one_device("kf.monitor", self._params), options)
-        self._total: Tensor | None = None  # |t|^2 after the latest backward
+        self._total = None
         self._watch = BackwardWatch(model, self._params, self.monitor, lambda: True, self._after_backward)
-        self.monitor.attach(register_optimizer_step_pre_hook(self._before_update))
+        this = weakref.ref(self)
+
+        def before_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (alive := this()) is not None:
+                alive._before_update(optimizer)
+
+        # torch calls it for every optimizer of the process, and would keep the model.
+        of_optimizers = register_optimizer_step_pre_hook(before_update)
+        weakref.finalize(self, of_optimizers.remove)
+        for handle in (of_optimizers, *self._watch.handles):
+            self.monitor.attach(handle)
 
     def _after_backward(self) -> None:
         square = self._watch.square()
@@ -66,7 +83,7 @@ class _Plain:
         else:
             self._total = square
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.monitor.micro_batches or not any(
             id(param) in self._ids for group in optimizer.param_groups for param in group["params"]
         ):
