@@ -22,6 +22,7 @@ from distributed import KEPT, run_workers
 from test_statistics import LOSSES, PROBLEMS, Halves, Problem, draw, gradients_by_hand, mean_and_error, ratio_and_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
@@ -344,10 +345,10 @@ def test_a_model_that_is_dropped_is_freed() -> None:
         assert monitor.stats is not None and monitor.stats.micro_batches == 2
         return weakref.ref(net)
 
-    hooks = len(torch.optim.optimizer._global_optimizer_pre_hooks)
+    hooks = len(_global_optimizer_pre_hooks)
     dropped = train()
     gc.collect()
-    assert dropped() is None and len(torch.optim.optimizer._global_optimizer_pre_hooks) == hooks
+    assert dropped() is None and len(_global_optimizer_pre_hooks) == hooks
 
 
 @pytest.mark.parametrize("kind", ["two losses", "checkpoint in backward"])

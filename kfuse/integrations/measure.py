@@ -205,7 +205,7 @@ class Monitor:
         self._steps, self._seen = state["steps"], state["samples"]
 
     def close(self) -> None:
-        """Sends the last step's figures to `kf.log_to`, and removes the hooks (but DDP's, which torch cannot remove)."""
+        """Sends the last step's figures to `kf.log_to`, and removes hooks (not DDP's, which torch cannot remove)."""
         self._settle()
         self._send(lag=0)
         for handle in self._handles:
