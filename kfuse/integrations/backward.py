@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.measure import Monitor, block_norms, sum_squares, total_square
+
+
+def before_updates(params: Sequence[Parameter], act: Callable[[], None]) -> Any:
+    """Calls the method `act` before each step of an optimizer of torch that has some of `params`; returns the handle.
+
+    torch keeps these hooks for the whole process. This one does not keep the method's object, and goes with it.
+    """
+    method, mine = weakref.WeakMethod(act), frozenset(map(id, params))
+
+    def before_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = method()
+        if alive is not None and any(
+            id(param) in mine for group in optimizer.param_groups for param in group["params"]
+        ):
+            alive()
+
+    handle = register_optimizer_step_pre_hook(before_update)
+    weakref.finalize(act.__self__, handle.remove)  # type: ignore[attr-defined]
+    return handle
 
 
 class BackwardWatch:
@@ -22,6 +44,20 @@ class BackwardWatch:
 
     kept: bool
     """Some parameter had a gradient when the backward under way began."""
+    handles: list[Any]
+    """Of all hooks."""
+    _began: bool
+    """A backward is under way."""
+    _measures: bool
+    """Its own gradient is measured."""
+    _norms: list[Tensor]
+    """Of its gradient, in blocks."""
+    _first: tuple[Parameter, Tensor | None, int] | None
+    """The first parameter that it reached, and the `.grad` and the version of it that the parameter had before."""
+    _leftover: Tensor | None
+    """The square of what `.grad` had before the step's first backward; None for nothing."""
+    _forwards: int
+    """Forwards of this step, so far; and `_backwards` likewise."""
 
     def __init__(
         self,
@@ -39,13 +75,10 @@ class BackwardWatch:
         self._params, self._monitor = list(params), monitor
         self._wanted, self._ended = wanted, ended
         self._began = self._measures = self.kept = False
-        self._norms: list[Tensor] = []
-        self._leftover: Tensor | None = None
-        self._first: tuple[Parameter, Tensor | None, int] | None = None  # the first to be reached; what it had
+        self._norms, self._first, self._leftover = [], None, None
         self._forwards = self._backwards = 0
-        monitor.attach(model.register_forward_pre_hook(self._before_forward))
-        for param in self._params:
-            monitor.attach(param.register_hook(self._hook(param)))  # type: ignore[no-untyped-call]
+        self.handles = [model.register_forward_pre_hook(self._before_forward)]
+        self.handles += [param.register_hook(self._hook(param)) for param in self._params]  # type: ignore[no-untyped-call]
 
     def square(self) -> Tensor | float:
         """|s_j|^2 of the backward under way or just over, or NaN where it is unknown.
