@@ -311,6 +311,19 @@ def test_dropped_micro_batches_leave_no_trace(plain: Plain) -> None:
     assert (monitor.stats.step, monitor.stats.micro_batches) == (1, 3)
 
 
+def test_micro_batches_that_were_set_to_zero_are_unknown_not_wrong(plain: Plain) -> None:
+    """Zeros are no sign of a dropped step by themselves: so the step is unknown, and the next one known."""
+    net, optimizer, monitor = plain
+    for x, y in batches(2):
+        F.mse_loss(net(x), y).backward()
+    optimizer.zero_grad(set_to_none=False)
+    step(net, optimizer, 2)
+    assert monitor.stats is not None
+    assert (monitor.stats.step, monitor.stats.micro_batches, monitor.stats.grad_variance) == (0, 4, None)
+    step(net, optimizer, 2)
+    assert monitor.stats.micro_batches == 2 and monitor.stats.grad_variance is not None
+
+
 def test_a_backward_that_raises_is_no_micro_batch(plain: Plain) -> None:
     net, optimizer, monitor = plain
 

@@ -54,6 +54,10 @@ class BackwardWatch:
     """Of its gradient, in blocks."""
     _first: tuple[Parameter, Tensor | None, int] | None
     """The first parameter that it reached, and the `.grad` and the version of it that the parameter had before."""
+    _left: tuple[Parameter, int, int] | None
+    """The first parameter that the backward before reached, and the id and the version of the `.grad` it left there."""
+    _changed: bool
+    """Between two backwards of this step `.grad` was changed: set to zero, or clipped."""
     _leftover: Tensor | None
     """The square of what `.grad` had before the step's first backward; None for nothing."""
     _forwards: int
@@ -75,26 +79,27 @@ class BackwardWatch:
         self._params, self._monitor = list(params), monitor
         self._wanted, self._ended = wanted, ended
         self._began = self._measures = self.kept = False
-        self._norms, self._first, self._leftover = [], None, None
-        self._forwards = self._backwards = 0
+        self._norms, self._first, self._left = [], None, None
+        self.step_ended()
         self.handles = [model.register_forward_pre_hook(self._before_forward)]
         self.handles += [param.register_hook(self._hook(param)) for param in self._params]  # type: ignore[no-untyped-call]
 
     def square(self) -> Tensor | float:
         """|s_j|^2 of the backward under way or just over, or NaN where it is unknown.
 
-        Unknown are gradients beside an earlier step's that were not set to zero, and those of a backward that is one
-        of several for a forward (losses with a backward each, or checkpoints with a backward inside a backward).
+        Unknown are gradients beside an earlier step's that were not set to zero, steps whose gradients were changed
+        between backwards, and a backward that is one of several for a forward (losses with a backward each, or
+        checkpoints with a backward inside a backward).
         """
         self._backwards += 1
-        if not self._norms or self._backwards > self._forwards:
+        if not self._norms or self._changed or self._backwards > self._forwards:
             return math.nan
         square = sum_squares(self._norms)
         return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
 
     def step_ended(self) -> None:
         """The next backward is the first of a new step."""
-        self._leftover = None
+        self._leftover, self._changed = None, False
         self._forwards = self._backwards = 0
 
     def _before_forward(self, module: nn.Module, arguments: object) -> None:
@@ -118,7 +123,11 @@ class BackwardWatch:
         self.kept = any(param.grad is not None for param in self._params)
         if self._monitor.micro_batches and not self.kept:  # dropped, by zero_grad without a step
             self._monitor.drop()
-            self._forwards, self._backwards = 1, 0
+            self.step_ended()
+            self._forwards = 1
+        if self._monitor.micro_batches and self._left is not None:
+            param, *left = self._left
+            self._changed |= param.grad is None or [id(param.grad), param.grad._version] != left
         if not self._monitor.micro_batches and self.kept:
             self._leftover = total_square(param.grad for param in self._params if param.grad is not None)
         self._measures = self._wanted()
@@ -128,4 +137,5 @@ class BackwardWatch:
         assert self._first is not None
         param, before, version = self._first
         if param.grad is not None and (param.grad is not before or param.grad._version != version):
+            self._left = param, id(param.grad), param.grad._version
             self._ended()  # else this was torch.autograd.grad, which leaves `.grad` alone
