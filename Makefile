@@ -2,13 +2,14 @@
 # make test       static checks, and the quick tests against the installed wheel
 # make test-all   all tests; soak and repetition excepted (pytest -m long)
 # make lint       the static checks alone
+# make reference  writes docs/reference.md, which a test compares with the code
 
 PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
 PIP := -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt
 
-.PHONY: run test test-all lint python clean
+.PHONY: run test test-all lint reference python clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -34,6 +35,9 @@ lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff format --check
 	$(TEST_VENV)/bin/mypy
 	$(TEST_VENV)/bin/lint-imports
+
+reference: $(VENV)/.installed
+	$(VENV)/bin/python -m kfuse.cli.reference > docs/reference.md
 
 # `make run` uses the checkout itself (editable); `make test` uses a wheel, built anew each time.
 $(VENV)/.installed: pyproject.toml constraints.txt | python

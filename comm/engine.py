@@ -78,6 +78,8 @@ class Engine:
         self._hooks: GradientHooks | None = None
         self.parts = 1
         """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
+        self.figures = 0
+        """Slots of the tail for a step function's figures."""
         self._new, self._warned = True, False
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
@@ -94,6 +96,12 @@ class Engine:
         self._build()
         self.set_group(self.group)
 
+    def carry_figures(self, count: int) -> None:
+        """Between steps: so many numbers of each micro-batch are averaged with its loss (`MicroBatch.figures`)."""
+        if count != self.figures:
+            self.figures = self.measurement.figures = count
+            self.set_group(self.group)
+
     def _build(self) -> None:
         """Makes buckets, partial sums and hooks. The last bucket carries the tail.
 
@@ -107,6 +115,7 @@ class Engine:
         self.gradient_buckets = self.buckets[: len(self._layouts)]
         self._device = self.params[0].device if self.params else torch.device("cpu")
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self._device)
+        self.measurement.figures = self.figures
         gradients.take_over(self.params, self)
         self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, self._wants_gradients, self._pack)
         self._gradients_set = False

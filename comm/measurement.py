@@ -39,10 +39,12 @@ class Measurement:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)  # of a record: see Tail.record
         self.stopwatch = Stopwatch(device)
+        self.figures = 0
+        """Slots of the tail for a step function's figures."""
 
     def set_group(self, rank: int, size: int) -> None:
         """Between steps: goes on with other workers."""
-        self.tail, self._leads = Tail(self._params, rank, size), rank == 0
+        self.tail, self._leads = Tail(self._params, rank, size, self.figures), rank == 0
 
     def write(self, bucket: Bucket, now: StepState, digest: Tensor | None) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket.
@@ -65,6 +67,7 @@ class Measurement:
             sum_squares=self._total,
             loss=now.current.loss,
             missed=now.missed,
+            figures=now.current.figures,
             **first,
         )
 
@@ -95,6 +98,8 @@ class Measurement:
             ratio = now.plan.samples / record[SAMPLES]
             record[SUM_SQUARES] *= ratio
             record[LOSS] *= ratio
+            if self.figures:
+                record[-self.figures :] *= ratio
             record[SAMPLES] = now.plan.samples
         return record
 

@@ -96,6 +96,8 @@ class MicroBatch:
         """
         self._engine, self.weight, self.last, self.several_backwards = engine, weight, last, several_backwards
         self.loss: Tensor | float | None = None
+        self.figures: Sequence[Tensor | float] = ()
+        """Scalars that are averaged like the loss: at most as many as the engine has slots for."""
 
     def __enter__(self) -> MicroBatch:
         self._engine.open_micro_batch(self)

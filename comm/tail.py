@@ -2,7 +2,8 @@
 
 First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then RANK_SLOTS
 for each rank, which it alone writes: the seconds that a micro-batch of its last step took, and in some steps the digest
-of its parameters. Sums over all micro-batches come out of the same reduction as the gradients. Only the leader writes
+of its parameters. Last come the figures of a step function, if there is one, each times the micro-batch's samples.
+Sums over all micro-batches come out of the same reduction as the gradients. Only the leader writes
 the announcement, so its sum is what the leader wrote: integers up to 2^24, and all fp32 values, stay exact when
 zeros are added.
 """
@@ -68,12 +69,16 @@ def _fp32(value: float) -> float:
 
 
 class Tail:
-    """The tail for `params` parameters on rank `rank` of `ranks`: writes a micro-batch's, reads the reduced one."""
+    """The tail for `params` parameters on rank `rank` of `ranks`: writes a micro-batch's, reads the reduced one.
 
-    def __init__(self, params: int, rank: int, ranks: int) -> None:
+    figures: how many slots a step function's figures have.
+    """
+
+    def __init__(self, params: int, rank: int, ranks: int, figures: int = 0) -> None:
         self._of_ranks = params + TAIL_SLOTS
         self._slots, self._own = params, self._of_ranks + RANK_SLOTS * rank
-        self.numel = self._of_ranks + RANK_SLOTS * ranks
+        self._figures = self._of_ranks + RANK_SLOTS * ranks
+        self.numel = self._figures + figures
 
     def write(
         self,
@@ -87,12 +92,14 @@ class Tail:
         announcement: Announcement = NOTHING_ANNOUNCED,
         seconds: float = 0.0,
         digest: Tensor | None = None,
+        figures: Sequence[Tensor | float] = (),
     ) -> None:
         """Writes a micro-batch's tail to `place` (fp32 [numel]), or adds it to what is there. Never waits for a GPU.
 
         sum_squares: float64 scalar on the device, |g_j|^2. loss: its mean loss. missed: parameters that it gave no
         gradient. With a rank's first micro-batch of the step only: `announcement`, on the leader; `seconds` per
-        micro-batch in the step before; `digest`, in some steps, of the rank's parameters.
+        micro-batch in the step before; `digest`, in some steps, of the rank's parameters. figures: scalars, means over
+        the micro-batch's samples.
         """
         slots, own = self._slots, self._own
         values = [1.0] * slots + [0.0] * (self.numel - slots)
@@ -103,6 +110,7 @@ class Tail:
             values[slots + ANNOUNCEMENT : self._of_ranks] = announcement.slots()
         values[own] = seconds
         weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}
+        weighted.update(enumerate(figures, self._figures))
         if loss is not None:
             weighted[slots + LOSS] = loss
         digests = {} if digest is None else {own + 1 + k: part for k, part in enumerate(digest_slots(digest))}
@@ -124,10 +132,10 @@ class Tail:
             host[:] = host + tail_values if accumulate else tail_values
 
     def record(self, tail: Tensor, totals: Tensor) -> Tensor:
-        """A step's figures from the reduced tail: float64 [RECORD_SLOTS + ranks * RANK_SLOTS], on the device.
+        """A step's figures from the reduced tail: float64 [RECORD_SLOTS + ranks * RANK_SLOTS + figures], on the device.
 
-        The slots named above, `totals` (float64 [2]: |gbar|^2, and 0 for an update that is not left out), then what
-        each rank alone wrote.
+        The slots named above, `totals` (float64 [2]: |gbar|^2, and 0 for an update that is not left out), what each
+        rank alone wrote, then the sums of a step function's figures.
         """
         slots, of_ranks = self._slots, self._of_ranks
         if tail.is_cuda:

@@ -1,6 +1,6 @@
 """Two models, two optimizers, bare backwards: a GAN on digits. torchrun --nproc-per-node 2 examples/gan.py
 
-Each optimizer has its own noise scale. (In a job whose workers come and go, use one optimizer and kf.DataLoader.)
+In a job whose workers come and go, use one optimizer with two parameter groups, and kf.DataLoader.
 """
 
 import torch

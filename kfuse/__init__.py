@@ -11,6 +11,7 @@ The gradient reduction itself yields the gradient noise scale and variance; poli
 from kfuse import interrupt
 
 interrupt.exit_quietly()  # before torch is imported, which takes long
+interrupt.pause_collection()
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from kfuse.api import (
     grad_noise_scale,
     grad_norm,
     grad_variance,
+    load_state_dict,
     local_rank,
     rank,
     resize,
@@ -32,6 +34,7 @@ from kfuse.api import (
     set_topology,
     set_tree,
     size,
+    state_dict,
 )
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import CommOptions
@@ -41,6 +44,8 @@ from kfuse.policies.signals import Bounds, Decision, Signals
 from kfuse.session import Session, init
 from kfuse.statistics.step_stats import StepStats
 from kfuse.version import __version__
+
+interrupt.resume_collection()
 
 if TYPE_CHECKING:
     from kfuse import nn
@@ -81,6 +86,7 @@ __all__ = [
     "grad_norm",
     "grad_variance",
     "init",
+    "load_state_dict",
     "local_rank",
     "log_to",
     "monitor",
@@ -93,6 +99,7 @@ __all__ = [
     "set_topology",
     "set_tree",
     "size",
+    "state_dict",
 ]
 
 

@@ -3,6 +3,7 @@
 Functions that change training (`set_batch_size`, `set_lr`, `set_sync`, `set_topology`, `set_tree`): rank 0 announces
 the change with the next step, and it applies on every worker from the same step on. `resize` goes to the supervisor.
 On other ranks these calls do nothing.
+`state_dict` and `load_state_dict` are for checkpoints of one's own.
 Collectives (`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
 """
 
@@ -11,7 +12,8 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -165,6 +167,30 @@ def set_sync(steps: int) -> None:
     if not 1 <= steps <= SYNC_MAX:
         raise ValueError(f"kf.set_sync({steps}): must be 1 to {SYNC_MAX}")
     decisions.request(sync=steps)
+
+
+def state_dict() -> dict[str, Any]:
+    """All that the training under way depends on, as a copy on the host; the same on every worker.
+
+    Tensors and plain values, nested in dictionaries, lists and tuples: torch.save writes it, and
+    torch.load(weights_only=True) reads it. Call it between steps: in the loop's body after opt.step(), or in a policy's
+    after_step or after_epoch, as the last thing that the hook does. Raises RuntimeError elsewhere, TypeError for a
+    policy or scheduler whose state holds other things.
+    """
+    from kfuse.train import running
+
+    return running.state_dict()
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Has the next kf.fit or kf.DataLoader begin from what `kf.state_dict` returned, here or in another process.
+
+    It must have the same model, optimizer, policy and scheduler. Where it resumes from a checkpoint, that one counts.
+    Raises RuntimeError once training has begun, TypeError for what is no state, ValueError for another program's.
+    """
+    from kfuse.train import running
+
+    running.load_state_dict(state)
 
 
 def _running() -> Decisions | None:

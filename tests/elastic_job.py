@@ -28,7 +28,7 @@ from kfuse.observe.run_dir import RunDirectory
 TESTS = Path(__file__).parent
 DEADLINE_S = 300.0  # against hanging for ever; a busy machine may take long
 # What a step's record has that may differ between two runs of the same training.
-_OF_THE_RUN = ("workers", "step_time_s", "data_wait_s")
+_OF_THE_RUN = ("workers", "step_time_s", "data_wait_s", "data_bytes_per_s")
 
 During = Callable[[Supervisor, "Job"], Awaitable[None]]
 

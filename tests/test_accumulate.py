@@ -91,6 +91,7 @@ def against_ddp(_: int) -> tuple[list[Any], list[Tensor], list[Tensor]]:
     return figures, [p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()]
 
 
+@pytest.mark.full
 def test_accumulate_on_two_workers_is_ddp() -> None:
     for figures, ours, theirs in run_workers(2, against_ddp, 0):
         for a, b in zip(ours, theirs, strict=True):

@@ -360,8 +360,10 @@ def test_sweep_says_what_each_job_is_and_ends_with_a_table(
         if cfg.seed == 1:
             raise RuntimeError("a mistake of ours")
         summary = {"steps": 10 * cfg.seed, "loss": 0.25, "eval_accuracy": 0.5, "eval_loss": None, "wall_s": 75.0}
+        summary["exit_reason"] = "failed" if cfg.seed == 3 else "steps"
         (run_dir / "summary.json").write_text(json.dumps(summary))
         (run_dir / "metrics.jsonl").write_text('{"noise_scale": null}\n{"noise_scale": 312.4}\n')
+        (run_dir / "events.jsonl").write_text('{"kind": "view"}\n{"kind": "failure", "why": "worker 0 is lost"}\n')
         return 1 if cfg.seed == 3 else 0
 
     monkeypatch.setattr(kfuse.cli.run, "run", run)
@@ -384,24 +386,30 @@ def test_sweep_says_what_each_job_is_and_ends_with_a_table(
         "held-out accuracy",
         "noise scale",
         "time",
+        "exit reason",
         "status",
         "directory",
     ]
+    where = workplace / "sweep" / "3"
+    refused = f"hydra.run.dir={where}: holds a run already; use a new one, or checkpoint.resume=auto"
     assert cells[1:] == [
-        ["0", "1", "-", "-", "-", "-", "-", "1", "0"],
-        ["1", "2", "20", "0.25", "50.0%", "312", "1:15", "0", "1"],
-        ["2", "3", "30", "0.25", "50.0%", "312", "1:15", "1", "2"],
-        ["3", "4", "-", "-", "-", "-", "-", "2", "3"],
+        ["0", "1", "-", "-", "-", "-", "-", "-", "1", "0"],
+        ["1", "2", "20", "0.25", "50.0%", "312", "1:15", "steps", "0", "1"],
+        ["2", "3", "30", "0.25", "50.0%", "312", "1:15", "failed", "1", "2"],
+        ["3", "4", "-", "-", "-", "-", "-", "-", "2", "3"],
+        ["error of job 0: RuntimeError: a mistake of ours"],
+        ["error of job 2: worker 0 is lost"],
+        [f"error of job 3: {refused}"],
     ]
     with (workplace / "sweep" / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    names = ["seed", "steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s", "status"]
-    assert list(rows[0]) == ["job", *names, "run_dir"]
-    assert [[row[name] for name in names] for row in rows] == [
-        ["1", "", "", "", "", "", "", "1"],
-        ["2", "20", "0.25", "0.5", "", "312.4", "75.0", "0"],
-        ["3", "30", "0.25", "0.5", "", "312.4", "75.0", "1"],
-        ["4", "", "", "", "", "", "", "2"],
+    names = ["seed", "steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s", "exit_reason", "status"]
+    assert list(rows[0]) == ["job", *names, "run_dir", "error"]
+    assert [[row[name] for name in [*names, "error"]] for row in rows] == [
+        ["1", "", "", "", "", "", "", "", "1", "RuntimeError: a mistake of ours"],
+        ["2", "20", "0.25", "0.5", "", "312.4", "75.0", "steps", "0", ""],
+        ["3", "30", "0.25", "0.5", "", "312.4", "75.0", "failed", "1", "worker 0 is lost"],
+        ["4", "", "", "", "", "", "", "", "2", refused],
     ]
     assert [row["run_dir"] for row in rows] == [str(workplace / "sweep" / str(job)) for job in range(4)]
 

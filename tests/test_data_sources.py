@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -172,14 +173,16 @@ def test_an_iterable_data_set_gives_each_number_its_sample(length: int, numbers:
     assert fetched(IterableStream(Letters(length)), numbers) == [n % length for n in numbers]
 
 
-def test_an_iterable_data_set_is_read_on_and_only_to_go_back_from_the_start() -> None:
+def test_an_iterable_data_set_is_read_on_and_only_to_go_back_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
     data = Letters(1000)
     stream = IterableStream(data)
     fetched(stream, range(8, 16))
     fetched(stream, range(24, 32))
-    assert data.read == 32
+    assert data.read == 32 and not caplog.records
     fetched(stream, range(16, 24))
     assert data.read == 32 + 24
+    [said] = [record.message for record in caplog.records]
+    assert said == "Letters: back from sample 32 to 16: the stream is read again from its start"
 
 
 def test_a_failure_while_reading_is_not_taken_for_the_end() -> None:
@@ -271,7 +274,8 @@ def test_an_iteration_that_begins_only_once_is_refused_at_its_end() -> None:
 
 
 def test_other_data_is_no_stream() -> None:
-    for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None):
+    array = type("Array", (list,), {"shards": 1, "open": lambda self, shard, position: None})([1, 2])
+    for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None, array):
         assert as_stream(data) is None
 
 
@@ -279,11 +283,15 @@ def test_other_data_is_no_stream() -> None:
 
 
 class Noisy(Shards):
-    """Draws from all three global generators for each sample."""
+    """Draws from all three global generators for each sample; and before them, which does no harm."""
 
     def open(self, shard: int, position: int) -> Iterator[Any]:
-        for p in range(position, self.lengths[shard]):
-            yield shard, p, float(torch.rand(())) + np.random.rand() + random.random()
+        torch.rand(2), np.random.rand(), random.random()
+
+        def draw(p: int) -> Any:
+            return shard, p, float(torch.rand(())) + np.random.rand() + random.random()
+
+        return map(draw, range(position, self.lengths[shard]))
 
 
 class Shuffled(IterableDataset):
@@ -393,6 +401,29 @@ def test_a_stream_that_cannot_seek_trains_and_says_so_once(caplog: pytest.LogCap
     assert said.startswith("Rows cannot seek: each worker reads the whole stream")
 
 
+@pytest.mark.parametrize(("make", "workers"), [(lambda: Noisy(40, 30, block=4), 3), (Shuffled, 1)])
+def test_loader_processes_read_a_stream_with_the_same_bits(make: Any, workers: int) -> None:
+    def first_column(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return model(torch.stack([column.float() for column in [*batch, batch[0]][:3]], 1)).square().mean()
+
+    hashes = []
+    for num_workers in (0, workers):
+        model, opt = linear()
+        data = DataLoader(make(), 12, num_workers=num_workers) if workers == 1 else make()
+        more = {} if workers == 1 else {"num_workers": num_workers}
+        summary = kf.fit(model, data, opt, steps=15, batch_size=12, micro_batch=3, step_fn=first_column, **more)
+        assert summary is not None
+        hashes.append(summary["params_sha256"])
+    assert hashes[0] == hashes[1]
+
+
+def test_a_scheduler_by_the_epoch_is_refused_for_a_stream() -> None:
+    model, opt = linear()
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
+    with pytest.raises(ValueError, match="scheduler_interval='epoch': must be 'step', as a stream has no epochs"):
+        kf.fit(model, Rows(), opt, steps=3, scheduler=scheduler, scheduler_interval="epoch")
+
+
 def test_a_loop_of_ones_own_takes_a_stream() -> None:
     model, opt = linear()
     steps = 0
@@ -421,6 +452,7 @@ def test_a_data_loader_trains_as_its_data_set_does() -> None:
         (DataLoader(pairs(), batch_size=12, shuffle=True), {}),
         (DataLoader(pairs(), batch_size=5, shuffle=True), {"batch_size": 12}),
         (DataLoader(pairs(), sampler=RandomSampler(pairs()), batch_size=12), {}),
+        (DataLoader(pairs(), batch_size=12, shuffle=True, num_workers=2, persistent_workers=False), {}),
     ):
         model, opt = linear()
         summary = kf.fit(model, data, opt, epochs=2, micro_batch=3, **more)
@@ -455,9 +487,11 @@ def test_what_a_data_loader_holds_is_taken_over() -> None:
 
     loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, pin_memory=True, worker_init_fn=init)
     given = training_data(loader)
-    assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset and given.in_loader
+    assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset and given.batch_of_loader
     assert (given.batch_size, given.num_workers, given.prefetch_factor) == (9, 2, 3)
     assert (given.pin_memory, given.worker_init_fn, given.remarks) == (True, init, ())
+    other = training_data(loader, None, 12, 0)
+    assert (other.batch_size, other.batch_of_loader, other.num_workers, other.prefetch_factor) == (12, False, 0, None)
     remarks = training_data(DataLoader(pairs(), 9, True, drop_last=True, generator=torch.Generator())).remarks
     assert [remark.split()[1] for remark in remarks] == ["drop_last=True", "generator="]
     stream = training_data(DataLoader(Rows(), 9))
@@ -465,6 +499,11 @@ def test_what_a_data_loader_holds_is_taken_over() -> None:
     tensors = TensorDataset(torch.zeros(4, 3), torch.zeros(4))
     assert isinstance(training_data(DataLoader(tensors, 2, True)).data, TensorData)
     assert isinstance(training_data(DataLoader(tensors, 2, True, collate_fn=default_convert)).data, MapData)
+
+
+def test_a_list_of_two_tensors_in_a_data_loader_is_two_samples() -> None:
+    given = training_data(DataLoader([torch.zeros(3), torch.ones(3)], 2, True))
+    assert given.data.fetch(np.array([1, 0])).tolist() == [[1.0] * 3, [0.0] * 3]
 
 
 class Pairs(DataLoader):
@@ -518,7 +557,10 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([torch.zeros(3), torch.zeros(4)], {}, ValueError, "must have the same first dimension"),
     (ragged, {}, TypeError, "samples of list need collate_fn=, the default fails .*equal size"),
     (pairs(), {"collate_fn": "pad"}, TypeError, "collate_fn='pad': must be a function"),
+    (Rows(), {"collate_fn": "pad", "steps": 3}, TypeError, "collate_fn='pad': must be a function"),
     ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "collate_fn= with tuple, whose samples are"),
+    (ragged, {"num_workers": 1}, TypeError, "samples of list need collate_fn=, the default fails"),
+    (DataLoader(Rows(), 4, num_workers=2), {"steps": 3}, DataError, "num_workers=2 with Rows, which cannot seek: must"),
     (pairs(), {"heldout": Rows()}, DataError, "heldout=Rows: a stream has no length"),
     (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),
     (
@@ -572,3 +614,20 @@ def test_the_command_line_names_the_part_that_is_wrong(monkeypatch: pytest.Monke
     monkeypatch.setattr(streams, "split", lambda: wrong)
     with pytest.raises(ConfigError, match="heldout: heldout=Digits: a stream has no length"):
         compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])
+
+
+def test_the_example_of_the_documentation_reads_its_files(tmp_path: Path) -> None:
+    text = Path(__file__).parents[1].joinpath("docs", "data.md").read_text()
+    code = text.partition("```python\n")[2].partition("\nkf.fit")[0]
+    names: dict[str, Any] = {"np": np, "torch": torch}
+    exec(code, names)
+    tokens = [np.arange(100, dtype=np.uint16), np.arange(1000, 1045, dtype=np.uint16)]
+    for i, each in enumerate(tokens):
+        each.tofile(tmp_path / f"{i}")
+    stream = SourceStream(names["Tokens"]([tmp_path / "0", tmp_path / "1"], 8))
+    x, y = stream.fetch(np.arange(64))
+    for number in range(64):
+        shard, position = place(number, 2)
+        start = position % (12, 5)[shard] * 8  # whole blocks that have a next token
+        expected = torch.from_numpy(tokens[shard][start : start + 9].astype(np.int64))
+        assert torch.equal(x[number], expected[:-1]) and torch.equal(y[number], expected[1:])

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import KEPT, run_workers
+from test_ddp_hook import NO_DIGITS, check_formula, check_known_answer, error, of_size
+from test_statistics import LOSSES, Halves, Problem, draw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
@@ -27,20 +33,20 @@ from kfuse.statistics.step_stats import StepStats
 class Net(nn.Module):
     """Tied weights, a layer that is used twice, a frozen one, one that only odd calls use, and a checkpoint."""
 
-    def __init__(self, reentrant: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.twice, self.sometimes = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 7)
         self.frozen, self.tied, self.last = nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 5), nn.Linear(5, 7)
         self.head = nn.Linear(7, 5, bias=False)
         self.head.weight = self.tied.weight
-        self.reentrant, self.calls = reentrant, 0
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         hidden: Tensor = self.twice(torch.tanh(self.twice(torch.tanh(self.first(x)))))
         if self.calls % 2:
-            hidden = checkpoint(self.sometimes, torch.tanh(hidden), use_reentrant=self.reentrant)
+            hidden = checkpoint(self.sometimes, torch.tanh(hidden), use_reentrant=False)
         hidden = self.last(torch.tanh(self.tied(self.frozen(hidden))))
         return self.head(hidden)
 
@@ -136,9 +142,8 @@ def by_hand(model: nn.Module, batches: list[Any]) -> tuple[float, float]:
     wanted = [p for p in net.parameters() if p.requires_grad]
     for x, y in batches:
         grads = torch.autograd.grad(F.mse_loss(net(x), y), wanted, allow_unused=True)
-        found.append(
-            torch.cat([torch.zeros_like(p).ravel() if g is None else g.ravel() for p, g in zip(wanted, grads)])
-        )
+        pairs = zip(wanted, grads, strict=True)
+        found.append(torch.cat([torch.zeros_like(p).ravel() if g is None else g.ravel() for p, g in pairs]))
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, found)
     means = torch.stack([g for of_rank in everyones for g in of_rank]).double()
@@ -170,15 +175,320 @@ def check_cases(workers: int, accumulate: int, names: list[str]) -> None:
 
 
 def test_parameters_have_fsdp2s_bits() -> None:
-    check_cases(2, 4, list(CASES))
+    check_cases(2, 2, ["plain", "without sync", "two meshes"])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers, accumulate", [(2, 1), (3, 1), (3, 4)])
-def test_parameters_have_fsdp2s_bits_too(workers: int, accumulate: int) -> None:
+@pytest.mark.parametrize("workers, accumulate", [(2, 1), (2, 4), (3, 1), (3, 4)])
+def test_parameters_have_fsdp2s_bits_in_all_cases(workers: int, accumulate: int) -> None:
     check_cases(workers, accumulate, [name for name in CASES if name != "hybrid without sync" or workers == 2])
 
 
 @pytest.mark.full
 def test_parameters_of_a_hybrid_mesh_have_fsdp2s_bits() -> None:
     check_cases(4, 2, ["two meshes", "hybrid without sync"])
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+
+
+def measure(problem: Problem, sync: bool, divide: bool) -> list[StepStats]:
+    """Steps at a fixed point, micro-batches shared out to the workers in equal numbers."""
+    net = Halves(problem)
+    model = sharded(net, [net.left])
+    each = len(problem.sizes) // dist.get_world_size()
+    monitor = kf.fsdp_monitor(model, accumulate=each if divide else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ends = np.cumsum(problem.sizes)
+    found = []
+    for step in range(problem.steps):
+        x, y = (torch.from_numpy(values) for values in draw(problem, step, NO_DIGITS))
+        for j in range(each):
+            at = dist.get_rank() * each + j
+            monitor.samples = problem.sizes[at]
+            part = slice(int(ends[at]) - problem.sizes[at], int(ends[at]))
+            model.set_requires_gradient_sync(sync or j == each - 1)  # type: ignore[operator]
+            loss = LOSSES[problem.loss](model(x[part]), y[part])
+            (loss / each if divide else loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+        stats = monitor.stats
+        assert stats is not None
+        found.append(stats)
+    monitor.close()
+    return found
+
+
+def statistics(cases: list[tuple[Problem, bool, bool]]) -> list[list[StepStats]]:
+    dist.init_process_group("gloo")
+    return [measure(*case) for case in cases]
+
+
+def check_statistics(workers: int, cases: list[tuple[Problem, bool, bool]]) -> None:
+    ranks = run_workers(workers, statistics, cases)
+    assert len(set(map(repr, ranks))) == 1
+    for (problem, *_), steps in zip(cases, ranks[0], strict=True):
+        check_formula(problem, steps)
+        check_known_answer(problem, steps)
+
+
+def test_statistics_are_the_formula_and_the_known_answer() -> None:
+    check_statistics(2, [(of_size("linear regression", (8, 8)), True, False)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "workers, name",
+    [(1, "linear regression"), (2, "linear regression"), (2, "logistic regression"), (3, "linear regression")],
+)
+def test_statistics_with_accumulation_are_the_formula_and_the_known_answer(workers: int, name: str) -> None:
+    sizes = of_size(name, (8,) * 4 * workers), of_size(name, (2, 9, 4, 9) * workers)
+    check_statistics(workers, [(sizes[0], True, False), (sizes[0], False, True), (sizes[1], False, True)])
+
+
+# -- what loops do ---------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """A model, its monitor and its optimizer."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.model = sharded(net, [net[0]])
+        self.monitor = kf.fsdp_monitor(self.model, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def loss(self) -> Tensor:
+        x, y = (torch.randn(4, n, generator=self.generator) for n in (5, 2))
+        return F.mse_loss(self.model(x), y)
+
+    def backward(self, sync: bool = True) -> None:
+        self.model.set_requires_gradient_sync(sync)  # type: ignore[operator]
+        self.loss().backward()
+
+    def step(self, *syncs: bool) -> tuple[int, int, bool]:
+        """A step with these backwards: see `figures`."""
+        for sync in syncs:
+            self.backward(sync)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.figures()
+
+    def figures(self) -> tuple[int, int, bool]:
+        """The newest step, its micro-batches, and whether its figures are known."""
+        stats = self.monitor.stats
+        assert stats is not None and (stats.grad_variance is None) == (stats.grad_sq is None)
+        return stats.step, stats.micro_batches, stats.grad_variance is not None
+
+
+def loops() -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    each = dist.get_world_size()
+    # A last backward without sync: its gradient goes into the next step, which is therefore unknown too.
+    loop = Loop()
+    found["last without sync"] = [loop.step(True), loop.step(True, False), loop.step(True), loop.step(False, True)]
+    # zero_grad without a step: FSDP2 has dropped what was reduced, and nothing else.
+    for kind, to_none in (("none", True), ("zeros", False)):
+        loop = Loop()
+        loop.step(True)
+        loop.backward()
+        loop.backward()
+        loop.optimizer.zero_grad(to_none)
+        found[f"dropped, {kind}"] = [loop.step(True, True), loop.step(True)]
+    loop = Loop()
+    loop.backward()
+    loop.backward(False)
+    loop.optimizer.zero_grad()
+    found["partly dropped"] = [loop.step(True), loop.step(True)]
+    # Gradients that were not set to zero, and zeros that were.
+    loop = Loop()
+    loop.backward()
+    loop.optimizer.step()
+    found["left"] = [loop.step(True), loop.step(True)]
+    loop.backward()
+    loop.optimizer.step()
+    loop.model.zero_grad(set_to_none=False)
+    found["left"].append(loop.step(True, True))
+    # An evaluation, and a forward that is never followed by a backward.
+    with torch.no_grad():
+        loop.loss()
+    loop.loss()
+    found["evaluated"] = loop.step(True)
+    # Two losses for one forward, with a backward each.
+    loop.backward()
+    out = loop.model(torch.ones(4, 5))
+    out.sum().backward(retain_graph=True)
+    out.square().sum().backward()
+    found["two losses"] = [loop.step(), loop.step(True)]
+    # A checkpoint whose backward inside the backward ends before the outer one.
+    first, middle, last = loop.model.children()
+    loop.model.forward = lambda x: checkpoint(last, middle(first(x)), use_reentrant=True)
+    found["backward in backward"] = [loop.step(True)]
+    del loop.model.forward
+    found["backward in backward"].append(loop.step(True))
+    # A backward that raises. FSDP2 keeps gradients that it had not reduced, until the next backward.
+    loop.model.forward = lambda x: Raises.apply(first(x)) @ torch.ones(8, 2) + last(torch.ones(4, 8))
+    found["raised"] = [error(lambda: loop.backward(False))]
+    del loop.model.forward
+    loop.model.reset_iter_state()  # type: ignore[operator]
+    found["raised"] += [loop.step(True), loop.step(True)]
+    # Two optimizers, each with some of the parameters; and one of another model.
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    halves = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (loop.model[0], loop.model[2], other)]  # type: ignore[index]
+    loop.backward()
+    halves[2].step()
+    loop.backward()
+    for optimizer in halves:
+        optimizer.step()
+    found["two optimizers"] = loop.figures()
+    loop.model.zero_grad()
+    # The root's parameters are gathered after an evaluation, as the monitor is made again.
+    loop.monitor.close()
+    with torch.no_grad():
+        loop.loss()
+    loop.monitor = kf.fsdp_monitor(loop.model)
+    records: list[Any] = []
+    kf.log_to(records.append)
+    found["again"] = loop.step(True)
+    loop.monitor.close()
+    kf.log_to()
+    found["logged"] = [(record["monitor"], record["step"], record["workers"]) for record in records]
+    found["micro-batches"] = each
+    return found
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("by the test")
+
+
+def test_what_is_not_known_is_unknown() -> None:
+    for rank, found in enumerate(run_workers(2, loops)):
+        n = found["micro-batches"]
+        assert found["last without sync"] == [(0, n, True), (1, 2 * n, False), (2, n, False), (3, 2 * n, True)]
+        assert found["dropped, none"] == [(1, 2 * n, True), (2, n, True)]
+        assert found["dropped, zeros"] == [(1, 4 * n, False), (2, n, True)]
+        assert found["partly dropped"] == [(0, 3 * n, False), (1, n, True)]
+        assert found["left"] == [(1, n, False), (2, n, True), (4, 2 * n, True)]
+        assert found["evaluated"] == (5, n, True)
+        assert found["two losses"] == [(6, 3 * n, False), (7, n, True)]
+        assert found["backward in backward"] == [(8, 2 * n, False), (9, n, True)]
+        assert found["raised"] == ["RuntimeError: by the test", (10, n, False), (11, n, True)]
+        assert found["two optimizers"] == (12, 2 * n, True)
+        assert found["again"] == (0, n, True)
+        assert found["logged"] == ([("train", 0, n)] if rank == 0 else [])
+
+
+# -- wrong uses ------------------------------------------------------------------------------------------------------
+
+
+def wrong_uses() -> dict[str, str]:
+    dist.init_process_group("gloo")
+    found = {}
+    whole = init_device_mesh("cpu", (2,))
+
+    def said(kind: str, act: Callable[[], object]) -> None:
+        found[kind] = error(act)
+
+    said("plain", lambda: kf.fsdp_monitor(nn.Linear(5, 2)))
+    ddp = DistributedDataParallel(nn.Linear(5, 2))
+    said("DDP", lambda: kf.fsdp_monitor(ddp))
+    old = FullyShardedDataParallel(nn.Linear(5, 2), device_id=torch.device("cpu"))
+    said("FSDP1", lambda: kf.fsdp_monitor(old))
+    parts = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2))
+    fully_shard(parts[0])
+    said("a part", lambda: kf.fsdp_monitor(parts))
+    model = sharded(nn.Linear(5, 2), [])
+    said("accumulate", lambda: kf.fsdp_monitor(model, accumulate=0))
+    kf.fsdp_monitor(model)
+    said("twice", lambda: kf.fsdp_monitor(model))
+    model = nn.Linear(5, 2)
+    sharded(model, [], ignored_params={model.bias})
+    said("ignored", lambda: kf.fsdp_monitor(model))
+    with torch.device("meta"):
+        model = nn.Linear(5, 2)
+    sharded(model, [])
+    said("meta", lambda: kf.fsdp_monitor(model))
+    said("frozen", lambda: kf.fsdp_monitor(sharded(nn.Linear(5, 2).requires_grad_(False), [])))
+    two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    model = nn.Linear(6, 2, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), two["tensor"]))
+    said("tensor parallel", lambda: kf.fsdp_monitor(sharded(model, [], mesh=two["data"])))
+    model = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=two["data"])
+    said("two meshes", lambda: kf.fsdp_monitor(sharded(model, [], mesh=two["tensor"])))
+    model = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2))
+    sharded(model, [model[0]])
+    model[0].set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    said("two divisors", lambda: kf.fsdp_monitor(model))
+    model = sharded(nn.Linear(5, 2), [], mesh=two["tensor"])
+    model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    said("one shard", lambda: kf.fsdp_monitor(model))
+    model = sharded(nn.Linear(5, 2), [], mesh=whole)
+    kf.fsdp_monitor(model)
+    for param in model.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(lambda param, optimizer=optimizer: optimizer.step())
+    said("inside backward", lambda: model(torch.ones(4, 5)).sum().backward())
+    KEPT.extend([ddp, old, parts])
+    return found
+
+
+def test_wrong_uses_end_in_one_line() -> None:
+    whole = (
+        "must be sharded by fully_shard(model) as a whole, after its parts (kf.monitor measures one process, "
+        "kf.ddp_hook DDP)"
+    )
+    for found in run_workers(2, wrong_uses):
+        assert found.pop("accumulate") == "ValueError: accumulate=0: must be an integer of at least 1"
+        divisors = found.pop("two divisors")  # a set of two, in either order
+        assert divisors.startswith("ValueError: kf.fsdp_monitor: set_gradient_divide_factor was called with {")
+        assert divisors.endswith("}: must be one for all units")
+        assert found == {
+            kind: f"{name}: kf.fsdp_monitor: {text}"
+            for kind, name, text in (
+                ("plain", "TypeError", f"the model is a Linear: {whole}"),
+                ("DDP", "TypeError", "the model is wrapped in DistributedDataParallel: use kf.ddp_hook(model)"),
+                (
+                    "FSDP1",
+                    "TypeError",
+                    "the model is wrapped in FullyShardedDataParallel (FSDP1): use fully_shard",
+                ),
+                ("a part", "TypeError", f"the model is a Sequential: {whole}"),
+                ("twice", "RuntimeError", "the model has a monitor already: close() that one first"),
+                ("ignored", "ValueError", "bias is not sharded (ignored_params?): must be sharded or frozen"),
+                ("meta", "ValueError", "weight is on the meta device: give it its values first"),
+                ("frozen", "ValueError", "the model has no parameter that requires a gradient"),
+                (
+                    "tensor parallel",
+                    "ValueError",
+                    "weight is placed as (Shard(dim=0), Replicate()): must be sharded by fully_shard alone, on one "
+                    "dimension of a mesh, or on the second of two (HSDP)",
+                ),
+                ("two meshes", "ValueError", "1.weight and 0.weight are on two meshes: must be on one"),
+                (
+                    "one shard",
+                    "ValueError",
+                    "set_gradient_divide_factor was called, and one worker has all shards: torch may divide twice, so it "
+                    "must be left out",
+                ),
+                (
+                    "inside backward",
+                    "RuntimeError",
+                    "an optimizer steps inside backward, so a step's gradient is never there as a whole: step after "
+                    "backward",
+                ),
+            )
+        }

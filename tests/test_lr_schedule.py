@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, get_args
 
 import pytest
@@ -12,6 +14,11 @@ from kfuse.train.lr_schedule import LRSchedule, Scaling, gain
 
 batch = st.integers(1, 1 << 20)
 moment = st.one_of(st.none(), st.floats(-1e12, 1e12))
+
+
+def factor(schedule: LRSchedule, step: float) -> float:
+    """The factor at this step of the base batch size, if the batch size never changes."""
+    return schedule.factor(step, schedule.done(step, step * schedule.base_batch_size), schedule.base_batch_size)
 
 
 def test_gain_by_rule() -> None:
@@ -57,16 +64,57 @@ def test_adascale_without_statistics_is_cautious(batch_size: int, expected: floa
 
 def test_warmup_then_constant() -> None:
     schedule = LRSchedule(warmup_steps=4)
-    rates = [schedule.factor(progress, 1) for progress in range(6)]
+    rates = [schedule.factor(progress, 0.0, 1) for progress in range(6)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
 def test_cosine_from_the_end_of_warmup_to_zero() -> None:
-    schedule = LRSchedule(warmup_steps=10, decay="cosine", total=110)
-    assert schedule.factor(10, 1) == pytest.approx(1.0)
-    assert schedule.factor(60, 1) == pytest.approx(0.5)
-    assert schedule.factor(110, 1) == pytest.approx(0.0, abs=1e-15)
-    assert schedule.factor(1e6, 1) == pytest.approx(0.0, abs=1e-15)
+    schedule = LRSchedule(warmup_steps=10, decay="cosine", steps=110)
+    assert factor(schedule, 10) == pytest.approx(1.0)
+    assert factor(schedule, 60) == pytest.approx(0.5)
+    assert factor(schedule, 110) == pytest.approx(0.0, abs=1e-15)
+    assert factor(schedule, 1_000_000) == pytest.approx(0.0, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("decay", "options", "expected"),
+    [
+        ("none", {}, [1, 1, 1, 1, 1]),
+        ("constant", {}, [1, 1, 1, 1, 1]),
+        ("linear", {}, [1, 0.75, 0.5, 0.25, 0]),
+        ("cosine", {}, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
+        ("wsd", {"decay_fraction": 0.5}, [1, 1, 1, 1 - math.sqrt(0.5), 0]),
+        ("wsd", {"decay_fraction": 1.0}, [1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0]),
+        ("wsd", {"decay_fraction": 0.01}, [1, 1, 1, 1, 0]),
+    ],
+)
+def test_decays_have_known_values(decay: Any, options: dict[str, float], expected: list[float]) -> None:
+    schedule = LRSchedule(decay=decay, steps=40, **options)
+    assert [factor(schedule, step) for step in (0, 10, 20, 30, 40)] == pytest.approx(expected, abs=1e-12)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 512), min_size=2, max_size=40),
+    scaling=st.sampled_from(get_args(Scaling)),
+    decay=st.sampled_from(["cosine", "linear", "wsd"]),
+    by_steps=st.booleans(),
+    warmup=st.floats(0, 0.5),
+)
+def test_a_decay_ends_with_the_run_whatever_the_batch_does(
+    sizes: list[int], scaling: Scaling, decay: Any, by_steps: bool, warmup: float
+) -> None:
+    """It falls steadily, is above zero at each step, and zero after the last one: in epochs as in steps."""
+    length: dict[str, Any] = {"steps": len(sizes)} if by_steps else {"samples": sum(sizes)}
+    total = len(sizes) if by_steps else sum(sizes) / sizes[0]
+    schedule = LRSchedule(scaling, warmup * total, decay, sizes[0], decay_fraction=0.5, **length)
+    progress, samples, decays = 0.0, 0, []
+    for step, size in enumerate(sizes):
+        plain = LRSchedule("none", 0, decay, sizes[0], decay_fraction=0.5, **length)
+        decays.append(plain.factor(progress, schedule.done(step, samples), size))
+        progress, samples = schedule.advance(progress, size, 1.0, 50.0), samples + size
+    assert all(before >= after > 0 for before, after in itertools.pairwise(decays))
+    assert schedule.done(len(sizes), samples) == 1.0
+    assert schedule.factor(progress, 1.0, sizes[-1]) == pytest.approx(0.0, abs=1e-12)
 
 
 @given(
@@ -76,8 +124,8 @@ def test_cosine_from_the_end_of_warmup_to_zero() -> None:
     length=st.floats(1, 1e4),
 )
 def test_schedule_rises_then_falls(progress: float, more: float, warmup: float, length: float) -> None:
-    schedule = LRSchedule(warmup_steps=warmup, decay="cosine", total=warmup + length)
-    now, later = schedule.factor(progress, 1), schedule.factor(progress + more, 1)
+    schedule = LRSchedule(warmup_steps=warmup, decay="cosine", samples=warmup + length)
+    now, later = factor(schedule, progress), factor(schedule, progress + more)
     assert 0 <= now <= 1
     if progress >= warmup:
         assert later <= now
@@ -87,7 +135,7 @@ def test_schedule_rises_then_falls(progress: float, more: float, warmup: float, 
 
 def test_factors_multiply() -> None:
     schedule = LRSchedule(scaling="linear", warmup_steps=4, base_batch_size=32)
-    assert schedule.factor(1, 64, lr_scale=0.5) == pytest.approx((2 / 4) * 2 * 0.5)
+    assert schedule.factor(1, 0.0, 64, lr_scale=0.5) == pytest.approx((2 / 4) * 2 * 0.5)
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
@@ -103,7 +151,7 @@ def test_adascale_progress_follows_the_gain() -> None:
     schedule = LRSchedule(scaling="adascale", base_batch_size=128)
     assert schedule.advance(10.0, 512, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(12.0)
     assert schedule.advance(10.0, 512) == 11.0
-    assert schedule.factor(10.0, 512, 1.0, 1.0, 256.0) == pytest.approx(2.0)
+    assert schedule.factor(10.0, 0.0, 512, 1.0, 1.0, 256.0) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +162,9 @@ def test_adascale_progress_follows_the_gain() -> None:
         ("lr.warmup_steps=-3", {"warmup_steps": -3}),
         ("base batch size 0", {"base_batch_size": 0}),
         ("lr.decay=cosine over None", {"decay": "cosine"}),
-        ("lr.decay=cosine over 5", {"decay": "cosine", "warmup_steps": 5, "total": 5}),
+        ("lr.decay=cosine over 5", {"decay": "cosine", "warmup_steps": 5, "steps": 5}),
+        ("lr.decay=wsd over 10", {"decay": "wsd", "warmup_steps": 9.5, "steps": 10}),
+        ("lr.decay_fraction=0", {"decay": "wsd", "steps": 10, "decay_fraction": 0}),
     ],
 )
 def test_wrong_values_are_named(key: str, options: dict[str, Any]) -> None:

@@ -108,7 +108,8 @@ def configured_gpt(*overrides: str) -> tuple[GPT, DataSplit]:
     validate(cfg)
     split = instantiate.build(cfg.data)
     torch.manual_seed(cfg.seed)
-    return instantiate.build(cfg.model, **split.spec), split
+    node, _ = instantiate.initial_weights(cfg.model)
+    return instantiate.build(node, **split.spec), split
 
 
 def test_gpt_measures_its_normalisation_layers_by_configuration() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from problems import network, problem
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.observe.run_dir import RunDirectory
 from kfuse.train.reporter import Reporter
 
 COUNT = 600  # held-out samples: three chunks, the last one smaller
@@ -97,6 +102,48 @@ def test_figures_are_in_the_evaluations_events(monkeypatch: pytest.MonkeyPatch) 
     assert len(evaluations) == 2 and set(evaluations[0]["metrics"]) == {"loss", "size", "hits"}
 
 
+def reported(_: int = 0) -> list[dict[str, float]]:
+    """Each step's figures, as rank 0 reports them; weighted by twice the samples, which changes nothing."""
+    found: list[dict[str, float]] = []
+    report = Reporter.step
+
+    def step(self: Reporter, stats: Any, *others: Any) -> None:
+        found.append(stats.figures)
+        report(self, stats, *others)
+
+    with patch.object(Reporter, "step", step):
+        train(micro_batch=10, lr_scaling="none")
+        train(micro_batch=10, weight_fn=lambda batch: 2.0 * len(batch["x"]))
+    return found
+
+
+def test_figures_of_a_step_are_means_over_its_samples_on_one_worker_and_two() -> None:
+    model = network()
+    expected = []
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        opt.zero_grad()
+        loss, figures = two_losses(model, rows())
+        loss.backward()
+        opt.step()
+        values = {name: value.mean().item() if isinstance(value, Tensor) else value for name, value in figures.items()}
+        expected.append(values)
+    for found in (reported(), *run_workers(2, reported, 0)):
+        assert len(found) == 4
+        for step, figures in enumerate(found):
+            assert figures == pytest.approx(expected[step % 2], rel=1e-4)
+
+
+def test_figures_are_in_the_run_directorys_metrics(tmp_path: Path) -> None:
+    record = {"step": 0, "loss": 1.0, "figures": {"kl": 0.5, "size": math.nan}}
+    run = RunDirectory(tmp_path, tensorboard=True)
+    run.metrics(record)
+    run.metrics({"step": 1, "loss": 1.0})
+    run.close()
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["figures"] == {"kl": 0.5, "size": None} and "figures" not in second
+
+
 def number(model: nn.Module, batch: Any) -> Any:
     return model(batch["x"]).mean().item()
 
@@ -117,6 +164,19 @@ def unnamed(model: nn.Module, batch: Any) -> Any:
     return model(batch["x"]).mean(), 0.5
 
 
+def changing(model: nn.Module, batch: Any) -> Any:
+    model.calls = getattr(model, "calls", 0) + 1  # type: ignore[assignment]
+    return model(batch["x"]).mean(), {"b" if model.calls == 3 else "a": 1}
+
+
+def seventeen(model: nn.Module, batch: Any) -> Any:
+    return model(batch["x"]).mean(), {f"f{i}": i for i in range(17)}
+
+
+def words(model: nn.Module, batch: Any) -> Any:
+    return model(batch["x"]).mean(), {"a": "much"}
+
+
 @pytest.mark.parametrize(
     ("step_fn", "message"),
     [
@@ -125,6 +185,9 @@ def unnamed(model: nn.Module, batch: Any) -> Any:
         (vector, r"step_fn returned a loss of shape \[16\]: must be its mean"),
         (detached, "step_fn returned a loss without a gradient"),
         (triple, "step_fn returned tuple"),
+        (changing, r"step_fn returned the figures \['b'\], and \['a'\] before"),
+        (seventeen, "step_fn returned 17 figures: must be at most 16"),
+        (words, "step_fn's figure 'a' is a str: must be a number"),
         (unnamed, r"step_fn returned \(loss, float\): must be"),
         ("loss", "step_fn='loss': must be a function"),
     ],

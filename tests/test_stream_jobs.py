@@ -47,7 +47,10 @@ def test_a_fixed_number_of_workers(undisturbed: Job, seekable: str, workers: int
     assert_same_steps(job, undisturbed)
 
 
-def test_a_loss_and_resizes(undisturbed: Job, seekable: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loaders", [False, True], ids=["no-loaders", "loaders"])
+def test_a_loss_and_resizes(undisturbed: Job, seekable: str, loaders: bool, tmp_path: Path) -> None:
+    """With loader processes: 2 of each worker where the source can seek, else 1."""
+    count = (2 if seekable == "true" else 1) * loaders
     phases = [{"step": s, "workers": n} for s, n in ((5, 3), (40, 1), (60, 2))]
     gates = [{"step": 20, "workers": 3}, {"step": 55, "workers": 1}, {"step": 75, "workers": 2}]
     events = [
@@ -55,7 +58,7 @@ def test_a_loss_and_resizes(undisturbed: Job, seekable: str, tmp_path: Path) -> 
         {"step": 85, "moment": "between_reduction_and_update", "rank": 0, "how": "kill", "workers": 2},
     ]
     faults = chaos(tmp_path, phases=phases, gates=gates, events=events)
-    job = run_job(tmp_path / "run", [*TRAINING, f"+data.seekable={seekable}", *faults])
+    job = run_job(tmp_path / "run", [*TRAINING, f"+data.seekable={seekable}", f"data.workers={count}", *faults])
     assert_numbers_in_order(job)
     assert_same_steps(job, undisturbed)
     assert [failure["how"] for failure in job.of_kind("failure")] == ["was ended by SIGKILL"] * 2

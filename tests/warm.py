@@ -97,5 +97,6 @@ def work(env: Mapping[str, str], log: Path) -> None:
     for standard in (1, 2):
         os.dup2(stream, standard)
     os.close(stream)
+    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # may have loaders
     sys.modules.pop("kfuse.cli.worker", None)
     runpy.run_module("kfuse.cli.worker", run_name="__main__")

@@ -77,9 +77,7 @@ class Checkpointer:
         if not self.wait(0.0):
             return False
         started = time.perf_counter()
-        copy = _snapshot(state, "state")
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
+        copy = snapshot(state, "state")
         parts = {_MODEL: copy.pop("model"), _OPTIMIZER: copy.pop("optimizer"), _REST: copy}
         snapshot_s = time.perf_counter() - started
         # A thread for each, so that nothing holds the copy once it is written. Not a daemon: exit waits for it.
@@ -101,7 +99,7 @@ class Checkpointer:
         try:
             if not self._directory.is_dir():
                 self._directory.mkdir(parents=True, exist_ok=True)
-                _fsync_directory(self._directory.parent)
+                fsync_directory(self._directory.parent)
             self._remove_leftovers()
             # Later ones are of a run that this one went back from: resuming must not pick them. Not so once this one
             # has written: then they are of a process that writes here too.
@@ -111,7 +109,7 @@ class Checkpointer:
             self._wrote = True
         except Exception as error:
             shutil.rmtree(hidden, ignore_errors=True)
-            self._failed(step, _one_line(error))
+            self._failed(step, one_line(error))
             return
         wall_s = time.perf_counter() - started
         event = {"step": step, "path": str(path), "bytes": size, "wall_s": wall_s, "snapshot_s": snapshot_s}
@@ -120,7 +118,7 @@ class Checkpointer:
         try:
             self._prune(step, abandoned)
         except OSError as error:
-            self._failed(step, f"it is written, but older ones could not be removed: {_one_line(error)}")
+            self._failed(step, f"it is written, but older ones could not be removed: {one_line(error)}")
 
     def _failed(self, step: int, why: str) -> None:
         self._report({"kind": "checkpoint_failed", "step": step, "why": why})
@@ -134,7 +132,7 @@ class Checkpointer:
                 self._remove(old)
             os.rename(path, old)
         os.rename(hidden, path)
-        _fsync_directory(self._directory)
+        fsync_directory(self._directory)
 
     def _prune(self, step: int, abandoned: list[Path]) -> None:
         found = _find(self._directory)
@@ -184,7 +182,7 @@ def load(path: Path) -> dict[str, Any]:
             raise
         except Exception as error:  # torch raises many types for a file that another version wrote
             versions = f"written by torch {manifest['torch']}, this is {torch.__version__}"
-            raise CheckpointError(f"{file}: {_one_line(error)} ({versions})") from error
+            raise CheckpointError(f"{file}: {one_line(error)} ({versions})") from error
     return {"model": parts[_MODEL], "optimizer": parts[_OPTIMIZER], **parts[_REST]}
 
 
@@ -211,8 +209,20 @@ def _find(directory: Path) -> list[tuple[int, bool, Path]]:
     return sorted(found, key=lambda item: (-item[0], item[1]))
 
 
+def snapshot(value: Any, where: str) -> Any:
+    """A copy of `value` that shares nothing with it, tensors dense and on the host.
+
+    What torch.load(weights_only=True) reads back, and nothing else: tensors, None, bool, int, float, str, and lists,
+    tuples and dicts of those. where: what `value` is, for messages. Raises TypeError, naming the place.
+    """
+    copy = _snapshot(value, where)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return copy
+
+
 def _snapshot(value: Any, where: str) -> Any:
-    """A copy of `value` that shares nothing with it, tensors dense and on the host (copies from a GPU are under way).
+    """As `snapshot`, but copies from a GPU are still under way.
 
     Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else.
     """
@@ -254,7 +264,7 @@ def _write_files(folder: Path, step: int, parts: dict[str, Any]) -> int:
         file = _HashedFile(stream)
         file.write(_encode(manifest))
         file.sync()
-    _fsync_directory(folder)
+    fsync_directory(folder)
     return file.size + sum(int(entry["bytes"]) for entry in files.values())
 
 
@@ -325,7 +335,8 @@ def _writes(pid: int) -> bool:
     return pid != os.getpid()
 
 
-def _fsync_directory(path: Path) -> None:
+def fsync_directory(path: Path) -> None:
+    """Sees a directory's names to the disk, so that a file renamed there keeps its name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -333,5 +344,6 @@ def _fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The first line of an exception's message, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

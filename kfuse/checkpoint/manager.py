@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
-from kfuse.session import Session
+from kfuse.session import Record, Session
 
 _log = logging.getLogger("kfuse")
 
 _LAST_TIMEOUT_S = 15.0  # a part of the grace period that a preempted job usually has
-_NOTHING_TO_RESUME = (
-    "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
-)
+_NOTHING_TO_RESUME = {
+    "checkpoint.resume": "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or "
+    "checkpoint.resume=PATH",
+    "resume": "no checkpoint to resume from in {}: training starts from its beginning",
+}
 
 CaptureState = Callable[[], dict[str, Any]]
 
@@ -29,18 +31,30 @@ class Checkpoints:
         session: Session,
         *,
         every_steps: int | None = None,
+        each_epoch: bool = False,
         keep: int = 3,
         resume: str = "never",
+        key: str = "checkpoint.resume",
+        report: Record | None = None,
     ) -> None:
-        """directory: of the checkpoints. every_steps: steps between two; None: none are written.
+        """directory: of the checkpoints. every_steps: steps between two. each_epoch: one at the end of each epoch.
 
+        With neither, none are written.
         keep: how many of the newest are kept. resume: which one to resume from: never, auto (the newest valid one in
-        `directory`, if there is one), or a path.
+        `directory`, if there is one), or a path. key: the name of that setting, for messages. report: gets events, as
+        ("event", fields); None: `session.report`.
         """
         self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
-        self._session = session
+        self._each_epoch, self._key, self._session = each_epoch, key, session
+        self._reported = report or session.report
         self._writer: Checkpointer | None = None
         self._written = -1  # step of the newest, written or under way
+        self._written_epoch = 0  # epochs that were over then
+
+    @property
+    def restarts(self) -> bool:
+        """Whether this training, started anew, resumes from the checkpoints that it writes."""
+        return bool(self._every_steps or self._each_epoch) and self._resume == "auto"
 
     def load(self, restarted: bool = False) -> dict[str, Any] | None:
         """The state to resume from; None to start from the beginning. restarted: this run's own checkpoints come first.
@@ -54,10 +68,10 @@ class Checkpoints:
             found = self._load_path(Path(self._resume).expanduser())
         if found is None:
             if self._resume == "auto" and not restarted:
-                self._report({"kind": "started", "note": _NOTHING_TO_RESUME.format(self._directory)})
+                self._report({"kind": "started", "note": _NOTHING_TO_RESUME[self._key].format(self._directory)})
             return None
         state, path = found
-        self._written = state["progress"]["step"]
+        self._written, self._written_epoch = state["progress"]["step"], state["progress"]["epoch"]
         self._report({"kind": "resumed", "step": self._written, "path": str(path)})
         _log.info("checkpoint of step %d loaded from %s", self._written, path)
         return state
@@ -69,20 +83,21 @@ class Checkpoints:
                 return load(folder), folder
             if (found := load_newest(folder, self._report)) is not None:
                 return found
-        raise CheckpointError(f"checkpoint.resume={path}: no good checkpoint there")
+        raise CheckpointError(f"{self._key}={path}: no good checkpoint there")
 
-    def save_when_due(self, step: int, state: CaptureState) -> None:
-        """Starts a checkpoint every `every_steps` steps; later if the one before is still being written.
+    def save_when_due(self, step: int, epoch: int, state: CaptureState) -> None:
+        """Starts a checkpoint every `every_steps` steps, or each epoch; later if the last is still being written.
 
-        state: called on the leader, returns the state to write.
+        step, epoch: how many are over. state: called on the leader, returns the state to write.
         """
         every = self._every_steps
-        if every and step // every > max(self._written, 0) // every and self._save(step, state):
-            self._written = step
+        due = every and step // every > max(self._written, 0) // every
+        if (due or (self._each_epoch and epoch > self._written_epoch)) and self._save(step, state):
+            self._written, self._written_epoch = step, epoch
 
     def save_last(self, step: int, state: CaptureState) -> None:
         """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one."""
-        if self._every_steps is None or self._session.group.rank != 0:
+        if not (self._every_steps or self._each_epoch) or self._session.group.rank != 0:
             return
         if self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
@@ -102,4 +117,4 @@ class Checkpoints:
         return self._writer.save(step, state())
 
     def _report(self, event: dict[str, Any]) -> None:
-        self._session.report("event", {"step": None, **event})
+        self._reported("event", {"step": None, **event})

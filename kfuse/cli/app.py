@@ -164,11 +164,12 @@ def _run_hydra(sweep: Sweep | None) -> int:
         context = HydraConfig.get()
         run_dir = Path(context.runtime.output_dir)
         if sweep is not None:
-            sweep.begin(context.job.num, Path(context.sweep.dir).absolute(), run_dir)
-        statuses.append(_job(cfg, run_dir))
+            sweep.begin(context.job.num, Path(os.path.abspath(context.sweep.dir)), run_dir)
+        status, error = _job(cfg, run_dir)
+        statuses.append(status)
         if sweep is not None:
-            sweep.end(context.job.num, run_dir, statuses[-1])
-        if statuses[-1] in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
+            sweep.end(context.job.num, run_dir, status, error)
+        if status in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
             raise KeyboardInterrupt
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them
@@ -182,8 +183,8 @@ def _run_hydra(sweep: Sweep | None) -> int:
     return max(statuses)
 
 
-def _job(cfg: DictConfig, run_dir: Path) -> int:
-    """One run, in the directory that Hydra made for it; returns its exit status."""
+def _job(cfg: DictConfig, run_dir: Path) -> tuple[int, str | None]:
+    """One run, in the directory that Hydra made for it; returns its exit status, and the error that prevented it."""
     drop_replaced_arguments(cfg, list(HydraConfig.get().overrides.task))
     expand_home(cfg)
     OmegaConf.resolve(cfg)
@@ -192,15 +193,16 @@ def _job(cfg: DictConfig, run_dir: Path) -> int:
         _name_chosen_data(cfg)
         from kfuse.cli.run import run  # not before it is needed: `--help` is quick
 
-        return run(cfg, run_dir)
+        return run(cfg, run_dir), None
     except ConfigError as error:
-        return _refuse(str(error))
+        return _refuse(str(error)), str(error)
     except Exception as error:
+        why = explain(error)
         if isinstance(error, OSError) and Path(error.filename or "").is_relative_to(run_dir):
-            return _refuse(explain(error))
+            return _refuse(why), why
         # If it reached Hydra, Hydra would print its own message and not run the rest of a sweep.
         traceback.print_exc()
-        return 1
+        return 1, why
 
 
 def _name_chosen_data(cfg: DictConfig) -> None:

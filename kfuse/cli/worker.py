@@ -7,6 +7,7 @@ import sys
 import traceback
 
 from kfuse import session
+from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
 from kfuse.train.build import build_trainer, comm_options, set_threads
@@ -14,6 +15,9 @@ from kfuse.train.build import build_trainer, comm_options, set_threads
 
 def main() -> int:
     """Returns the exit status; 0: trained, or left as planned. The supervisor shows other errors' traceback."""
+    # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     client = ControlClient()
     config = client.job
     timeout_s = config["comm"]["timeout_s"]
@@ -22,7 +26,7 @@ def main() -> int:
     trainer = build_trainer(config)
     try:
         trainer.run()
-    except (ControlError, ConsistencyError) as error:
+    except (ControlError, ConsistencyError, LoaderError) as error:
         print(f"kfuse: worker {client.worker} ends: {error}", file=sys.stderr)
         return 1
     client.close()

@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from kfuse.config import instantiate
 from kfuse.config.instantiate import show
 from kfuse.config.messages import explain
-from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
+from kfuse.config.schema import CLASS_GROUPS, LOADING, SETTINGS, ConfigError
 
-_SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key})
+_SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key} - {*CLASS_GROUPS})
 # The data sets that supply an argument of a model, and the models that take it.
 _SUPPLIED_BY = {
     "vocab_size": "data=text",
@@ -28,6 +28,7 @@ _SUPPLIED_BY = {
     "num_classes": "data=digits|cifar10|image_folder",
 }
 _TAKEN_BY = {"vocab_size": "model=gpt", "input_shape": "model=mlp|convnet"}
+_OURS = f"{', '.join(f'data.{name}' for name in LOADING)} are settings of the training loop"
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
@@ -40,6 +41,7 @@ def drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
     for group in CLASS_GROUPS:
         if f"{group}._target_" in given:
             kept = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
+            kept |= {*LOADING} if group == "data" else set()
             with open_dict(cfg):
                 cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
 
@@ -73,7 +75,8 @@ def validate(cfg: DictConfig) -> None:
     for setting in SETTINGS.values():
         section, _, name = setting.key.rpartition(".")
         value = (values[section] if section else values)[name]
-        if not setting.allows(value):
+        # The type too: the groups of classes, where data.workers is, take values of any type.
+        if not (instantiate.fits(value, setting.kind | None) and setting.allows(value)):
             raise ConfigError(f"{setting.key}={show(value)}: must be {setting.allowed}")
     _check_combinations(values)
     _check_resume(values["checkpoint"]["resume"])
@@ -96,6 +99,7 @@ def _check_keys(values: Mapping[str, Any]) -> None:
         if not isinstance(values.get(section), Mapping):
             raise ConfigError(f"{section}: missing, and needed")
         found |= {f"{section}.{name}" for name in values[section]}
+    found |= {f"data.{name}" for name in LOADING if isinstance(values["data"], Mapping) and name in values["data"]}
     known = {*SETTINGS, *CLASS_GROUPS}
     for key in sorted(found - known):
         raise ConfigError(f"{key}: no such key{instantiate.did_you_mean(key, known)}")
@@ -202,6 +206,10 @@ def _check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any],
 
     That is None for a stream. train: the section of the configuration.
     """
+    loaders, node = node["workers"], {name: value for name, value in node.items() if name not in LOADING}
+    for name in instantiate.parameters(_check_class("data", node)) or ():
+        if name in LOADING:
+            raise ConfigError(f"data._target_={node['_target_']}: its argument {name} must have another name: {_OURS}")
     split = _make("data", node)
     if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
         raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
@@ -210,7 +218,7 @@ def _check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any],
     lengths = {}
     for part in ("train", "heldout"):
         try:
-            lengths[part] = number_of_samples(getattr(split, part), heldout=part == "heldout")
+            lengths[part] = number_of_samples(getattr(split, part), part == "heldout", loaders)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
         if lengths[part] == 0:
@@ -226,6 +234,11 @@ def _check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any],
 def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     import torch  # after the cheap checks: it takes a second
 
+    path = None
+    with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
+        node, path = instantiate.initial_weights(node)
+    if not isinstance(path, str | None) or path == "":
+        raise ConfigError(f"model.init={show(path)}: must be the path of model.pt or model.safetensors, or null")
     _check_class("model", node, spec)
     model = None
     with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
@@ -236,6 +249,15 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
         raise _wrong_result("model", node, model, "torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
+    if path is not None:
+        from kfuse.checkpoint.saved_model import mismatch, read_weights
+
+        try:
+            why = mismatch(model, read_weights(path))
+        except ValueError as error:
+            raise ConfigError(f"model.init={error}") from error
+        if why:
+            raise ConfigError(f"model.init={path}: {why}")
 
 
 def _check_optimizer(node: Any, lr: float) -> None:
@@ -282,11 +304,15 @@ def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_decay(values: Mapping[str, Any], samples: int | None) -> None:
-    """A cosine needs steps after the warmup. The run's length is counted in steps of the first batch size."""
+    """A decay needs steps after the warmup. The run's length is counted in steps of the first batch size."""
+    from kfuse.train.lr_schedule import decay_refusal  # after the cheap checks: it imports torch
+
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
     total = min(length for length in lengths if length is not None)
-    if lr["decay"] == "cosine" and lr["warmup_steps"] >= total:
+    if decay_refusal(lr["decay"], lr["warmup_steps"], total, lr["decay_fraction"]):
+        room = f"{1 - lr['decay_fraction']:g} of " if lr["decay"] == "wsd" else ""
         raise ConfigError(
-            f"lr.warmup_steps={lr['warmup_steps']}: must be below the run's {total:.0f} steps with lr.decay=cosine"
+            f"lr.warmup_steps={lr['warmup_steps']}: must be below {room}the run's {total:.0f} steps with "
+            f"lr.decay={lr['decay']}"
         )

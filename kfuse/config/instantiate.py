@@ -72,9 +72,19 @@ def build(node: Mapping[str, Any], /, *first: Any, always: Mapping[str, Any] | N
     Raises ValueError if `_target_` names nothing that can be called, and whatever the call raises.
     """
     factory = locate(node.get("_target_"))
-    known = _parameters(factory) or {}
+    known = parameters(factory) or {}
     fitting = {name: value for name, value in supplied.items() if name in known}
     return factory(*first, **(fitting | dict(always or {}) | arguments(node)))
+
+
+def initial_weights(node: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The model's node without `init`, and `init`: the file with the weights to start from, or None.
+
+    A class that has an argument `init` of its own gets it, as any other. Raises as `locate`.
+    """
+    if "init" in (parameters(locate(node.get("_target_"))) or {}):
+        return dict(node), None
+    return {name: value for name, value in node.items() if name != "init"}, node.get("init")
 
 
 def check_arguments(
@@ -88,7 +98,7 @@ def check_arguments(
     missing.
     """
     factory = locate(node.get("_target_"))
-    known = _parameters(factory)
+    known = parameters(factory)
     if known is None:
         return factory
     given = arguments(node)
@@ -116,7 +126,7 @@ def check_arguments(
     return factory
 
 
-def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     """Its parameters, annotations evaluated where that is possible; None where it has no signature."""
     for evaluate in (True, False):
         try:

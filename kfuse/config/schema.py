@@ -6,7 +6,7 @@ import math
 import textwrap
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -51,6 +51,19 @@ class Workers:
 
 
 @dataclass
+class Data:
+    """How data are loaded: keys of the group data that are not arguments of its class."""
+
+    workers: int = setting(
+        0,
+        "loader processes of each worker, which fetch micro-batches ahead; 0: fetched in the step's own thread",
+        least=0,
+        most=2**10,
+    )
+    prefetch: int = setting(2, "micro-batches that each loader process fetches ahead", least=1, most=2**10)
+
+
+@dataclass
 class LR:
     """The learning rate."""
 
@@ -61,7 +74,12 @@ class LR:
         choices=("none", "linear", "sqrt", "adascale"),
     )
     warmup_steps: int = setting(0, "steps of linear warmup; 0: none", least=0)
-    decay: str = setting("none", "how the rate falls after the warmup", choices=("none", "cosine"))
+    decay: str = setting(
+        "none",
+        "how the rate falls after the warmup, to zero at the run's end; wsd: in its last part only; constant: as none",
+        choices=("none", "cosine", "linear", "wsd", "constant"),
+    )
+    decay_fraction: float = setting(0.1, "part of the run in which lr.decay=wsd lowers the rate", above=0, most=1)
 
 
 @dataclass
@@ -76,6 +94,7 @@ class Train:
     eval_every: int | None = setting(None, "steps between evaluations; null: once an epoch", least=1)
     precision: str = setting("fp32", "arithmetic of forward and backward; bf16: autocast", choices=("fp32", "bf16"))
     clip_norm: float | None = setting(None, "largest norm of the mean gradient; null: no clipping", above=0)
+    save_model: bool = setting(True, "write model.pt at the end, best.pt by evaluation; also model.safetensors")
 
 
 @dataclass
@@ -145,7 +164,7 @@ class Config:
 
     seed: int = setting(0, "of the initial parameters, data order, augmentation and dropout", least=0, most=2**32 - 1)
     model: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=lambda: asdict(Data()), metadata={"settings": Data})
     optimizer: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
@@ -218,8 +237,9 @@ def _settings(cls: type, prefix: str = "") -> Iterator[Setting]:
     hints = typing.get_type_hints(cls)
     for f in fields(cls):
         hint = hints[f.name]
-        if is_dataclass(hint):
-            yield from _settings(typing.cast(type, hint), f"{prefix}{f.name}.")
+        section = f.metadata.get("settings", hint)
+        if is_dataclass(section):
+            yield from _settings(typing.cast(type, section), f"{prefix}{f.name}.")
         elif f.metadata:
             kinds = [arg for arg in typing.get_args(hint) or (hint,) if arg is not type(None)]
             optional = len(typing.get_args(hint)) > 1
@@ -227,6 +247,8 @@ def _settings(cls: type, prefix: str = "") -> Iterator[Setting]:
 
 
 SETTINGS = {leaf.key: leaf for leaf in _settings(Config)}
+LOADING = tuple(f.name for f in fields(Data))
+"""The keys of the group data that are not arguments of its class."""
 
 
 def settings_help() -> str:

@@ -104,6 +104,16 @@ Collate = Callable[[list[Any]], Any]
 """collate_fn(samples): the batch, any nested structure."""
 
 
+# What torch says where samples cannot be stacked, the latter in a loader process.
+_OF_UNEQUAL_SIZES = ("equal size", "not resizable")
+
+
+def check_collate(collate_fn: object) -> None:
+    """Raises TypeError unless it is a function, or None."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn={collate_fn!r}: must be a function of a list of samples")
+
+
 def collate(samples: list[Any], collate_fn: Collate | None, source: Any) -> Any:
     """Makes a batch of samples: a pair (inputs, targets) as a tuple, anything else as it was collated.
 
@@ -115,6 +125,8 @@ def collate(samples: list[Any], collate_fn: Collate | None, source: Any) -> Any:
         try:
             batch = default_collate(samples)
         except (RuntimeError, TypeError) as error:
+            if isinstance(error, RuntimeError) and not any(text in str(error) for text in _OF_UNEQUAL_SIZES):
+                raise  # shared memory is short, for example
             why = str(error).partition("\n")[0]
             kind = type(source).__name__
             raise TypeError(f"samples of {kind} need collate_fn=, the default fails ({why})") from error
@@ -129,7 +141,8 @@ class MapData:
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
-        """collate_fn: None: `torch.utils.data.default_collate`."""
+        """collate_fn: None: `torch.utils.data.default_collate`. Raises TypeError where it cannot be called."""
+        check_collate(collate_fn)
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def __len__(self) -> int:
@@ -162,8 +175,6 @@ def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     Raises TypeError, which names what is accepted, for anything else, and ValueError for parts of different lengths.
     """
     if collate_fn is not None:
-        if not callable(collate_fn):
-            raise TypeError(f"collate_fn={collate_fn!r}: must be a function of a list of samples")
         if not is_map_style(obj):
             raise TypeError(
                 f"collate_fn= with {type(obj).__name__}, whose samples are not fetched one by one: pass a map-style "

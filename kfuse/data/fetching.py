@@ -5,18 +5,24 @@ So what is fetched is a pure function of (seed, epoch, indices). It depends on n
 
 from __future__ import annotations
 
+import contextlib
 import random
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from kfuse.data.batch import to_device
 from kfuse.data.dataset import Dataset, MapData
-from kfuse.data.sampler import EpochSampler, StreamSampler
+from kfuse.data.sampler import EpochSampler, StreamSampler, micro_batch_sizes, worker_range
 from kfuse.data.streams import Stream
 
 _FETCHING = 2**63 - 25
 """In the keys of fetching: sets them apart from the keys of a micro-batch's forward, which have a step in its place."""
+_IDLE_STEPS = 100
 
 
 class Task(NamedTuple):
@@ -27,17 +33,95 @@ class Task(NamedTuple):
     samples: int
 
 
+@dataclass(frozen=True)
+class TaskPlan:
+    """Which micro-batches are a worker's, step after step, for as long as none of these changes."""
+
+    samples: int | None
+    """Samples of the data set; None: a stream, which has no end."""
+    epochs: int | None
+    """Epochs of this training; None: no limit."""
+    batch_size: int
+    micro_batch: int
+    workers: int
+    rank: int
+    shares: tuple[int, ...] | None
+    """Weights of the workers; None: all the same."""
+    epoch: int = field(compare=False)
+    """The position from which on it is asked for. Two plans that differ in nothing else are equal."""
+    cursor: int = field(compare=False)
+
+    def tasks(self) -> Iterator[Task]:
+        """The worker's micro-batches from this position on, in the order of their use, across epochs.
+
+        Ends after `_IDLE_STEPS` steps without one for this worker.
+        """
+        epoch, cursor, idle, end = self.epoch, self.cursor, 0, self.samples or sys.maxsize
+        while (self.epochs is None or epoch < self.epochs) and idle < _IDLE_STEPS:
+            sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch)
+            mine = worker_range(len(sizes), self.workers, self.rank, self.shares)
+            for j in mine:
+                yield Task(epoch, cursor + j * self.micro_batch, sizes[j])
+            idle = 0 if mine else idle + 1
+            cursor += sum(sizes)
+            if cursor >= end:
+                epoch, cursor = epoch + 1, 0
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The loader processes of one training worker, which fetch its micro-batches ahead."""
+
+    workers: int = 0
+    """How many; 0: none, data are fetched in the step's own thread."""
+    prefetch: int = 2
+    """Micro-batches that each loader process fetches ahead."""
+    pin_memory: bool = True
+    """On CUDA: copy batches from pinned memory, on a stream of their own, beside the forward that runs meanwhile."""
+    init: Callable[[int], object] | None = None
+    """Called first in each loader process, with its number from 0."""
+
+
+class Watch(Protocol):
+    """Looks at what the first micro-batch does to the data set, in the process that fetches it."""
+
+    def before_step(self) -> None:
+        """The first micro-batch is about to be fetched."""
+
+    def after_step(self, warns: bool) -> None:
+        """It has been fetched. warns: whether this worker logs the warning."""
+
+
+class LoaderError(RuntimeError):
+    """Loader processes end again and again. The message says which one, and how it ended."""
+
+
 class Fetcher:
-    """Fetches micro-batches of one data set in the caller's thread."""
+    """Fetches micro-batches of one data set in the caller's thread.
+
+    `kfuse.data.feeder.Feeder` has the same methods, and fetches in loader processes.
+    """
 
     def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler) -> None:
         """sampler: the order of the samples in each epoch, and the seed."""
-        self.data, self._sampler = data, sampler
+        self.data, self.sampler = data, sampler
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a training: outside of it no loader process runs."""
+        yield
+
+    def expect(self, plan: TaskPlan) -> None:
+        """A step begins. The plan's tasks will be asked for, in their order, until it changes."""
 
     def fetch(self, task: Task) -> Any:
-        """Returns the task's batch. The global generators of torch, numpy and random are seeded, and left so."""
-        indices = self._sampler.indices(*task)
-        return fetch(self.data, indices, self._sampler.seed, task.epoch)
+        """Returns the task's batch, a function of seed and task alone. Changes the state of the global generators."""
+        indices = self.sampler.indices(*task)
+        return fetch(self.data, indices, self.sampler.seed, task.epoch)
+
+    def to_device(self, batch: Any, device: torch.device) -> Any:
+        """Returns the batch that was fetched last, with its tensors on `device`."""
+        return to_device(batch, device)
 
 
 def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) -> Any:

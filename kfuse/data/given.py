@@ -9,59 +9,79 @@ from typing import Any
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
     default_collate,
 )
 
-from kfuse.data.dataset import Collate, DataError, Dataset, as_dataset, is_map_style
+from kfuse.data.dataset import Collate, DataError, Dataset, MapData, as_dataset, is_map_style
 from kfuse.data.streams import Stream, as_stream
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Data to train on, and the settings of the torch DataLoader that it came in."""
+    """Data to train on, and how it is to be loaded."""
 
     data: Dataset | Stream
-    batch_size: int = 32
-    in_loader: bool = False
-    """Whether it came in a torch DataLoader."""
-    num_workers: int | None = None
-    prefetch_factor: int | None = None
-    pin_memory: bool | None = None
-    worker_init_fn: Callable[[int], None] | None = None
-    remarks: tuple[str, ...] = ()
+    batch_size: int
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    worker_init_fn: Callable[[int], object] | None
+    batch_of_loader: bool
+    """Whether the batch size is that of a torch DataLoader."""
+    remarks: tuple[str, ...]
     """What the user must know before training on it."""
 
 
-def training_data(obj: Any, collate_fn: Collate | None = None) -> TrainingData:
+def training_data(
+    obj: Any,
+    collate_fn: Collate | None = None,
+    batch_size: int | None = None,
+    num_workers: int | None = None,
+    prefetch_factor: int | None = None,
+    pin_memory: bool | None = None,
+    worker_init_fn: Callable[[int], object] | None = None,
+) -> TrainingData:
     """Returns the data to train on: see `as_stream` and `as_dataset`, whose errors it raises.
 
-    A torch DataLoader is taken apart. Its batch_size is the GLOBAL one: samples in a step of all workers together. Of
-    its order only shuffle=True is accepted, which kfuse's own order by (seed, epoch) replaces. `collate_fn` is used
-    instead of the loader's. Raises DataError, with the remedy, for a loader that makes its own batches or order.
+    A torch DataLoader is taken apart: arguments that are None are its own. Its batch_size is the GLOBAL one: samples in
+    a step of all workers together. Of its order only shuffle=True is accepted, which kfuse's own order by (seed, epoch)
+    replaces. Raises DataError, with the remedy, for a loader that makes its own batches or order. Without a loader the
+    defaults are batches of 32, no loader processes, pinned memory.
     """
-    if not isinstance(obj, DataLoader):
-        return TrainingData(data := _data(obj, collate_fn), remarks=_warnings(data))
-    _check_batches(obj)
-    if not isinstance(obj.dataset, IterableDataset):
-        _check_order(obj)
-    remarks = []
-    if obj.drop_last:
-        remarks.append("DataLoader: drop_last=True is not used: the last step of an epoch takes the samples left over")
-    if obj.generator is not None:
-        remarks.append("DataLoader: generator= is not used: the order is drawn from seed=")
-    data = _data(obj.dataset, collate_fn or _own_collate(obj))
+    remarks: list[str] = []
+    batch_of_loader = False
+    if isinstance(obj, DataLoader):
+        _check_batches(obj)
+        data = _of_loader(obj, collate_fn)
+        if not isinstance(data, Stream):
+            _check_order(obj)
+        if obj.drop_last:
+            remarks.append("DataLoader: drop_last=True is not used: an epoch's last step takes the samples left over")
+        if obj.generator is not None:
+            remarks.append("DataLoader: generator= is not used: the order is drawn from seed=")
+        batch_of_loader = batch_size is None
+        batch_size = obj.batch_size if batch_size is None else batch_size
+        num_workers = obj.num_workers if num_workers is None else num_workers
+        if prefetch_factor is None and num_workers:
+            prefetch_factor = obj.prefetch_factor
+        pin_memory = obj.pin_memory if pin_memory is None else pin_memory
+        worker_init_fn = worker_init_fn or obj.worker_init_fn
+    else:
+        data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn)
+    if isinstance(data, Stream) and data.warning:
+        remarks.append(data.warning)
     return TrainingData(
         data,
-        obj.batch_size or 1,
-        True,
-        obj.num_workers,
-        obj.prefetch_factor,
-        obj.pin_memory,
-        obj.worker_init_fn,
-        (*remarks, *_warnings(data)),
+        32 if batch_size is None else batch_size,
+        0 if num_workers is None else num_workers,
+        prefetch_factor,
+        True if pin_memory is None else pin_memory,
+        worker_init_fn,
+        batch_of_loader,
+        tuple(remarks),
     )
 
 
@@ -73,34 +93,33 @@ def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     """
     if isinstance(obj, DataLoader):
         _check_batches(obj)
-        if not isinstance(obj.sampler, SequentialSampler | RandomSampler) and not isinstance(
-            obj.dataset, IterableDataset
-        ):
+        data = _of_loader(obj, collate_fn)
+        if not isinstance(data, Stream) and not isinstance(obj.sampler, SequentialSampler | RandomSampler):
             raise DataError(f"heldout=DataLoader(sampler={type(obj.sampler).__name__}): make it without a sampler")
-        obj, collate_fn = obj.dataset, collate_fn or _own_collate(obj)
-    stream = as_stream(obj, collate_fn)
-    if stream is not None:
-        raise DataError(f"heldout={type(obj).__name__}: a stream has no length; pass a finite data set")
-    return as_dataset(obj, collate_fn if is_map_style(obj) else None)
+    else:
+        data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn if is_map_style(obj) else None)
+    if isinstance(data, Stream):
+        raise DataError(f"heldout={type(data.dataset).__name__}: a stream has no length; pass a finite data set")
+    return data
 
 
-def number_of_samples(obj: Any, heldout: bool) -> int | None:
+def number_of_samples(obj: Any, heldout: bool, num_workers: int) -> int | None:
     """Returns how many samples the data have; None for a stream. Raises what `training_data` and `heldout_data` do."""
     data = heldout_data(obj) if heldout else training_data(obj).data
-    return None if isinstance(data, Stream) else len(data)
+    if not isinstance(data, Stream):
+        return len(data)
+    data.check_workers(num_workers)
+    return None
 
 
-def _data(obj: Any, collate_fn: Collate | None) -> Dataset | Stream:
-    stream = as_stream(obj, collate_fn)
-    return as_dataset(obj, collate_fn) if stream is None else stream
-
-
-def _warnings(data: Dataset | Stream) -> tuple[str, ...]:
-    return (data.warning,) if isinstance(data, Stream) and data.warning else ()
-
-
-def _own_collate(loader: DataLoader[Any]) -> Collate | None:
-    return None if loader.collate_fn is default_collate else loader.collate_fn
+def _of_loader(loader: DataLoader[Any], collate_fn: Collate | None) -> Dataset | Stream:
+    """A loader's data set, whose samples it takes one by one: a list of two tensors, too, is two samples."""
+    dataset: Any = loader.dataset
+    if collate_fn is None and loader.collate_fn is not default_collate:
+        collate_fn = loader.collate_fn
+    if collate_fn is None and isinstance(dataset, TensorDataset):
+        return as_dataset(dataset)
+    return as_stream(dataset, collate_fn) or MapData(dataset, collate_fn)
 
 
 def _check_batches(loader: DataLoader[Any]) -> None:

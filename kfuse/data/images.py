@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from kfuse.data.dataset import DataError, DataSplit, TensorData
 from kfuse.data.loading import read_bytes, split_indices
@@ -240,7 +241,7 @@ class ImageFiles(Images):
         super().__init__(torch.from_numpy(labels.astype(np.int64)), IMAGENET_PIXELS, augment)
         self.files, self.size = list(files), size
         self._pillow = _import("PIL.Image", "image_folder", "Pillow", "'kfuse[vision]'")
-        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="kfuse-decode")
+        self._threads: ThreadPoolExecutor | None = None
 
     def pixels(self, indices: np.ndarray, generator: torch.Generator | None) -> Tensor:
         """Returns the decoded images. Raises DataError, which names the file, for one that cannot be decoded."""
@@ -249,7 +250,12 @@ class ImageFiles(Images):
         if generator is not None:
             # Drawn here, for the whole batch: the threads' order must not matter.
             draws = torch.rand(len(files), 5, generator=generator, dtype=torch.float64).tolist()
-        decoded = np.stack(list(self._threads.map(self._decode, files, draws)))
+        if get_worker_info() is not None:  # in a loader process, beside others: one thread, as torch has there
+            decoded = np.stack(list(map(self._decode, files, draws)))
+        else:
+            if self._threads is None:  # made at first use, so that a loader process never inherits its threads
+                self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="kfuse-decode")
+            decoded = np.stack(list(self._threads.map(self._decode, files, draws)))
         # Contiguous: the CPU's convolutions have corrupted memory for small channels-last images.
         return torch.from_numpy(decoded).permute(0, 3, 1, 2).contiguous()
 

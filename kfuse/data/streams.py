@@ -7,6 +7,7 @@ resize, loss of a worker or resume, and the ledger needs nothing but the numbers
 
 from __future__ import annotations
 
+import logging
 import operator
 from bisect import bisect_left
 from collections import OrderedDict
@@ -17,7 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from kfuse.data.dataset import Collate, DataError, collate
+from kfuse.data.dataset import Collate, DataError, check_collate, collate
+
+_LOG = logging.getLogger("kfuse")
 
 BLOCK = 16
 """Samples that are taken from one shard before the next shard's turn, where the source does not say."""
@@ -51,7 +54,8 @@ class Source(Protocol):
 
         Nothing at all where the shard has no such sample: its length is found in this way. The same arguments must
         give the same samples in every process, at any time. Random transforms may draw from the global generators of
-        torch, numpy and random, which are seeded for each sample by its number.
+        torch, numpy and random, which are seeded for each sample by its number; what happens once for all samples, when
+        a shard is opened, must not draw: a worker that reads on does not open it.
         """
         ...
 
@@ -73,7 +77,8 @@ class Stream:
     """What a user must know before training on it."""
 
     def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
-        """dataset: what the samples come from. collate_fn: None: `torch.utils.data.default_collate`."""
+        """dataset: what the samples come from. collate_fn: None: torch's default_collate. Raises TypeError."""
+        check_collate(collate_fn)
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def fetch(self, indices: np.ndarray, before_sample: BeforeSample = _nothing) -> Any:
@@ -87,6 +92,9 @@ class Stream:
     def sample(self, number: int, before_sample: BeforeSample) -> Any:
         """Returns the sample of this number."""
         raise NotImplementedError
+
+    def check_workers(self, num_workers: int) -> None:
+        """Raises DataError where so many loader processes cannot read it."""
 
 
 @dataclass
@@ -120,15 +128,15 @@ class SourceStream(Stream):
         shard, position = place(number, self._shards, self._block)
         position %= self._lengths.get(shard, position + 1)
         reader = self._readers.pop(shard, None)
-        before_sample(number)
         if reader is None or reader.position != position:
             reader = _Reader(self._open(shard, position), position, position)
+        before_sample(number)
         sample = next(reader.iterator, _END)
         if sample is _END:  # the shard starts over
             length = self._lengths[shard] = self._find_length(shard, reader)
             position %= length
-            before_sample(number)
             reader = _Reader(self._open(shard, position), position, position)
+            before_sample(number)
             sample = next(reader.iterator, _END)
             if sample is _END:
                 raise DataError(
@@ -190,7 +198,15 @@ class IterableStream(Stream):
     def sample(self, number: int, before_sample: BeforeSample = _nothing) -> Any:
         """Returns the sample of this number. Reads all that come before it."""
         reader, self._reader = self._reader, None  # if reading fails, the next call starts anew
-        if reader is None or number < reader.position:
+        if reader is not None and number < reader.position:
+            _LOG.warning(
+                "%s: back from sample %d to %d: the stream is read again from its start",
+                _name(self.dataset),
+                reader.position,
+                number,
+            )
+            reader = None
+        if reader is None:
             before_sample(0)
             reader = _Reader(iter(self.dataset), 0, 0)
         for _ in range(reader.position, number):
@@ -198,6 +214,14 @@ class IterableStream(Stream):
         sample = self._read(reader, before_sample)
         self._reader = reader
         return sample
+
+    def check_workers(self, num_workers: int) -> None:
+        """Raises DataError for more than one: each would read the whole stream."""
+        if num_workers > 1:
+            raise DataError(
+                f"num_workers={num_workers} with {_name(self.dataset)}, which cannot seek: must be 0 or 1, as each "
+                "loader worker would read the whole stream"
+            )
 
     def _read(self, reader: _Reader, before_sample: BeforeSample) -> Any:
         before_sample(reader.position)
@@ -224,7 +248,8 @@ def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
     """
     if isinstance(obj, Stream):
         return obj
-    if isinstance(obj, Source):
+    finite = hasattr(obj, "__len__") and hasattr(obj, "__getitem__") and not isinstance(obj, IterableDataset)
+    if isinstance(obj, Source) and not finite:  # arrays of zarr have `shards` and `open`, too
         return SourceStream(obj, collate_fn)
     if isinstance(obj, IterableDataset):
         return IterableStream(obj, collate_fn)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -23,13 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.measure import Monitor, Options, one_device, squared_norm, total_square
+from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 _MONITORED: WeakSet[nn.Module] = WeakSet()
 
@@ -106,13 +108,13 @@ class _Sharded:
         self._params = [param for _, param in named]
         self._mesh = _mesh(named)
         self._workers, self._shards = self._mesh.size(), self._mesh.size(self._mesh.ndim - 1)
-        self._groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        self._groups = [group for unit in units for group in _param_groups(unit)]
         self._divisor()
         rank = self._mesh.mesh.flatten().tolist().index(dist.get_rank())
         self.monitor = Monitor(self._groups[0].device, options, workers=self._workers, rank=rank)
         if any(_reduced_in_16_bits(group) for group in self._groups):
             self.monitor.low_precision()
-        self._gathered, self._pending, self._squares = {}, set(), list[Tensor]()
+        self._gathered, self._pending, self._norms = {}, set(), list[Tensor]()
         self._before = self._after = self._versions()
         self._began = self._carried = False
         self._begin_step()
@@ -148,12 +150,12 @@ class _Sharded:
             if not self._began:
                 self._begin_backward()
             self._pending.add(index)
-            self._squares.append(squared_norm(grad))
+            self._norms += block_norms(grad)
 
         return on_gradient
 
     def _begin_backward(self) -> None:
-        self._began, self._squares = True, []
+        self._began, self._norms = True, []
         at_the_end_of_backward(self._end_backward)  # behind FSDP2's, which was queued with the model's output
         self._before = self._versions()
         gradients = self._gradients()
@@ -184,7 +186,7 @@ class _Sharded:
         unseen = any(version >= 0 and index not in self._gathered for index, version in enumerate(self._after))
         if self._unknown or self._carried or unseen or self._backwards > self._forwards:
             return math.nan
-        square = torch.stack(self._squares).sum()
+        square = sum_squares(self._norms)
         return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -202,9 +204,12 @@ class _Sharded:
         # FSDP2 divides the sum over the workers by its divisor; under HSDP several workers have the same shards.
         factor = (self._divisor() / self._workers) ** 2 * self._shards / self._workers
         message = self.monitor.message(seen.to(self.monitor.device) * factor)
+        sent: dist.Work | None = None
         for dim in range(self._mesh.ndim):
-            dist.all_reduce(message, group=self._mesh.get_group(dim))
-        self.monitor.step(message)
+            if sent is not None:
+                sent.wait()
+            sent = dist.all_reduce(message, group=self._mesh.get_group(dim), async_op=True)
+        self.monitor.step(message, sent)
         self._carried = bool(self._pending)
         self._begin_step()
 
@@ -214,21 +219,27 @@ class _Sharded:
             return [_local(param.grad) for param in self._params if param.grad is not None]
 
     def _versions(self) -> list[int]:
-        """For each parameter a number that changes with its shard's `.grad`; -1 without one."""
+        """For each parameter a number that changes with its shard's `.grad`; -1 without one.
+
+        FSDP2 adds to the local tensor; what users do to a DTensor in place counts as a version of that one alone.
+        """
         with torch.no_grad():
-            return [-1 if param.grad is None else _local(param.grad)._version for param in self._params]
+            grads = [param.grad for param in self._params]
+            return [-1 if grad is None else grad._version + _local(grad)._version for grad in grads]
 
     def _divisor(self) -> float:
-        """What FSDP2 divides the sum of the workers' gradients by. FSDP2 has a public setter for it, and no getter.
-
-        Raises ValueError where units divide by different numbers.
-        """
+        """What FSDP2 divides the sum of the workers' gradients by. Raises ValueError where that is not one number."""
         factors = {group.gradient_divide_factor for group in self._groups}
         if len(factors) > 1:
             raise ValueError(
                 f"kf.fsdp_monitor: set_gradient_divide_factor was called with {factors}: must be one for all units"
             )
         factor = factors.pop()
+        if factor is not None and self._shards == 1:
+            raise ValueError(
+                "kf.fsdp_monitor: set_gradient_divide_factor was called, and one worker has all shards: torch may divide "
+                "twice, so it must be left out"
+            )
         return float(self._workers) if factor is None else float(factor)
 
 
@@ -271,6 +282,14 @@ def _mesh(named: Sequence[tuple[str, nn.Parameter]]) -> DeviceMesh:
         if param.device_mesh != meshes[0]:
             raise ValueError(f"kf.fsdp_monitor: {name} and {named[0][0]} are on two meshes: must be on one")
     return meshes[0]
+
+
+def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    """FSDP2's settings of a unit's parameters. They have public setters, and no getters."""
+    groups: list[FSDPParamGroup] | None = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)
+    if groups is None or not all(hasattr(group, "gradient_divide_factor") for group in groups):
+        raise RuntimeError(f"kf.fsdp_monitor: torch {torch.__version__} has another FSDP2 than 2.13, which it measures")
+    return groups
 
 
 def _reduced_in_16_bits(group: FSDPParamGroup) -> bool:

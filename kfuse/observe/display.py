@@ -33,8 +33,10 @@ class Display:
         progress: bool = True,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        takes_output: bool = False,
     ) -> None:
-        self._progress = progress
+        """takes_output: what this process itself prints while the live part is on goes above it."""
+        self._progress, self._takes_output = progress, takes_output
         # No highlighting: numbers coloured wherever they stand make plain lines hard to read.
         self._console = console or Console(highlight=False)
         self._clock = clock
@@ -59,8 +61,8 @@ class Display:
                 get_renderable=self._render,
                 refresh_per_second=REFRESH_HZ,
                 transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
+                redirect_stdout=self._takes_output,
+                redirect_stderr=self._takes_output,
             )
             self._live.start()
         else:

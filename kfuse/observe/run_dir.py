@@ -75,7 +75,9 @@ class RunDirectory:
             self._write()
 
     def metrics(self, record: Mapping[str, Any]) -> bool:
-        """One step's figures: the keys of `METRICS` and no others; one that is missing is unknown, so null.
+        """One step's figures: the keys of `METRICS`; one that is missing is unknown, so null.
+
+        And `figures`, a dictionary, where a step function returns any.
 
         Steps come in order. One that came already (it may be reported again after a loss) is left out: then
         returns False.
@@ -97,9 +99,12 @@ class RunDirectory:
     def _add_metrics(self, record: Mapping[str, Any]) -> None:
         self._left_out = None
         line = {key: _finite(record.get(key)) for key in METRICS}
-        self._metrics.add(line)
+        figures = _finite(record.get("figures", {}))
+        self._metrics.add({**line, "figures": figures} if figures else line)
         if self._board is not None:
             self._board.scalars("train", line, record["step"])
+            if figures:
+                self._board.scalars("figures", figures, record["step"])
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix).
@@ -115,6 +120,7 @@ class RunDirectory:
             self._board.text(f"events/{first['kind']}", json.dumps(rest), first["step"] or 0)
             if first["kind"] == "evaluation":
                 self._board.scalars("evaluation", rest, first["step"] or 0)
+                self._board.scalars("evaluation/metrics", rest.get("metrics", {}), first["step"] or 0)
         self._write()
 
     def ledger(self, record: Mapping[str, Any]) -> None:

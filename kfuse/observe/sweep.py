@@ -15,21 +15,22 @@ from rich.text import Text
 
 from kfuse.observe.display import duration, figure
 
-RESULTS = ("steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s")
+RESULTS = ("steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s", "exit_reason")
 
 
 class Sweep:
     """Keeps the results of a sweep's jobs, which run one after the other.
 
     results.csv, in the sweep's directory, has a row for each job that has ended: its number, the overrides that are
-    not the same in all jobs, RESULTS, its exit status and its run directory. What is not known is empty.
+    not the same in all jobs, RESULTS, its exit status, its run directory, and the error that ended it. What is not
+    known is empty.
     """
 
     def __init__(self, jobs: Sequence[Sequence[str]], console: Console | None = None) -> None:
         """jobs: each job's overrides (key=value)."""
         self._console = console or Console(highlight=False)
         if not self._console.is_terminal:
-            self._console.width = 200  # of no consequence for a file: lines are as long as they need to be
+            self._console.width = 1000  # of no consequence for a file: lines are as long as they need to be
         self._overrides = [dict(_parted(override) for override in job) for job in jobs]
         keys = dict.fromkeys(key for job in self._overrides for key in job)
         self._varied = [key for key in keys if len({job.get(key) for job in self._overrides}) > 1]
@@ -44,13 +45,17 @@ class Sweep:
         what = " ".join(f"{key}={job[key]}" for key in self._varied if key in job) or "no overrides that differ"
         self._console.print(Text(f"job {number} ({number + 1} of {len(self._overrides)}): {what}"), soft_wrap=True)
 
-    def end(self, number: int, run_dir: Path, status: int) -> None:
-        """Job `number` has ended with this exit status. Its results are in its run directory, if it came so far."""
+    def end(self, number: int, run_dir: Path, status: int, error: str | None = None) -> None:
+        """Job `number` has ended with this exit status. Its results are in its run directory, if it came so far.
+
+        error: what ended it, where its run directory does not say so.
+        """
         # A job that is refused its directory leaves there what another has written.
         results = {} if _changed_at(run_dir) == self._before else _results(run_dir)
         varied = {key: self._overrides[number].get(key) for key in self._varied}
         found = {name: results.get(name) for name in RESULTS}
-        self._rows.append({"job": number, **varied, **found, "status": status, "run_dir": str(run_dir)})
+        ending = {"status": status, "run_dir": str(run_dir), "error": error or results.get("error")}
+        self._rows.append({"job": number, **varied, **found, **ending})
         try:
             with (self._directory / "results.csv").open("w", newline="") as file:
                 writer = csv.DictWriter(file, self._rows[0].keys())
@@ -60,16 +65,20 @@ class Sweep:
             self._console.print(Text(f"{self._directory / 'results.csv'}: cannot be written: {error.strerror}"))
 
     def finish(self) -> None:
-        """Prints the table. Columns of which nothing is known are left out."""
+        """Prints the table, and under it each failed job's error. Columns of which nothing is known are left out."""
         if not self._rows:
             return
         table = Table(title=f"{self._directory}: results.csv", title_justify="left", title_style="bold", box=None)
-        columns = [key for key in self._rows[0] if any(row[key] is not None for row in self._rows)]
+        columns = [key for key in self._rows[0] if key != "error" and any(row[key] is not None for row in self._rows)]
         for key in columns:
-            table.add_column(_HEADINGS.get(key, key), justify="left" if key in self._varied else "right")
+            words = key in (*self._varied, "exit_reason")
+            table.add_column(_HEADINGS.get(key, key), justify="left" if words else "right", overflow="fold")
         for row in self._rows:
             table.add_row(*(Text(self._cell(key, row[key])) for key in columns))
         self._console.print(table)
+        for row in self._rows:
+            if row["error"] is not None:
+                self._console.print(Text(f"error of job {row['job']}: {row['error']}"), soft_wrap=True)
         if left := len(self._overrides) - len(self._rows):
             self._console.print(Text(f"not run: {left} of {len(self._overrides)} jobs"))
 
@@ -92,6 +101,7 @@ _HEADINGS = {
     "noise_scale": "noise scale",
     "wall_s": "time",
     "run_dir": "directory",
+    "exit_reason": "exit reason",
 }
 
 
@@ -108,10 +118,13 @@ def _changed_at(run_dir: Path) -> int | None:
 
 
 def _results(run_dir: Path) -> dict[str, Any]:
-    """The summary, and the last noise scale of metrics.jsonl."""
+    """The summary, the last noise scale of metrics.jsonl, and of a failed run the error, its last event."""
     results: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         results = json.loads((run_dir / "summary.json").read_text())
+        if results.get("exit_reason") == "failed":
+            *_, last = (run_dir / "events.jsonl").read_text().splitlines()
+            results["error"] = json.loads(last).get("why")
         with (run_dir / "metrics.jsonl").open() as file:
             *_, last = file
         results = {"noise_scale": json.loads(last)["noise_scale"], **results}

@@ -36,6 +36,8 @@ from kfuse.statistics.step_stats import Statistics, StepStats
 
 _LOG = logging.getLogger("kfuse")
 
+_KFUSE = "kfuse"  # a key of state_dict
+
 
 class DistributedOptimizer(ParameterGroups, ABC):
     """Mix-in over a torch optimizer. A subclass implements `_update`, which changes parameters by the mean gradient."""
@@ -99,6 +101,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
             self.engine.use_transport(old.topology, old.tree)
             old.close()
             self.engine.step, self.engine.parts = old.step, old.parts
+            self.engine.carry_figures(old.figures)
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
@@ -152,6 +155,34 @@ class DistributedOptimizer(ParameterGroups, ABC):
             everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             share_from_first(self._session.group, list(everything.values()), list(everything))
         self.engine.track_buffers(averaged_buffers(model))
+
+    # -- its state ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, and kfuse's statistics under the key "kfuse", which torch's optimizers leave alone."""
+        return self._with_statistics(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, or a torch optimizer's; after that one the statistics are as they were."""
+        super().load_state_dict(state_dict)
+        self._load_statistics(state_dict)
+
+    def _with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _KFUSE: self.statistics.state_dict()}
+
+    def _load_statistics(self, state: dict[str, Any]) -> None:
+        if _KFUSE in state:
+            self.statistics.load_state_dict(state[_KFUSE])
+
+    @property
+    def worker_is_lost(self) -> bool:
+        """Whether a lost worker has aborted the step under way, and the training loop is yet to take the error."""
+        return self._lost_worker_error is not None
+
+    def carry_figures(self, count: int) -> None:
+        """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""
+        self.statistics.carry_figures(count)
+        self.engine.carry_figures(count)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

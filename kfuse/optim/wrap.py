@@ -63,13 +63,14 @@ class Optimizer(DistributedOptimizer):
             self._share()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self.inner.state_dict()
+        """The wrapped optimizer's, and kfuse's statistics."""
+        return self._with_statistics(self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads it into the wrapped optimizer, and shares its groups and state again."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._load_statistics(state_dict)
 
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
         if found_inf is not None and found_inf.item():  # an arbitrary optimizer cannot skip on the device

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kfuse.statistics.figures import Measured, StepSettings
+from kfuse.statistics.figures import FIGURES, Measured, StepSettings
 
 SYNC_MAX = 2**20
 """Largest number of steps between synchronisations. Announcements are float32, which holds it exactly."""
@@ -37,6 +37,11 @@ class Bounds:
             raise ValueError(f"batch.max={self.batch_max}: must be at most {BATCH_MAX}")
 
 
+def _about(unit: str, help: str) -> dict[str, str]:
+    """The description of a field of `Signals`, like those of FIGURES."""
+    return {"unit": unit, "help": help}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Signals(Measured, StepSettings):
     """One finished optimizer step, as policies see it. Identical on every worker; None is "unknown".
@@ -44,14 +49,16 @@ class Signals(Measured, StepSettings):
     It also has the fields of `Measured` (loss, noise_scale, ...) and of `StepSettings` (epoch, batch_size, ...).
     """
 
-    step: int
-    micro_batch: int
-    """Samples per micro-batch: the unit the batch size changes by."""
-    throughput: tuple[float | None, ...] = ()
-    """By rank, micro-batches a second over the median worker's; below 0.8 a worker is a straggler."""
-    eval_accuracy: float | None = None
-    """The latest evaluation's accuracy, in [0, 1]."""
-    bounds: Bounds
+    step: int = field(metadata=FIGURES["step"])
+    micro_batch: int = field(metadata=_about("samples", "Samples per micro-batch: the unit the batch size changes by"))
+    throughput: tuple[float | None, ...] = field(
+        default=(),
+        metadata=_about("", "By rank, micro-batches a second over the median worker's; below 0.8 one is a straggler"),
+    )
+    eval_accuracy: float | None = field(
+        default=None, metadata=_about("", "The latest evaluation's accuracy, in [0, 1]")
+    )
+    bounds: Bounds = field(metadata=_about("", "The configured limits: batch_min, batch_max, workers_min, workers_max"))
 
     @property
     def in_force_at(self) -> int:

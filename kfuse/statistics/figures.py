@@ -45,7 +45,8 @@ class StepContext(StepSettings):
     members: tuple[int, ...]
     """The numbers of the workers that made this step, in rank order."""
     step_time_s: float = _known("s", "Wall time of this step on the leader")
-    data_wait_s: float = _known("s", "Part of step_time_s that was spent fetching data")
+    data_wait_s: float = _known("s", "Part of step_time_s that the leader waited for data")
+    data_bytes_per_s: float | None = _measured("B/s", "Bytes of the leader's batches in this step, over step_time_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ METRICS = (
     "grad_norm",
     "step_time_s",
     "data_wait_s",
+    "data_bytes_per_s",
 )
 """The columns of metrics.jsonl and of TensorBoard's group "train", in order."""
 

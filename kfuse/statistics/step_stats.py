@@ -37,6 +37,9 @@ class StepStats(Measured):
     """By rank, seconds per micro-batch in the step before; 0.0 is unknown. The one figure that is not reproducible."""
     digests: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Of the parameters of each rank that sent its digest with this step (see `comm.check_every`), in rank order."""
+    figures: dict[str, float] = field(default_factory=dict, compare=False)
+    """By name, what a step function returned beside the loss: means over the samples. One that is not finite is left
+    out; empty too on a worker that has run no micro-batch so far."""
 
 
 @dataclass
@@ -56,6 +59,7 @@ class _Arrived:
     values: list[float]
     variance: float | None
     grad_sq: float | None
+    figures: list[float]
 
 
 class Statistics:
@@ -70,6 +74,9 @@ class Statistics:
         """Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16."""
         self.digests: tuple[int, ...] = ()
         """The newest step's `StepStats.digests`."""
+        self.figure_names: tuple[str, ...] | None = None
+        """Of a step function's figures, in the order of their slots; None before the first forward."""
+        self._figures = 0  # at the end of each record
         self.keep_unread = False
         """Steps are kept until `read` returns them."""
         self._in_flight: deque[_InFlight] = deque()
@@ -80,7 +87,7 @@ class Statistics:
     def push(self, step: int, unit: str, record: Tensor) -> None:
         """Starts copying a step's record to the host, and receives the record of the step before.
 
-        record: float64 [RECORD_SLOTS + workers * RANK_SLOTS] on the device, from `kfuse.comm.tail.Tail.record`.
+        record: float64 [RECORD_SLOTS + workers * RANK_SLOTS + figures] on the device, from `comm.tail.Tail.record`.
         unit: "samples" or "micro-batches".
         """
         host, arrived = record, None
@@ -107,6 +114,11 @@ class Statistics:
         self._unread = self._unread[len(ready) :]
         return ready
 
+    def carry_figures(self, count: int) -> None:
+        """The records of the coming steps end in so many sums of a step function's figures."""
+        self._receive(0)
+        self._figures, self.figure_names = count, None
+
     def begin_run(self) -> None:
         """A training begins: from now on every step is kept until it is read. Earlier steps are dropped."""
         self._receive(0)
@@ -130,15 +142,24 @@ class Statistics:
         in_flight = [(item.step, item.unit, item.host.tolist()) for item in self._in_flight]
         lists = ("seconds", "digests")  # tuples, but for plain formats
         unread = [asdict(stats) | {name: list(getattr(stats, name)) for name in lists} for stats in self._unread]
-        return {"noise_scale": self.noise_scale.state_dict(), "in_flight": in_flight, "unread": unread}
+        names = None if self.figure_names is None else list(self.figure_names)
+        return {
+            "noise_scale": self.noise_scale.state_dict(),
+            "in_flight": in_flight,
+            "unread": unread,
+            "figures": self._figures,
+            "figure_names": names,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave."""
         self.noise_scale.load_state_dict(state["noise_scale"])
-        self._in_flight = deque(
-            _InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None)
-            for step, unit, record in state["in_flight"]
-        )
+        theirs = state.get("figures", 0)
+        self._in_flight = deque()
+        for step, unit, record in state["in_flight"]:
+            if theirs != self._figures:  # the script has changed
+                record = record[: len(record) - theirs] + [math.nan] * self._figures
+            self._in_flight.append(_InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None))
         self._unread = [
             StepStats(
                 **stats
@@ -147,6 +168,8 @@ class Statistics:
             )
             for stats in state["unread"]
         ]
+        names = state.get("figure_names")
+        self.figure_names = None if names is None else tuple(names)
         self._newest, self._latest = None, self._unread[-1] if self._unread else None
         self.digests = self._latest.digests if self._latest else ()
 
@@ -162,6 +185,8 @@ class Statistics:
     def _take_in(self, item: _InFlight) -> None:
         """Updates the running estimate with the step's S and G2."""
         values = item.host.tolist()
+        end = len(values) - self._figures
+        values, figures = values[:end], values[end:]
         unit = self._newest.unit if self._newest else self._latest.unit if self._latest else item.unit
         if unit != item.unit:
             self.noise_scale = NoiseScale()  # what was averaged was in other units
@@ -178,12 +203,13 @@ class Statistics:
             for at in range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
         ]
         self.digests = tuple(digest for digest in digests if digest is not None)
-        self._newest, self._latest = _Arrived(item.step, item.unit, values, variance, grad_sq), None
+        self._newest, self._latest = _Arrived(item.step, item.unit, values, variance, grad_sq, figures), None
 
     def _stats(self, newest: _Arrived) -> StepStats:
         values, running = newest.values, self.noise_scale.estimate()
         samples, grad_total = values[t.SAMPLES], values[t.GRAD_SQ]
         loss = values[t.LOSS] / samples if samples else math.nan
+        figures = {name: total / samples for name, total in zip(self.figure_names or (), newest.figures, strict=False)}
         return StepStats(
             step=newest.step,
             samples=samples,
@@ -202,4 +228,5 @@ class Statistics:
             control=Announcement.from_slots(values),
             seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),
             digests=self.digests,
+            figures={name: value for name, value in figures.items() if math.isfinite(value)},
         )

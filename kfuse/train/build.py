@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from kfuse.checkpoint.manager import Checkpoints
+from kfuse.checkpoint.saved_model import SavedModel, load_weights
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
 from kfuse.data import DataSplit
+from kfuse.data.fetching import Loading
 from kfuse.data.given import heldout_data, training_data
 from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
@@ -47,8 +49,13 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     In an elastic job no other worker is needed yet; else rank 0 shares its parameters with the others here.
     """
     torch.manual_seed(config["seed"])
-    split: DataSplit = instantiate.build(config["data"])
-    model: torch.nn.Module = instantiate.build(config["model"], **split.spec)
+    data = dict(config["data"])
+    loading = Loading(data.pop("workers"), data.pop("prefetch"))
+    split: DataSplit = instantiate.build(data)
+    node, weights = instantiate.initial_weights(config["model"])
+    model: torch.nn.Module = instantiate.build(node, **split.spec)
+    if weights is not None:
+        load_weights(model, weights)
     session = current()
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
@@ -65,11 +72,13 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         lr_scaling=lr["scaling"],
         warmup_steps=lr["warmup_steps"],
         decay=lr["decay"],
+        decay_fraction=lr["decay_fraction"],
         precision=train["precision"],
         seed=config["seed"],
         base_lr=lr["base"],
         balance=workers["balance"],
         sync_every=config["comm"]["sync_every"],
+        loading=loading,
         ledger=config["observe"]["ledger"],
     )
     given = training_data(split.train)
@@ -81,6 +90,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         settings,
         policy=instantiate.build(config["policy"]),
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
+        saved_model=SavedModel(Path(config["run_dir"]), session) if train["save_model"] else None,
         heldout=heldout_data(split.heldout),
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
     )

@@ -294,7 +294,10 @@ class Decisions:
 
     def _lr_factor(self) -> float:
         at = self._progress
-        return self._schedule.factor(at.schedule, at.batch_size, at.lr_scale, at.mean_grad_sq, at.mean_grad_variance)
+        done = self._schedule.done(at.step, at.samples)
+        return self._schedule.factor(
+            at.schedule, done, at.batch_size, at.lr_scale, at.mean_grad_sq, at.mean_grad_variance
+        )
 
     # -- state ----------------------------------------------------------------------------------------------------
 

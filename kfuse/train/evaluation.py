@@ -79,10 +79,10 @@ def evaluate(
         with generators_restored(group.device):
             for c in mine or range(1):  # a worker with no chunk learns the names of the sums from the first one
                 indices = np.arange(c * _CHUNK, min((c + 1) * _CHUNK, len(data)), dtype=np.int64)
-                seed_host(random_key(0, c))
+                seed_host(random_key(0, 0, c))
                 fetched = data.fetch(indices)
                 weight, batch = objective.weight(fetched, len(indices)), to_device(fetched, group.device)
-                seed_forward(group.device, random_key(0, c))
+                seed_forward(group.device, random_key(0, 0, c))
                 with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
                     rows[c] = _sums(objective(model, batch), len(indices), weight, metrics or {})
         names = next(iter(rows.values()))[0]

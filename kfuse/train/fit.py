@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,8 @@ from kfuse.train.evaluation import Metric
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.model_checks import log_remarks
-from kfuse.train.settings import user_settings
+from kfuse.train.output import Output
+from kfuse.train.settings import user_loading, user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
 
@@ -45,6 +47,7 @@ def fit(
     lr_scaling: Scaling = "sqrt",
     warmup_steps: int = 0,
     decay: Decay = "none",
+    decay_fraction: float = 0.1,
     scheduler: Any = None,
     scheduler_interval: Interval = "step",
     clip_norm: float | None = None,
@@ -58,6 +61,18 @@ def fit(
     target_accuracy: float | None = None,
     seed: int = 0,
     precision: str = "fp32",
+    num_workers: int | None = None,
+    prefetch_factor: int | None = None,
+    pin_memory: bool | None = None,
+    worker_init_fn: Callable[[int], object] | None = None,
+    persistent_workers: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    resume: str | os.PathLike[str] = "never",
+    run_dir: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    save_model: bool | None = None,
 ) -> dict[str, Any] | None:
     """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
 
@@ -73,9 +88,11 @@ def fit(
     samples in one forward and backward; default a quarter of the batch, so that the noise scale is known on one worker
     too. max_batch_size: the limit for policies; default 64 times the batch.
     The learning rate is the optimizer's own, which kfuse never writes. An update multiplies it by what follows a
-    changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps`, by `decay` (none,
-    or cosine to zero at the end) and by the policy's lr_scale. warmup_steps and the cosine count steps of the first
-    batch size: where `steps` ends the run and the batch has grown, the cosine is at zero before that.
+    changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps` (counted in steps
+    of the first batch size), by `decay` and by the policy's lr_scale.
+    decay: none (or constant), cosine, linear, or wsd (constant until the last `decay_fraction` of the run). The others
+    than none reach zero at the end of the run, also where the batch size changes: they follow the part of the run's
+    samples that is used (epochs), or of its steps (steps).
     scheduler: a torch scheduler made for `opt`, stepped here after each step, or each epoch (`scheduler_interval`).
     clip_norm: largest norm of the mean gradient in this training; None: as the optimizer was made. seed: of data order
     and dropout; a second training with the same seed has the same order and the same dropout.
@@ -83,8 +100,10 @@ def fit(
     loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). The model is
     called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. By default cross entropy
     for integer targets, mean squared error for floating ones.
-    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: scalar}). Evaluation calls
-    it too, without gradients and in eval mode. With neither, and batches that are mappings: `model(**batch)`, whose
+    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: number}), with always the
+    same names, at most 16. These figures are averaged over the step's samples and workers, in the gradients' own
+    messages, and written to metrics.jsonl as `figures`. Evaluation calls it too, without gradients and in eval mode.
+    With neither, and batches that are mappings: `model(**batch)`, whose
     output has the loss as `.loss` or `["loss"]`, as Hugging Face's models have.
     weight_fn(batch): a micro-batch's weight in the step's mean gradient and mean loss, a number above 0, such as its
     number of target tokens; by default its samples. It gets the batch as it was fetched, on the CPU. Statistics stay in
@@ -94,6 +113,20 @@ def fit(
     each sample, or a scalar, the batch's mean. The means over all samples are in the summary, as `eval_metrics`, and
     in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
     becomes the mean over the batches. Where the model computes the loss itself, `target` is the whole batch.
+    num_workers: loader processes of each training worker, which fetch its micro-batches ahead, `prefetch_factor` each
+    (default 2); 0: none, the default. A DataLoader's settings are taken where these are not given. Parameters have the
+    same bits with any number. They are forked when training begins, call worker_init_fn(number) first, and live until
+    training ends: persistent_workers must be True. pin_memory: on CUDA, batches are copied from pinned memory, on a
+    stream of their own.
+    checkpoint: a folder for checkpoints, written every `checkpoint_every` steps, by default after each epoch, and at
+    the end; the newest `keep` are kept. resume: never; auto, from the newest good one in that folder, if there is one;
+    or from a path. The bits are those of a training that was not interrupted.
+    run_dir: a new folder (or that of the training that is resumed) for metrics.jsonl, events.jsonl, summary.json and
+    TensorBoard's files, which rank 0 writes; under kfuse-run the job's own run directory is used instead. progress:
+    show the training; by default on a terminal. Under kfuse-run its own display does so.
+    save_model: write model.pt and, where safetensors is installed, model.safetensors at the end, and best.pt whenever
+    an evaluation is the best so far (by accuracy where it is known, else by loss), to run_dir, else to the folder of
+    the checkpoints. By default where there is such a folder.
     All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
     ValueError for what is out of range and for a model that cannot be trained so.
@@ -101,7 +134,7 @@ def fit(
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
     objective = Objective(loss_fn, step_fn, weight_fn)
-    given = training_data(data, collate_fn)
+    given = training_data(data, collate_fn, batch_size, num_workers, prefetch_factor, pin_memory, worker_init_fn)
     if target_accuracy is not None and heldout is None:
         raise ValueError(f"target_accuracy={target_accuracy}: pass heldout=, whose accuracy it is")
     if target_accuracy is not None and step_fn is not None:
@@ -113,7 +146,7 @@ def fit(
         )
     _check_arguments("kf.fit", model, opt, scheduler)
     settings = user_settings(
-        batch_size=given.batch_size if batch_size is None else batch_size,
+        batch_size=given.batch_size,
         micro_batch=micro_batch,
         max_batch_size=max_batch_size,
         epochs=epochs,
@@ -123,9 +156,21 @@ def fit(
         lr_scaling=lr_scaling,
         warmup_steps=warmup_steps,
         decay=decay,
+        decay_fraction=decay_fraction,
         clip_norm=clip_norm,
         target_accuracy=target_accuracy,
         precision=precision,
+        loading=user_loading(given, persistent_workers),
+    )
+    output = Output(
+        current(),
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        run_dir=run_dir,
+        progress=progress,
+        save_model=save_model,
     )
     trainer = Trainer(
         model,
@@ -137,9 +182,11 @@ def fit(
         objective=objective,
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
         metrics=metrics,
+        output=output,
     )
-    _log_remarks(given, batch_size)
-    return trainer.run()
+    _log_remarks(given)
+    with output.recorded():
+        return trainer.run()
 
 
 class DataLoader:
@@ -173,14 +220,27 @@ class DataLoader:
         lr_scaling: Scaling = "sqrt",
         warmup_steps: int = 0,
         decay: Decay = "none",
+        decay_fraction: float = 0.1,
         scheduler: Any = None,
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
         seed: int = 0,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        worker_init_fn: Callable[[int], object] | None = None,
+        persistent_workers: bool = True,
         policy: BasePolicy | None = None,
         collate_fn: Collate | None = None,
         weight_fn: WeightFunction | None = None,
         several_backwards: bool = False,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 3,
+        resume: str | os.PathLike[str] = "never",
+        run_dir: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+        save_model: bool | None = None,
     ) -> None:
         """Arguments as for kf.fit, and the same errors. A step yields whatever structure the data set's batches have.
 
@@ -191,10 +251,10 @@ class DataLoader:
         """
         if policy is not None and not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
-        given = training_data(data, collate_fn)
+        given = training_data(data, collate_fn, batch_size, num_workers, prefetch_factor, pin_memory, worker_init_fn)
         _check_arguments("kf.DataLoader", model, opt, scheduler)
         settings = user_settings(
-            batch_size=given.batch_size if batch_size is None else batch_size,
+            batch_size=given.batch_size,
             micro_batch=micro_batch,
             max_batch_size=max_batch_size,
             epochs=epochs,
@@ -203,9 +263,21 @@ class DataLoader:
             lr_scaling=lr_scaling,
             warmup_steps=warmup_steps,
             decay=decay,
+            decay_fraction=decay_fraction,
             clip_norm=clip_norm,
+            loading=user_loading(given, persistent_workers),
         )
         schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
+        self._output = Output(
+            current(),
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            resume=resume,
+            run_dir=run_dir,
+            progress=progress,
+            save_model=save_model,
+        )
         self._trainer = Trainer(
             model,
             given.data,
@@ -214,10 +286,11 @@ class DataLoader:
             policy=policy,
             scheduler=schedule,
             objective=Objective(weight_fn=weight_fn),
+            output=self._output,
             user_loop=True,
             several_backwards=several_backwards,
         )
-        _log_remarks(given, batch_size)
+        _log_remarks(given)
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -228,10 +301,25 @@ class DataLoader:
                 "epochs pass epochs= and iterate once; for another training make a new one"
             )
         self._begun = True
-        return self._trainer.steps()
+        return self._steps()
+
+    def _steps(self) -> Iterator[Step]:
+        with self._output.recorded():
+            yield from self._trainer.steps()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `kf.state_dict`, of this training; also when it is over."""
+        return self._trainer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `kf.load_state_dict`, for this training."""
+        self._trainer.load_state_dict(state)
 
     def __len__(self) -> int:
-        """Steps of this training, those done included, if the batch size stays as it is."""
+        """Steps of this training, those done included, if the batch size stays as it is.
+
+        Raises TypeError where the number of samples is unknown and `steps` was not given.
+        """
         return self._trainer.planned_steps()
 
     @property
@@ -257,10 +345,10 @@ def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) ->
         )
 
 
-def _log_remarks(given: TrainingData, batch_size: int | None) -> None:
-    """Logs what the user must know of the data. batch_size: as it was given to kf.fit."""
+def _log_remarks(given: TrainingData) -> None:
+    """Logs what the user must know of the data."""
     session, remarks = current(), given.remarks
-    if given.in_loader and batch_size is None and (session.elastic or session.group.size > 1):
+    if given.batch_of_loader and (session.elastic or session.group.size > 1):
         remarks = (
             f"batch_size={given.batch_size} of the DataLoader is taken as the global batch, of all workers together: "
             "pass batch_size= for another",

@@ -1,6 +1,6 @@
 """The factor by which kfuse multiplies the optimizer's learning rate.
 
-    factor = schedule(progress) * gain(batch size, statistics) * the policies' lr_scale
+    factor = min(warm-up, decay) * gain(batch size, statistics) * the policies' lr_scale
 
 The rate itself, group["lr"], is the user's: set by hand, by the configuration's lr.base, or by a torch scheduler, which
 `UserSchedule` steps.
@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from kfuse.optim import DistributedOptimizer
 
 Scaling = Literal["none", "linear", "sqrt", "adascale"]
-Decay = Literal["none", "cosine"]
+Decay = Literal["none", "cosine", "linear", "wsd", "constant"]
+"""How the rate falls towards the end of the run. constant is none by another name."""
 Interval = Literal["step", "epoch"]
 
 
@@ -56,15 +57,26 @@ def gain(
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The factor of a linear warmup, then a constant or a cosine to zero, over progress instead of steps.
+    """The factor of a linear warm-up, and of a decay that reaches zero when the run ends.
 
-    Progress counts steps of the base batch size, so the schedule keeps its meaning while the batch size
-    changes. A step advances it by batch_size / base_batch_size; with adascale by the gain, since there
-    a step is worth that many base steps ("scale-invariant iterations").
+    The warm-up follows `progress`, which counts steps of the base batch size. A step advances it by batch_size /
+    base_batch_size; with adascale by the gain, since there a step is worth that many base steps ("scale-invariant
+    iterations"). The decay follows `done`, the part of the run that is over, in [0, 1]: of its samples where its epochs
+    end it, of its steps where those do. So neither a changed batch size nor the scaling moves the decay's end.
+
+    With w = warmup_steps over the planned steps, and d from 0 at `done` = w to 1 at the end of the run:
+
+        none, constant  1
+        cosine          (1 + cos(pi d)) / 2
+        linear          1 - d
+        wsd             1 until the last `decay_fraction` of the run, then 1 - sqrt(u), u from 0 to 1 over that part
+                        (warm-up, stable, decay: Hu et al. 2024, MiniCPM; the form of the decay: Haegele et al. 2024)
+
+    Where the batch changes during the warm-up, warm-up and decay may overlap: then the smaller factor counts.
 
     base_batch_size: the batch size that the optimizer's learning rate is meant for; >= 1.
-    warmup_steps: length of the warmup; >= 0. total: progress at which the cosine reaches zero, needed for
-    decay="cosine" only, and beyond the warmup. Both in units of progress.
+    warmup_steps: length of the warm-up, in units of progress; >= 0.
+    samples, steps: length of the run, whichever ends it first; None: not limited by it. A decay needs one of them.
 
     Raises ValueError for values out of range.
     """
@@ -73,7 +85,9 @@ class LRSchedule:
     warmup_steps: float = 0.0
     decay: Decay = "none"
     base_batch_size: int = 1
-    total: float | None = None
+    samples: float | None = None
+    steps: float | None = None
+    decay_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         for name, allowed in (("scaling", get_args(Scaling)), ("decay", get_args(Decay))):
@@ -81,24 +95,36 @@ class LRSchedule:
                 raise ValueError(f"lr.{name}={getattr(self, name)}: must be one of {', '.join(allowed)}")
         if not (math.isfinite(self.warmup_steps) and self.warmup_steps >= 0):
             raise ValueError(f"lr.warmup_steps={self.warmup_steps}: must be a finite number, at least 0")
+        if not 0 < self.decay_fraction <= 1:
+            raise ValueError(f"lr.decay_fraction={self.decay_fraction}: must be above 0 and at most 1")
         if self.base_batch_size < 1:
             raise ValueError(f"base batch size {self.base_batch_size}: must be at least 1")
-        if self.decay == "cosine" and not (self.total is not None and self.total > self.warmup_steps):
-            raise ValueError(
-                f"lr.decay=cosine over {self.total} steps in all: must be more than lr.warmup_steps={self.warmup_steps}"
-            )
+        if why := decay_refusal(self.decay, self.warmup_steps, self.total, self.decay_fraction):
+            raise ValueError(f"lr.decay={self.decay} over {self.total} steps in all: {why}")
+
+    @property
+    def total(self) -> float | None:
+        """Steps of the base batch size in the whole run; None where its length is unknown."""
+        lengths = [None if self.samples is None else self.samples / self.base_batch_size, self.steps]
+        return min((length for length in lengths if length is not None), default=None)
+
+    def done(self, steps: float, samples: float) -> float:
+        """The part of the run that is over after so many steps and samples, in [0, 1]; 0 if its length is unknown."""
+        pairs = [(at, length) for at, length in ((steps, self.steps), (samples, self.samples)) if length is not None]
+        return min(1.0, max((at / length if length else 1.0 for at, length in pairs), default=0.0))
 
     def factor(
         self,
         progress: float,
+        done: float,
         batch_size: int,
         lr_scale: float = 1.0,
         mean_grad_sq: float | None = None,
         mean_grad_variance: float | None = None,
     ) -> float:
-        """The factor on the learning rate of the step that starts at `progress`."""
+        """The factor on the learning rate of the step that starts at `progress`, when `done` of the run is over."""
         scale = gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
-        return self._planned(progress) * scale * lr_scale
+        return min(self._warmup(progress), self._decay(done)) * scale * lr_scale
 
     def advance(
         self,
@@ -111,14 +137,30 @@ class LRSchedule:
         unit: Scaling = "adascale" if self.scaling == "adascale" else "linear"
         return progress + gain(unit, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
 
-    def _planned(self, progress: float) -> float:
-        """Warmup and decay, in [0, 1]. The first step of a warmup is 1 / warmup_steps, not 0."""
-        if progress + 1 < self.warmup_steps:
-            return (progress + 1) / self.warmup_steps
-        if self.decay == "none" or self.total is None:
+    def _warmup(self, progress: float) -> float:
+        """In (0, 1]. The first step is 1 / warmup_steps, not 0."""
+        return (progress + 1) / self.warmup_steps if progress + 1 < self.warmup_steps else 1.0
+
+    def _decay(self, done: float) -> float:
+        """In [0, 1]."""
+        if self.decay in ("none", "constant") or self.total is None:
             return 1.0
-        done = (progress - self.warmup_steps) / (self.total - self.warmup_steps)
-        return 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
+        start = 1 - self.decay_fraction if self.decay == "wsd" else self.warmup_steps / self.total
+        part = min(max((done - start) / (1 - start), 0.0), 1.0)
+        if self.decay == "wsd":
+            return 1 - math.sqrt(part)
+        return 1 - part if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * part))
+
+
+def decay_refusal(decay: str, warmup_steps: float, total: float | None, decay_fraction: float) -> str | None:
+    """Why a run of `total` steps has no room for this warm-up and decay; None if it has."""
+    if decay in ("none", "constant"):
+        return None
+    if total is None or not total > warmup_steps:
+        return f"must be more than lr.warmup_steps={warmup_steps}"
+    if decay == "wsd" and warmup_steps > (1 - decay_fraction) * total:
+        return f"must be at least lr.warmup_steps={warmup_steps} and the decay, {decay_fraction:g} of the run"
+    return None
 
 
 class UserSchedule:
@@ -141,7 +183,7 @@ class UserSchedule:
             raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
         if scheduler.optimizer not in (opt, getattr(opt, "inner", None)):
             raise ValueError("scheduler: it belongs to another optimizer than the one given")
-        self.scheduler, self._interval = scheduler, interval
+        self.scheduler, self.interval = scheduler, interval
         self._count: int | None = None
 
     def before_step(self) -> None:
@@ -154,12 +196,12 @@ class UserSchedule:
             raise RuntimeError(
                 "the scheduler was stepped in the loop's body, and scheduler= has kf.DataLoader step it: do one of both"
             )
-        if self._interval == "step":
+        if self.interval == "step":
             self.scheduler.step()
 
     def after_epoch(self) -> None:
         """Steps the scheduler if its interval is the epoch."""
-        if self._interval == "epoch":
+        if self.interval == "epoch":
             self.scheduler.step()
 
     def _now(self) -> int | None:

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kfuse.checkpoint.format import snapshot
 from kfuse.comm.group import CommError, drop_retired
+from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.session import Session
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
 from kfuse.train.reporter import Reporter
-from kfuse.train.state import Progress, TrainingState
+from kfuse.train.state import Progress, Stage, TrainingState
 from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Recovery:
         self._session, self._opt, self._progress, self._decisions = session, opt, progress, decisions
         self._state, self._checkpoints, self._reporter = state, checkpoints, reporter
         self._arguments, self._base_lr = dict(arguments), base_lr
+        self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
         self._joined = self._has_state = False
 
     @contextlib.contextmanager
@@ -71,7 +74,7 @@ class Recovery:
                 self._opt.engine.abort()
                 if self._has_state and self._checkpoints is not None:
                     self._checkpoints.save_last(self._progress.step, self._state.capture)
-            elif isinstance(error, ConsistencyError):
+            elif isinstance(error, ConsistencyError | LoaderError):
                 self._session.give_up(str(error))
             raise
         finally:
@@ -94,7 +97,7 @@ class Recovery:
             session.check()
             drop_retired()
         if self._checkpoints is not None:
-            self._checkpoints.save_when_due(at.step, self._state.capture)
+            self._checkpoints.save_when_due(at.step, at.epoch, self._state.capture)
         if session.view is None or at.generation <= session.view.generation:
             return
         started = time.perf_counter()
@@ -126,6 +129,8 @@ class Recovery:
         view, group = self._session.view, self._session.group
         if view is None:
             self._load_or_begin(restarted=False)
+            self._reporter.start(self._progress.step, self._restarts)
+            self._reporter.resend(events=False)
             return
         started = time.perf_counter()
         positions = self._gather_positions()
@@ -145,7 +150,7 @@ class Recovery:
         self._has_state = True
         if begins:
             self._decisions.workers_requested = self._decisions.workers_requested or view.size
-            self._reporter.start(self._progress.step)
+            self._reporter.start(self._progress.step, self._restarts)
         elif group.rank == 0:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
         if begins or group.rank == 0:
@@ -158,6 +163,36 @@ class Recovery:
             self._checkpoints.save_last(self._progress.step, self._state.capture)
             if not self._progress.stop:  # a job that was told to stop has little time left
                 self._checkpoints.close()
+
+    def snapshot(self, in_body: bool) -> dict[str, Any]:
+        """A copy of the state on the host. in_body: of a step's body, after the update; else of a hook, or over.
+
+        Raises RuntimeError where a part of a step is under way that cannot be continued from.
+        """
+        stage = self._progress.stage
+        in_hook = not in_body and stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH)
+        if not (self._has_state and (in_body or in_hook or stage == Stage.BOUNDARY)):
+            raise RuntimeError(
+                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
+                "or after_epoch, or when training is over"
+            )
+        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
+        state["progress"]["stage"] += in_hook  # the hook counts as done
+        return state
+
+    def begin_from(self, state: Mapping[str, Any]) -> None:
+        """Begins from what `snapshot` returned, unless there is a checkpoint to resume from.
+
+        Raises RuntimeError once there is a state, ValueError for another program's.
+        """
+        if self._has_state:
+            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
+        self._state.check(state)
+        self._given = state
+
+    @property
+    def _restarts(self) -> bool:
+        return self._checkpoints is not None and self._checkpoints.restarts
 
     def _gather_positions(self) -> list[int]:
         """By rank, `Progress.position`; -1 for a worker without state."""
@@ -176,8 +211,10 @@ class Recovery:
             )
 
     def _load_or_begin(self, restarted: bool) -> None:
-        """Resumes from a checkpoint, if there is one to resume from; else applies the policy's initial settings."""
-        at, saved = self._progress, None if self._checkpoints is None else self._checkpoints.load(restarted)
+        """Begins from a checkpoint, or the state given, if there is one; else applies the policy's initial settings."""
+        at = self._progress
+        saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
+        saved = self._given if saved is None else saved
         if saved is None:
             self._decisions.begin()
         else:
@@ -193,4 +230,5 @@ class Recovery:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._state.restore(state)
-        self._opt.engine.step = self._progress.step
+        at = self._progress
+        self._opt.engine.step = at.step + (at.stage > Stage.UPDATE)  # the engine has made a step once it is reduced

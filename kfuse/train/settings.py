@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kfuse.data.fetching import Loading
+from kfuse.data.given import TrainingData
 from kfuse.optim.scaling import check_clip_norm
 from kfuse.policies.signals import BATCH_MAX, Bounds
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
@@ -34,6 +35,8 @@ class Settings:
     lr_scaling: Scaling = "none"
     warmup_steps: int = 0
     decay: Decay = "none"
+    decay_fraction: float = 0.1
+    """Of the run: the last part of it, in which decay="wsd" lowers the rate."""
     clip_norm: float | None = None
     """Largest norm of the mean gradient in this training; None: the optimizer's own."""
     precision: str = "fp32"
@@ -46,22 +49,25 @@ class Settings:
     """Steps between synchronisations of the workers: see kf.set_sync."""
     balance: bool = True
     """Give slower workers fewer micro-batches."""
+    loading: Loading = field(default_factory=Loading)
+    """Loader processes of each worker."""
     ledger: bool = False
     """Report each micro-batch's sample indices."""
 
     def shared(self) -> dict[str, Any]:
         """The settings, by name, that must be equal on all workers: each computes its share of a step from them."""
         sizes = ("seed", "batch_size", "micro_batch", "epochs", "steps", "eval_every", "target_accuracy", "precision")
-        rates = ("lr_scaling", "warmup_steps", "decay")
+        rates = ("lr_scaling", "warmup_steps", "decay", "decay_fraction")
         return {name: getattr(self, name) for name in sizes + rates} | {"max_batch_size": self.bounds.batch_max}
 
     def schedule(self, samples: int | None) -> LRSchedule:
         """The learning rate's schedule over this training, of `samples` an epoch; None: a stream. Raises ValueError."""
         if samples is None and (self.steps is None or self.epochs is not None):
             raise ValueError(f"epochs={self.epochs}, steps={self.steps}: a stream has no epochs; pass steps= alone")
-        epochs = math.inf if self.epochs is None or samples is None else self.epochs * samples / self.batch_size
-        total = min(epochs, math.inf if self.steps is None else self.steps)
-        return LRSchedule(self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, total)
+        length = None if self.epochs is None or samples is None else self.epochs * samples
+        return LRSchedule(
+            self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, length, self.steps, self.decay_fraction
+        )
 
 
 def user_settings(
@@ -79,11 +85,11 @@ def user_settings(
 
     Raises TypeError for a count that is no whole number, ValueError for what is out of range.
     """
-    batch_size = _whole("batch_size", batch_size, 1)
-    micro_batch = max(1, batch_size // 4) if micro_batch is None else _whole("micro_batch", micro_batch, 1)
+    batch_size = whole("batch_size", batch_size, 1)
+    micro_batch = max(1, batch_size // 4) if micro_batch is None else whole("micro_batch", micro_batch, 1)
     if micro_batch > batch_size:
         raise ValueError(f"micro_batch={micro_batch}: must be 1 to batch_size={batch_size}")
-    most = min(64 * batch_size, BATCH_MAX) if max_batch_size is None else _whole("max_batch_size", max_batch_size, 1)
+    most = min(64 * batch_size, BATCH_MAX) if max_batch_size is None else whole("max_batch_size", max_batch_size, 1)
     if not batch_size <= most <= BATCH_MAX:
         raise ValueError(f"max_batch_size={most}: must be batch_size={batch_size} to {BATCH_MAX}")
     settings = Settings(
@@ -93,7 +99,7 @@ def user_settings(
         epochs=1 if epochs is None and steps is None else _optional("epochs", epochs, 0),
         steps=_optional("steps", steps, 0),
         eval_every=_optional("eval_every", eval_every, 1),
-        seed=_whole("seed", seed),
+        seed=whole("seed", seed),
         **others,
     )
     if settings.precision not in ("fp32", "bf16"):
@@ -104,11 +110,28 @@ def user_settings(
     return settings
 
 
+def user_loading(given: TrainingData, persistent_workers: bool) -> Loading:
+    """kf.fit's and kf.DataLoader's arguments about loader processes, checked. They are called as torch's DataLoader's.
+
+    Raises TypeError for a wrong type, ValueError for what is out of range.
+    """
+    workers = whole("num_workers", given.num_workers, 0)
+    if not persistent_workers:
+        raise ValueError("persistent_workers=False: must be True; loader processes live until training ends")
+    worker_init_fn, prefetch_factor = given.worker_init_fn, given.prefetch_factor
+    if worker_init_fn is not None and not callable(worker_init_fn):
+        raise TypeError(f"worker_init_fn={worker_init_fn!r}: must be a function of the loader process's number")
+    if prefetch_factor is not None and not workers:
+        raise ValueError(f"prefetch_factor={prefetch_factor}: needs num_workers, at least 1")
+    prefetch = 2 if prefetch_factor is None else whole("prefetch_factor", prefetch_factor, 1)
+    return Loading(workers, prefetch, bool(given.pin_memory), worker_init_fn)
+
+
 def _optional(name: str, value: Any, least: int) -> int | None:
-    return None if value is None else _whole(name, value, least)
+    return None if value is None else whole(name, value, least)
 
 
-def _whole(name: str, value: Any, least: int | None = None) -> int:
+def whole(name: str, value: Any, least: int | None = None) -> int:
     """The value as an int, also of a float such as 1e3. Raises TypeError for what is no whole number, ValueError."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -34,7 +34,8 @@ class Stage(IntEnum):
     DECIDE = 4
     AVERAGE = 5
     EVALUATE = 6
-    END = 7
+    AFTER_EPOCH = 7
+    END = 8
 
 
 @dataclass
@@ -68,6 +69,8 @@ class Progress:
     """Numbers of the workers that were reported as stragglers."""
     accuracy: float | None = None
     eval_loss: float | None = None
+    best: float | None = None
+    """The best evaluation so far: its accuracy where that is known, else minus its loss."""
     eval_metrics: dict[str, float] = field(default_factory=dict)
     evaluated: int = 0
     """Number of steps after which the last evaluation ran."""
@@ -153,15 +156,19 @@ class TrainingState:
         """The state of each part, by name. Tensors are the parts' own, not copies."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
-
-        Raises ValueError where the state is of other parts: a learning-rate scheduler that only one of them has.
-        """
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where the state is of other parts: a learning-rate scheduler that only one of them has."""
         if state.keys() != self._parts.keys():
             unknown = sorted(state.keys() - self._parts.keys())
             missing = sorted(self._parts.keys() - state.keys())
             raise ValueError(f"another program's state: parts unknown here are {unknown}, missing are {missing}")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
+
+        Raises ValueError as `check` does.
+        """
+        self.check(state)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
 

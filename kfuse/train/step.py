@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,8 @@ from torch import Tensor
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import Announcement
-from kfuse.data.batch import to_device
-from kfuse.data.fetching import Fetcher, Task, random_key, seed_host
+from kfuse.data.batch import tensors
+from kfuse.data.fetching import Fetcher, Task, TaskPlan, random_key, seed_host
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.optim import DistributedOptimizer
 
@@ -59,6 +59,12 @@ class StepSamples:
         """What to fetch for micro-batch j: the samples `of(j)`."""
         return Task(self.epoch, self.cursor + j * self.micro_batch, self.sizes[j])
 
+    def task_plan(self, rank: int, batch_size: int, length: int | None, epochs: int | None) -> TaskPlan:
+        """What worker `rank` will fetch from this step on, with these settings. length: samples of an epoch."""
+        return TaskPlan(
+            length, epochs, batch_size, self.micro_batch, self.workers, rank, self.shares, self.epoch, self.cursor
+        )
+
     def plan(self, announcement: Announcement, local_rank: int | None = None, by_weight: bool = False) -> StepPlan:
         """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None.
 
@@ -92,8 +98,12 @@ class Step:
         """
         self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
         self.loss: Tensor | float | None = None
+        self.figures: Sequence[Tensor | float] = ()
+        """Scalars that are averaged like the loss, in the order of `Statistics.figure_names`."""
         self.data_wait_s = 0.0
-        """Seconds spent fetching data so far."""
+        """Seconds spent waiting for data so far."""
+        self.data_bytes = 0
+        """Bytes of the tensors in the batches so far."""
         self.error: Exception | None = None
         """The exception that ended the step's body early."""
         self._fetcher, self._opt, self._seed = fetcher, opt, key_seed
@@ -127,15 +137,17 @@ class Step:
         started = time.perf_counter()
         fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
         weight = None if self._weigh is None else self._weigh(fetched, samples)  # before it is on a GPU: no wait
-        batch = to_device(fetched, device)
+        batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
+        self.data_bytes += sum(tensor.nbytes for tensor in tensors(batch))
         seed_forward(device, key)
-        self.loss = None
+        self.loss, self.figures = None, ()
         with self._opt.micro_batch(
             samples, j == self.mine[-1], weight=weight, several_backwards=self._several_backwards
         ) as micro_batch:
             yield batch
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
+            micro_batch.figures = self.figures
 
     def __iter__(self) -> Iterator[Any]:
         """For the body of a user's loop. If a worker is lost, the iteration ends early; the step is repeated later."""

@@ -15,21 +15,19 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
-from kfuse.data.batch import describe, names
 from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
-from kfuse.train import load_balance
+from kfuse.train import load_balance, running
 from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
+from kfuse.train.forward import Forward
 from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
@@ -37,10 +35,12 @@ from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
-from kfuse.train.step import Step, StepSamples, generators_restored
+from kfuse.train.step import Step, StepSamples
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
+    from kfuse.checkpoint.saved_model import SavedModel
+    from kfuse.train.output import Output
 
 
 class Trainer:
@@ -56,6 +56,8 @@ class Trainer:
         policy: BasePolicy | None = None,
         scheduler: UserSchedule | None = None,
         checkpoints: Checkpoints | None = None,
+        saved_model: SavedModel | None = None,
+        output: Output | None = None,
         objective: Objective | None = None,
         heldout: Dataset | None = None,
         metrics: Mapping[str, Metric] | None = None,
@@ -65,6 +67,8 @@ class Trainer:
     ) -> None:
         """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
+        saved_model: writes the model when training is over, and the best one by evaluation; None: neither is written.
+        output: of a script, in place of these two; its records go there.
         objective: how a batch becomes a loss; None: `kfuse.train.loss.default_loss` of pairs, or the model's own.
         metrics: functions (output, target) that are evaluated on `heldout`.
         facts: figures of the data that go into the summary, such as a corpus's entropy.
@@ -78,19 +82,21 @@ class Trainer:
         self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
-        self._batch_is_checked = False
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
-        self._fetcher = Fetcher(data, self._sampler)
+        if scheduler is not None and scheduler.interval == "epoch" and self._sampler.length is None:
+            raise ValueError("scheduler_interval='epoch': must be 'step', as a stream has no epochs")
         self._scheduler = scheduler
+        self._saved_model = saved_model if output is None else output.saved_model
         self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
+        self._forward = Forward(model, self._objective, opt, heldout, settings.precision, self.session.group.device)
         self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
-        self._reporter = Reporter(self.session, settings, self._sampler.length)
+        self._reporter = Reporter(self.session, settings, self._sampler.length, output)
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -98,8 +104,10 @@ class Trainer:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
         self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
-        if several:
-            self._watches.append(GeneratorWatch(data))
+        generators = GeneratorWatch(data) if several else None
+        self._fetcher = self._new_fetcher(generators)
+        if generators is not None and not settings.loading.workers:  # else it watches in a loader process
+            self._watches.append(generators)
         # The training state; `Recovery` keeps it the same on all workers.
         parts: dict[str, Stateful] = {
             "model": model,
@@ -119,11 +127,13 @@ class Trainer:
             self.progress,
             self.decisions,
             TrainingState(parts),
-            checkpoints,
+            checkpoints if output is None else output.checkpoints,
             self._reporter,
             arguments=settings.shared() | {"samples of data": self._sampler.length},
             base_lr=settings.base_lr,
         )
+        self._under_way: tuple[Step, int] | None = None
+        """The step whose body runs, and how many steps the engine had made before it."""
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
@@ -142,8 +152,7 @@ class Trainer:
             try:
                 for j in step.mine:
                     with step.micro_batch(j) as batch:
-                        step.loss = loss = self._loss(batch)
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -158,7 +167,8 @@ class Trainer:
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        with self._optimizer_prepared(), self.decisions.active(), recovery.guarded():
+        prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
+        with prepared, decisions, running.active(self), fetching, recovery.guarded():
             self.policy.before_train()
             while not (self.over or self.session.left):
                 try:
@@ -178,12 +188,26 @@ class Trainer:
                     at.once(Stage.DECIDE, self._report_and_decide)  # applies what was announced
                     at.once(Stage.AVERAGE, self._average_models)
                     at.once(Stage.EVALUATE, self._evaluate_when_due)
+                    at.once(Stage.AFTER_EPOCH, self._after_epoch_when_over)
                     at.once(Stage.END, self._end_epoch_when_over)
                     at.next_step()
                 except CommError as error:
                     recovery.recover(error)
         if self.over:
             self.policy.after_train()
+
+    def _new_fetcher(self, watch: GeneratorWatch | None) -> Fetcher:
+        """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
+        if isinstance(self._data, Stream):
+            self._data.check_workers(self.settings.loading.workers)
+        if not self.settings.loading.workers:
+            return Fetcher(self._data, self._sampler)
+        from kfuse.data.feeder import Feeder
+
+        def report(pid: int, how: str) -> None:
+            self._reporter.loader_lost(self.progress.step, pid, how)
+
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report, watch)
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
@@ -222,13 +246,15 @@ class Trainer:
         return None
 
     def planned_steps(self) -> int:
-        """Steps of this training, those done included, if the batch size stays."""
+        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
         at, settings, length = self.progress, self.settings, self._sampler.length
         limit = math.inf if settings.steps is None else settings.steps
         if settings.epochs is not None and length is not None:
             left = -(-(length - at.cursor) // at.batch_size)
             left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
             limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
+        if limit == math.inf:
+            raise TypeError("this training has no length: its data tell none, and steps= is not given")
         return int(limit)
 
     def _before_step(self) -> None:
@@ -250,6 +276,7 @@ class Trainer:
         alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
         weigh = None if self._objective.weight_fn is None else self._objective.weight
         self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         return Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
         )
@@ -267,15 +294,18 @@ class Trainer:
         If the body leaves the loop (`break`) after opt.step(), the step is still reported.
         """
         opt, before = self.opt, self.opt.engine.step
+        self._under_way = step, before
         try:
             yield step
         except GeneratorExit:
             if not sys.is_finalizing() and self._has_stepped(before):
-                self._end_update(step)
+                self.progress.once(Stage.UPDATE, partial(self._end_update, step))
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
                 opt.engine.abort()  # backwards that follow belong to no plan
             raise
+        finally:
+            self._under_way = None
         error = step.error or opt.take_lost_worker_error()
         if error is not None:
             raise error
@@ -289,31 +319,6 @@ class Trainer:
         """
         engine = self.opt.engine
         return engine.step == before + 1 and engine.reduced is None
-
-    def _loss(self, batch: Any) -> Tensor:
-        """The micro-batch's mean loss, in the configured precision."""
-        if not self._batch_is_checked:
-            self._check_batches(batch)
-        device, low = self.session.group.device.type, self.settings.precision == "bf16"
-        if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
-            return self._objective(self.model, batch).loss
-        with torch.autocast(device, torch.bfloat16, enabled=low):
-            return self._objective(self.model, batch).loss
-
-    def _check_batches(self, batch: Any) -> None:
-        """Once, before the first forward: raises TypeError for batches that cannot become a loss, held-out ones too."""
-        self._objective.check(self.model, batch, "the data")
-        if self._heldout is not None:
-            with generators_restored(self.session.group.device):
-                heldout = self._heldout.fetch(np.zeros(1, np.int64))
-            self._objective.check(self.model, heldout, "heldout")
-            missing = sorted(names(batch) - names(heldout))
-            if missing:
-                raise TypeError(
-                    f"a batch of heldout is a {describe(heldout)} and one of the data a {describe(batch)}: "
-                    f"{', '.join(missing)} is missing in heldout"
-                )
-        self._batch_is_checked = True
 
     def _end_update(self, step: Step) -> None:
         """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
@@ -330,6 +335,7 @@ class Trainer:
             members=tuple(self.session.workers),
             step_time_s=step.seconds(),
             data_wait_s=step.data_wait_s,
+            data_bytes_per_s=step.data_bytes / step.seconds(),
         )
         at.schedule = self._schedule.advance(at.schedule, count, at.mean_grad_sq, at.mean_grad_variance)
         if self._scheduler is not None:
@@ -385,10 +391,18 @@ class Trainer:
         result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
         at.accuracy, at.eval_loss, at.eval_metrics, at.evaluated = result.accuracy, result.loss, result.metrics, steps
         self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
+        score = -result.loss if result.accuracy is None else result.accuracy
+        if math.isfinite(score) and (at.best is None or score > at.best):
+            at.best = score
+            if self._saved_model is not None:
+                self._saved_model.save_best(self.model)
+
+    def _after_epoch_when_over(self) -> None:
+        if self._epoch_is_over:
+            self.policy.after_epoch()  # if a collective in it fails, it is called again
 
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
-            self.policy.after_epoch()  # first: if a collective in it fails, it is called again
             self.progress.epoch, self.progress.cursor = self.progress.epoch + 1, 0
             if self._scheduler is not None:
                 self._scheduler.after_epoch()
@@ -396,7 +410,7 @@ class Trainer:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> None:
-        """Training is over: evaluates, writes a last checkpoint, and waits until the supervisor has the summary."""
+        """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
         if not self.progress.stop:
             self._evaluate(self.progress.step)
         self._recovery.save_last()
@@ -425,4 +439,29 @@ class Trainer:
             "workers": self.session.group.size,
             "params_sha256": params_sha256(self.model),
             "exit_reason": self.exit_reason(),
+            **({} if self._saved_model is None else self._saved_model.save_last(self.model)),
         }
+
+    # -- the state, for kf.state_dict ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the training state on the host. Raises RuntimeError in the middle of a step, or before the first.
+
+        In a step's body, after opt.step(), that is the state after this step's update. In a policy's hook it is the
+        state after that hook: a training that begins from it does not call the hook again for this step.
+        """
+        if self._under_way is None:
+            return self._recovery.snapshot(in_body=False)
+        step, before = self._under_way
+        if self._has_stepped(before):
+            self.progress.once(Stage.UPDATE, partial(self._end_update, step))
+        elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
+            raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
+        return self._recovery.snapshot(in_body=True)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has training begin from what `state_dict` returned; where checkpoints are resumed from, those come first.
+
+        Raises RuntimeError once training has begun, ValueError for another program's state.
+        """
+        self._recovery.begin_from(state)

@@ -1,0 +1,221 @@
+"""The trained model as files that plain torch reads: model.pt, model.safetensors, best.pt.
+
+    model.load_state_dict(torch.load("model.pt", weights_only=True))
+    safetensors.torch.load_model(model, "model.safetensors")
+
+Each file is written under a hidden name and then renamed: it is there whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfuse.checkpoint.format import fsync_directory, one_line, snapshot
+from kfuse.session import Record, Session
+
+_MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
+
+
+class SavedModel:
+    """Writes the model of one training, on rank 0. What goes wrong with a file is an event, never an exception."""
+
+    def __init__(self, directory: Path, session: Session, numbered: bool = False, report: Record | None = None) -> None:
+        """directory: where the files go; made if need be.
+
+        numbered: the directory is the whole job's, so a process's second training writes to its folder 2, and so on.
+        report: gets events, as ("event", fields); None: `session.report`.
+        """
+        self._directory, self._session, self._numbered = directory, session, numbered
+        self._report = report or session.report
+        self._thread: threading.Thread | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where the files of the training under way go."""
+        number = self._session.training
+        return self._directory / str(number) if self._numbered and number > 1 else self._directory
+
+    def save_best(self, model: nn.Module) -> None:
+        """Writes best.pt in the background, from a copy. Waits for the one before, if it is still being written."""
+        if self._session.group.rank != 0:
+            return
+        self.close()
+        path = self.directory / _BEST
+        weights = self._attempt(path, lambda: model_weights(model))
+        if weights is not None:
+            self._thread = threading.Thread(
+                target=self._attempt, args=(path, lambda: _write(path, lambda to: torch.save(weights, to))), name=_BEST
+            )
+            self._thread.start()
+
+    def save_last(self, model: nn.Module) -> dict[str, str]:
+        """Writes model.pt and, where safetensors is installed, model.safetensors. Returns paths for the summary.
+
+        By name: `model`, `model_safetensors`, `best_model`; those that are written.
+        """
+        if self._session.group.rank != 0:
+            return {}
+        self.close()
+        directory, found = self.directory, {}
+        path = directory / _MODEL
+        weights = self._attempt(path, lambda: model_weights(model))
+        if weights is not None:
+            _remove_leftovers(directory)
+            if self._attempt(path, lambda: _write(path, lambda to: torch.save(weights, to))):
+                found["model"] = str(path)
+            safe = directory / _SAFE
+            if importlib.util.find_spec("safetensors") and self._attempt(
+                safe, lambda: _write(safe, lambda to: _save_safetensors(weights, to))
+            ):
+                found["model_safetensors"] = str(safe)
+        if (directory / _BEST).exists():
+            found["best_model"] = str(directory / _BEST)
+        return found
+
+    def close(self) -> None:
+        """Waits for the write under way."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _attempt(self, path: Path, act: Callable[[], Any]) -> Any:
+        """What `act` returns; None, and an event, if it fails."""
+        try:
+            return act()
+        except Exception as error:
+            event = {"step": None, "kind": "model_failed", "path": str(path), "why": one_line(error)}
+            self._report("event", event)
+            return None
+
+
+def model_weights(model: nn.Module) -> dict[str, Any]:
+    """A copy of the model's state_dict on the host. Tensors are dense; a shared (tied) one is one tensor in it too.
+
+    Raises TypeError for what torch.load(weights_only=True) would not read.
+    """
+    state: dict[str, Any] = model.state_dict(keep_vars=True)  # so that a tied parameter is one object
+    copies: dict[int, Any] = {}
+    held = list(state.items())
+    for name, value in held:
+        if id(value) not in copies:
+            copies[id(value)] = snapshot(value, name)
+        state[name] = copies[id(value)]
+    return state
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Loads model.pt or model.safetensors, or any file of a state_dict, into `model`.
+
+    Raises ValueError, in one line, for a file that cannot be read, and for keys or shapes that differ.
+    """
+    weights = read_weights(path)
+    if why := mismatch(model, weights):
+        raise ValueError(f"{path}: {why}")
+    for name, like in _tied(model, weights).items():
+        weights[name] = weights[like]
+    model.load_state_dict(weights)
+
+
+def read_weights(path: str) -> dict[str, Any]:
+    """The state_dict in a file of torch's or of safetensors, on the CPU; nothing in it can run code.
+
+    Raises ValueError, in one line.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found: Any = load_file(file)
+        else:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise ValueError(f"{path}: needs the package safetensors, not installed") from error
+    except Exception as error:  # torch raises many types for a file that is not its own
+        raise ValueError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{path}: must hold a model's state_dict, tensors by name")
+    return found
+
+
+def mismatch(model: nn.Module, weights: Mapping[str, Any]) -> str | None:
+    """How the names and shapes of `weights` differ from the model's, in one line; None where they do not.
+
+    The model may be on the meta device.
+    """
+    own = model.state_dict(keep_vars=True)
+    missing = [name for name in own if name not in weights and name not in _tied(model, weights)]
+    unknown = [name for name in weights if name not in own]
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} there, {tuple(value.shape)} here"
+        for name, value in own.items()
+        if isinstance(value, Tensor) and isinstance(weights.get(name), Tensor) and value.shape != weights[name].shape
+    ]
+    parts = (("missing", missing), ("not in this model", unknown), ("of another shape", shapes))
+    return "; ".join(f"{what}: {_few(names)}" for what, names in parts if names) or None
+
+
+def _tied(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, str]:
+    """Names that `weights` lacks and that share a parameter with one that it has, which is named too.
+
+    safetensors keeps one name of a shared tensor.
+    """
+    own = model.state_dict(keep_vars=True)
+    there = {id(value): name for name, value in own.items() if name in weights}
+    return {name: there[id(value)] for name, value in own.items() if name not in weights and id(value) in there}
+
+
+def _few(names: list[str]) -> str:
+    """At most five of the names."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
+    """As `safetensors.torch.save_model` writes it: one name of each shared tensor, the others in the metadata.
+
+    That function itself takes the live model, and refuses shared weights that are views of an optimizer's flat buffer.
+    """
+    from safetensors.torch import save_file
+
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, value in weights.items():
+        if id(value) in first:
+            shared[name] = first[id(value)]
+        first.setdefault(id(value), name)
+    tensors = {name: weights[name].contiguous() for name in first.values()}
+    save_file(tensors, path, {"format": "pt", **shared})
+
+
+def _write(path: Path, save: Callable[[Path], Any]) -> bool:
+    """Has `save` write to a hidden name, sees that to the disk, and renames it to `path`. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        save(hidden)
+        hidden.chmod(0o644)  # safetensors lets the owner alone read it
+        with hidden.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(hidden, path)
+        fsync_directory(path.parent)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Removes what killed processes of this host began to write."""
+    for name in (_MODEL, _SAFE, _BEST):
+        for path in directory.glob(f".{name}.{socket.gethostname()}.*"):
+            path.unlink(missing_ok=True)

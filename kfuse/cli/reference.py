@@ -1,0 +1,116 @@
+"""Writes docs/reference.md: `python -m kfuse.cli.reference > docs/reference.md`. A test compares the two."""
+
+from __future__ import annotations
+
+import importlib.resources
+import inspect
+import sys
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from kfuse.config.instantiate import show
+from kfuse.config.schema import CLASS_GROUPS, SETTINGS, Config, Setting
+from kfuse.policies.signals import Signals
+from kfuse.statistics.figures import FIGURES, METRICS, StepContext
+
+_VALUE = "a pair [before, after]"
+EVENTS = {
+    "view": (
+        "A list of workers trains together from this step on",
+        "generation, workers (rank, pid and host of each), reason (start, restart, grow, shrink, replace, failure or "
+        "quit), pause_s = regroup_s + transfer_s",
+    ),
+    "decision": (
+        "A policy or script has changed a setting",
+        f"batch_size, lr, workers or sync ({_VALUE}), topology, tree, or replace (a worker's number)",
+    ),
+    "clipped": ("A request was out of range, or could not be met", "note"),
+    "evaluation": ("The model was evaluated on the held-out samples", "loss, accuracy, metrics (by name)"),
+    "skipped": ("The step made no update", "why"),
+    "straggler": ("A worker has become slow", "worker, rank, throughput (over the median worker's)"),
+    "ready": ("A worker is ready to join", "worker, boot_s"),
+    "waiting": ("Some workers are ready, others are late", "workers, late (numbers of both)"),
+    "quit": ("A worker's script has ended before training did", "worker, pid, rank, how"),
+    "failure": ("A worker is lost; or, with why, the job has failed", "worker, pid, rank, how; why"),
+    "checkpoint": ("A checkpoint is written", "path, bytes, wall_s (of writing), snapshot_s (of the training loop)"),
+    "checkpoint_failed": ("A checkpoint could not be written", "why"),
+    "checkpoint_rejected": ("A checkpoint that is not whole is passed over", "path, why"),
+    "resumed": ("Training resumes from a checkpoint", "path"),
+    "started": ("There was no checkpoint to resume from: training starts from the beginning", "note"),
+    "disk": ("Records could not be written for a while", "note"),
+}
+"""Each kind of event: what has happened, and its fields besides time, step and kind."""
+
+
+def reference() -> str:
+    """Returns the text of docs/reference.md: settings, options of the groups, figures of a step, events."""
+    parts = [
+        "# Reference",
+        "Written by `python -m kfuse.cli.reference > docs/reference.md`.",
+        "## Settings",
+        "`kfuse section.name=value ...`; `null` is no value. A sweep (`-m`) takes several values: `batch.size=32,64`.",
+        *_settings(),
+        "## Options of the groups",
+        "`kfuse group=option`. The keys are arguments of the option's class: `group.key=value`; `???` must be given.",
+        *_options(),
+        "## Figures of a step",
+        "Policies see the `Signals` of each step. `metrics.jsonl` has a line for each step, or each `observe.every`-th."
+        " None, in the file null, is unknown. [statistics.md](statistics.md) explains the statistics.",
+        _figures(),
+        "## Events",
+        "`events.jsonl` has a line for each event: `time` (Unix), `step`, `kind`, and the fields of its kind. Fields "
+        "whose names end with `_s` are in seconds.",
+        _table(("kind", "what has happened", "fields"), ((f"`{kind}`", *about) for kind, about in EVENTS.items())),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _settings() -> Iterable[str]:
+    """A table for each section of the settings, with the section's docstring."""
+    sections: dict[str, list[Setting]] = {}
+    for setting in SETTINGS.values():
+        sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
+    kinds = typing.get_type_hints(Config)
+    for section, settings in sections.items():
+        if section:
+            yield f"### {section}"
+        if inspect.isclass(kinds.get(section)):
+            yield inspect.getdoc(kinds[section]) or ""
+        yield _table(
+            ("setting", "type", "default", "must be", "what it is"),
+            ((f"`{it.key}`", it.kind.__name__, f"`{show(it.default)}`", it.range, it.text) for it in settings),
+        )
+
+
+def _options() -> Iterable[str]:
+    """Each option's file, with its comments."""
+    configs = importlib.resources.files("kfuse.configs")
+    for group in (*CLASS_GROUPS, "comm"):
+        for file in sorted(configs.joinpath(group).iterdir(), key=lambda file: file.name):
+            yield f"### {group}={file.name.removesuffix('.yaml')}"
+            yield f"```yaml\n{file.read_text().strip()}\n```"
+
+
+def _figures() -> str:
+    """One table of the fields of `Signals` and the columns of metrics.jsonl."""
+    signals = {each.name: each.metadata for each in fields(Signals)}
+    types = {each.name: each.type for kind in (StepContext, Signals) for each in fields(kind)}
+    rows = []
+    for name in dict.fromkeys([*METRICS, *signals]):
+        about = FIGURES.get(name) or signals[name]
+        where = [word for word, there in (("Signals", signals), ("metrics.jsonl", METRICS)) if name in there]
+        rows.append((f"`{name}`", str(types[name]), about["unit"], ", ".join(where), about["help"]))
+    for name, value in vars(Signals).items():
+        if isinstance(value, property):
+            rows.append((f"`{name}`", "int", "steps", "Signals", (inspect.getdoc(value) or "").rstrip(".")))
+    return _table(("figure", "type", "unit", "in", "what it is"), rows)
+
+
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,376 @@
+"""Loader processes: they fetch a training worker's coming micro-batches ahead of their use.
+
+The processes are forked, so that any data set can be used, and share nothing but one pipe each with their training
+worker: one that is killed leaves no lock behind that others wait for. (torch's DataLoader shares a queue, and raises
+the loss of a process from a signal handler, wherever the training worker happens to be.) Tensors travel in shared
+memory, as with torch's DataLoader.
+
+What is fetched is a function of the seed and the task, so results are kept by their task: where the plan changes (the
+number of workers, the batch size), those that are still needed are used, and the others dropped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import pickle
+import signal
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing  # for tensors in messages
+from torch import Tensor
+from torch.utils.data._utils import worker as torch_worker
+
+from kfuse.data.batch import map_leaves, tensors
+from kfuse.data.dataset import Dataset
+from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan, Watch
+from kfuse.data.sampler import EpochSampler, StreamSampler
+from kfuse.data.streams import Stream
+
+_LOG = logging.getLogger("kfuse")
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its parent
+_END_S = 1.0  # for a loader process to finish what it is fetching, when training is over
+_PATIENCE_S = 60.0  # waiting for one micro-batch, before a warning says so
+_SHARED_MEMORY = (
+    "shared memory is short (/dev/shm): give it more (docker run --shm-size=8g), or lower data.prefetch "
+    "(prefetch_factor) or data.workers (num_workers)"
+)
+
+
+@dataclass(eq=False)
+class _Loader:
+    """One loader process, as its training worker sees it."""
+
+    number: int
+    process: BaseProcess
+    connection: Connection
+    tasks: dict[int, Task] = field(default_factory=dict)
+    """What it is to fetch and has not sent yet, by the number of the request."""
+
+    def how_it_ended(self) -> str:
+        """Text about its end."""
+        self.process.join(_END_S)
+        status = self.process.exitcode
+        if status is None or status >= 0:
+            return f"ended with exit status {status}"
+        name = signal.Signals(-status).name
+        why = {"SIGBUS": f" ({_SHARED_MEMORY})", "SIGKILL": " (by the kernel, if memory is short)"}.get(name, "")
+        return f"was ended by {name}{why}"
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception in a loader process, in place of a batch."""
+
+    error: Exception
+    text: str
+    """Where it was raised: the traceback there."""
+
+
+class Feeder(Fetcher):
+    """Fetches one training worker's micro-batches in loader processes, in the order in which they will be asked for."""
+
+    _loaders: list[_Loader]
+    _plan: TaskPlan | None
+    _coming: Iterator[Task]
+    """The tasks after those of `_order`."""
+    _order: deque[Task]
+    """The next tasks, as they will be asked for. Each is ready, or requested from a loader process."""
+    _ready: dict[Task, tuple[Any, tuple[Any, torch.cuda.Event] | None]]
+    """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
+    _copy: tuple[Any, torch.cuda.Event] | None
+    """The copy of the batch that was fetched last."""
+
+    def __init__(
+        self,
+        data: Dataset | Stream,
+        sampler: EpochSampler | StreamSampler,
+        loading: Loading,
+        device: torch.device,
+        on_loss: Callable[[int, str], None] = lambda pid, how: None,
+        watch: Watch | None = None,
+    ) -> None:
+        """on_loss(pid, how): called when a loader process has ended unexpectedly, and another takes its place.
+
+        watch: looks at the first micro-batch in the first loader process.
+        """
+        super().__init__(data, sampler)
+        self._loading, self._on_loss, self._watch = loading, on_loss, watch
+        self._side_stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and loading.pin_memory:
+            self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._loaders, self._plan, self._coming = [], None, iter(())
+        self._order, self._ready, self._copy = deque(), {}, None
+        self._requests = self._lost = 0
+
+    # -- the training worker's side -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a training: starts the loader processes; on exit none is left."""
+        try:
+            atexit.register(self.close)  # runs before multiprocessing waits for its processes
+            self._loaders = [self._start(number) for number in range(self._loading.workers)]
+            yield
+        finally:
+            self.close()
+
+    def expect(self, plan: TaskPlan) -> None:
+        """A step begins. Where its tasks are not those that were predicted, the prediction starts anew."""
+        first = next(plan.tasks(), None)
+        if plan != self._plan or first != (self._order[0] if self._order else None):
+            self._plan, self._coming = plan, plan.tasks()
+            before, self._order = set(self._order), deque()
+            self._drop(before.difference(self._predicted()))
+        self._request_more()
+
+    def fetch(self, task: Task) -> Any:
+        """Returns the task's batch; raises the exception that the data set raised for it, at the step that needs it.
+
+        Raises LoaderError where a second loader process has ended unexpectedly.
+        """
+        expected = self._order.popleft() if self._order else None
+        assert task == expected, f"{task} is asked for, and {expected} was expected"
+        started = time.monotonic()
+        while task not in self._ready:
+            self._receive()
+            if time.monotonic() - started > _PATIENCE_S:
+                pids = ", ".join(str(loader.process.pid) for loader in self._loaders)
+                _LOG.warning("%.0f s for one micro-batch: waiting for loader processes %s", _PATIENCE_S, pids)
+                started = time.monotonic()
+        batch, self._copy = self._ready.pop(task)
+        self._request_more()
+        if isinstance(batch, _Failure):
+            batch.error.add_note(batch.text)
+            raise batch.error
+        return batch
+
+    def close(self) -> None:
+        """Ends the loader processes. One that is still busy after a second is killed."""
+        atexit.unregister(self.close)
+        loaders, self._loaders = self._loaders, []
+        self._plan, self._coming = None, iter(())
+        self._order.clear()
+        self._ready.clear()
+        for loader in loaders:
+            with contextlib.suppress(OSError):
+                loader.connection.send(None)
+        deadline = time.monotonic() + _END_S
+        for loader in loaders:
+            loader.process.join(max(0.0, deadline - time.monotonic()))
+            loader.process.kill()
+            loader.process.join()
+            loader.connection.close()
+
+    def _start(self, number: int) -> _Loader:
+        """Forks a loader process."""
+        context = torch.multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve,
+            args=(theirs, Fetcher(self.data, self.sampler), number, self._loading, os.getpid(), self._watch),
+            name=f"kfuse-loader-{number}",
+            daemon=True,
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads, whose locks the child might wait for. It uses none of our threads' locks.
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+            process.start()
+        theirs.close()  # else it would stay open, and this end would not notice the other's death
+        return _Loader(number, process, ours)
+
+    def _capacity(self) -> int:
+        return self._loading.workers * self._loading.prefetch
+
+    def _predicted(self) -> list[Task]:
+        """Fills `_order` with the next tasks, as many as are fetched ahead; returns it."""
+        while len(self._order) < self._capacity() and (task := next(self._coming, None)) is not None:
+            self._order.append(task)
+        return list(self._order)
+
+    def _request_more(self) -> None:
+        """Requests the predicted tasks that are neither ready nor requested, each from the least busy process."""
+        requested = {task for loader in self._loaders for task in loader.tasks.values()}
+        for task in self._predicted():
+            if task not in requested and task not in self._ready:
+                self._request(min(self._loaders, key=lambda loader: len(loader.tasks)), task)
+
+    def _request(self, loader: _Loader, task: Task) -> None:
+        self._requests += 1
+        loader.tasks[self._requests] = task
+        with contextlib.suppress(OSError):  # it has ended: `_receive` finds out
+            loader.connection.send((self._requests, task, self._plan is not None and self._plan.rank == 0))
+
+    def _drop(self, tasks: set[Task]) -> None:
+        """Forgets tasks that are no longer needed. What is sent for them later is not kept."""
+        for task in tasks:
+            self._ready.pop(task, None)
+        for loader in self._loaders:
+            for number in [number for number, task in loader.tasks.items() if task in tasks]:
+                del loader.tasks[number]
+                with contextlib.suppress(OSError):
+                    loader.connection.send((number, None, False))
+
+    def _receive(self) -> None:
+        """Waits until a loader process has sent something, `_PATIENCE_S` at most, and takes what has arrived."""
+        by_connection = {loader.connection: loader for loader in self._loaders}
+        for connection in wait(list(by_connection), _PATIENCE_S):
+            assert isinstance(connection, Connection)
+            loader = by_connection[connection]
+            try:
+                number, batch = connection.recv()
+            except (OSError, EOFError) as error:
+                loader.process.join(_END_S)
+                if loader.process.is_alive():
+                    raise
+                self._replace(loader, error)
+                continue
+            task = loader.tasks.pop(number, None)
+            if task is not None:
+                self._ready[task] = batch, self._start_copy(batch)
+
+    def _replace(self, loader: _Loader, error: Exception) -> None:
+        """A loader process has ended: another takes its place, once in a training. A second one: LoaderError."""
+        how, pid = loader.how_it_ended(), loader.process.pid or 0
+        self._lost += 1
+        if self._lost > 1:
+            raise LoaderError(f"loader process {loader.number} (pid {pid}) {how}, the second one lost") from error
+        _LOG.warning("loader process %d (pid %d) %s: another takes its place", loader.number, pid, how)
+        self._on_loss(pid, how)
+        loader.connection.close()
+        other = self._start(loader.number)
+        self._loaders[loader.number] = other
+        for task in loader.tasks.values():
+            self._request(other, task)
+
+    # -- CUDA -----------------------------------------------------------------------------------------------------
+
+    def to_device(self, batch: Any, device: torch.device) -> Any:
+        """Returns the batch that was fetched last, with its tensors on `device`.
+
+        The present stream waits for the copy, and the copy's memory is kept until that stream has used it.
+        """
+        if self._copy is None:
+            return super().to_device(batch, device)
+        copied, event = self._copy
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(event)
+        for tensor in tensors(copied):
+            tensor.record_stream(stream)
+        return super().to_device(copied, device)  # what is no tensor, and moves by itself
+
+    def _start_copy(self, batch: Any) -> tuple[Any, torch.cuda.Event] | None:
+        """Begins to copy a batch to the device, beside what the device does meanwhile: (copy, event after it)."""
+        stream = self._side_stream
+        if stream is None or isinstance(batch, _Failure):
+            return None
+
+        def copy(leaf: Any) -> Any:
+            return leaf.pin_memory().to(stream.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+        with torch.cuda.stream(stream):
+            return map_leaves(copy, batch), stream.record_event()
+
+
+# -- the loader process's side ----------------------------------------------------------------------------------------
+
+
+def _serve(
+    connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int, watch: Watch | None
+) -> None:
+    """Fetches what is requested, in that order, until told to end. Sends each batch, or why there is none."""
+    _die_with(parent)
+    gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job: the training worker decides
+        signal.signal(ignored, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    dataset: Any = getattr(fetcher.data, "dataset", fetcher.data)
+    # For torch.utils.data.get_worker_info; default_collate then collates into shared memory.
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=loading.workers, seed=fetcher.sampler.seed, dataset=dataset
+    )
+    waiting: dict[int, Task] = {}
+    begun = False
+    while True:
+        while not waiting or connection.poll():
+            message = _next_message(connection, parent)
+            if message is None:
+                os._exit(0)
+            request, task, leads = message
+            if task is None:
+                waiting.pop(request, None)
+            else:
+                waiting[request] = task
+        request = next(iter(waiting))
+        task = waiting.pop(request)
+        try:
+            if not begun and loading.init is not None:
+                loading.init(number)
+            begun = True
+            if watch is not None and number == 0:
+                watch.before_step()
+            reply = ForkingPickler.dumps((request, fetcher.fetch(task)))
+            if watch is not None and number == 0:
+                watch.after_step(leads)
+        except Exception as error:
+            reply = ForkingPickler.dumps((request, _failure(error, number)))
+        try:
+            connection.send_bytes(reply)
+        except OSError:  # the training worker is gone
+            os._exit(0)
+
+
+def _next_message(connection: Connection, parent: int) -> tuple[int, Task | None, bool] | None:
+    """The training worker's next message: request, task (None: no longer needed), whether it is rank 0.
+
+    None: this process is to end.
+    """
+    try:
+        while not connection.poll(_PARENT_CHECK_S):
+            if os.getppid() != parent:
+                return None
+        message: tuple[int, Task | None, bool] | None = connection.recv()
+        return message
+    except (OSError, EOFError):  # the training worker is gone
+        return None
+
+
+def _die_with(parent: int) -> None:
+    """Has the kernel end this process with the thread that has forked it.
+
+    The training worker's connections are open here too: other workers notice that it is lost once this process has
+    ended as well.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(0)
+
+
+def _failure(error: Exception, number: int) -> _Failure:
+    """An exception as it is sent: itself, or, where it cannot be, a RuntimeError of the same text."""
+    text = f"in loader process {number} (pid {os.getpid()}):\n{traceback.format_exc()}".rstrip()
+    if "shared memory" in str(error) or "/torch_" in str(error):
+        text = f"{_SHARED_MEMORY}\n{text}"
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return _Failure(error, text)

@@ -1,0 +1,228 @@
+"""What one training of a script leaves behind and shows: checkpoints, a run directory, a display, the model.
+
+Under kfuse-run the supervisor keeps the job's run directory and display; else rank 0 keeps them here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from kfuse.checkpoint.manager import Checkpoints
+from kfuse.checkpoint.saved_model import SavedModel
+from kfuse.elastic.protocol import LOOP_LEFT
+from kfuse.session import Session
+from kfuse.train.settings import whole
+
+_LOG = logging.getLogger("kfuse")
+
+_PATH = "must be a folder's path"
+_TROUBLE = ("checkpoint_failed", "checkpoint_rejected", "model_failed")  # events that a silent script must not hide
+_KEPT_ELSEWHERE = "run_dir={} is not used: kfuse-run keeps the run directory, --run-dir"
+
+
+class _Recorder(Protocol):
+    """`kfuse.observe.recorder.Recorder`, or what shows records without a run directory."""
+
+    def keep(self, records: list[tuple[str, dict[str, Any]]]) -> None: ...
+
+    def failed(self, why: str) -> None: ...
+
+    def close(self, why: str | None) -> None: ...
+
+
+class Output:
+    """The files and the display of one training, as kf.fit's and kf.DataLoader's arguments ask for them."""
+
+    checkpoints: Checkpoints | None
+    """None: none are written or read."""
+    saved_model: SavedModel | None
+    """None: the model is not written."""
+    shown: bool
+    """Whether events are shown on this process's terminal."""
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        checkpoint: str | os.PathLike[str] | None,
+        checkpoint_every: int | None,
+        keep: int,
+        resume: str | os.PathLike[str],
+        run_dir: str | os.PathLike[str] | None,
+        progress: bool | None,
+        save_model: bool | None,
+    ) -> None:
+        """Arguments as kf.fit's. Raises TypeError, ValueError, in one line, for what cannot be used."""
+        self._session, self._lock = session, threading.Lock()  # checkpoints are reported by the thread that writes them
+        self._recorder: _Recorder | None = None  # while the training is under way, on the rank that keeps the records
+        folder, directory = _folder("checkpoint", checkpoint), _folder("run_dir", run_dir)
+        resume = _checked_resume(resume, folder is not None)
+        if checkpoint_every is not None:
+            checkpoint_every = whole("checkpoint_every", checkpoint_every, 1)
+            if folder is None:
+                raise ValueError(f"checkpoint_every={checkpoint_every}: needs checkpoint=, the folder")
+        whole("keep", keep, 1)
+        numbered = session.elastic and directory is not None
+        if session.control_client is not None and directory is not None:
+            session.report("event", {"step": None, "kind": "note", "note": _KEPT_ELSEWHERE.format(directory)})
+            directory = Path(session.control_client.job["run_dir"])
+        if save_model and not (directory or folder):
+            raise ValueError("save_model=True: needs run_dir= or checkpoint=, the folder that the model goes to")
+        terminal = sys.stdout is not None and sys.stdout.isatty()
+        keeps = not session.elastic and session.group.rank == 0
+        self.shown = keeps and (terminal if progress is None else progress)
+        self._directory = directory if keeps else None
+        if keeps and directory is not None and resume == "never" and _is_used(directory):
+            raise ValueError(f"run_dir={directory}: holds a run already; must be a new one, or pass resume=")
+        if keeps and folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"checkpoint={folder}: cannot be written: {error.strerror or error}") from error
+        self.checkpoints = None
+        if folder is not None or resume != "never":
+            self.checkpoints = Checkpoints(
+                folder or Path(),
+                session,
+                every_steps=checkpoint_every,
+                each_epoch=folder is not None and checkpoint_every is None,
+                keep=keep,
+                resume=resume,
+                key="resume",
+                report=self.report,
+            )
+        where = directory or folder
+        self.saved_model = None
+        if where is not None and save_model is not False:
+            self.saved_model = SavedModel(where, session, numbered, self.report)
+
+    def report(self, kind: str, data: dict[str, Any]) -> None:
+        """Takes a record of rank 0's: it is written and shown, or sent to the supervisor."""
+        self._session.report(kind, data)
+        if self._recorder is not None:
+            with self._lock:
+                self._recorder.keep([(kind, data)])
+        if kind == "event" and data["kind"] in _TROUBLE and not (self.shown or self._session.elastic):
+            _LOG.warning("%s %s: %s", data["kind"].replace("_", " "), data.get("path", data.get("step")), data["why"])
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether each step's record is written or shown somewhere."""
+        return self._recorder is not None or self._session.is_recorded
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Context of the training. Its end writes and shows the summary, also where it fails or is left.
+
+        Raises ValueError for a run directory that cannot be written.
+        """
+        self._recorder = recorder = self._new_recorder()
+        if recorder is None:
+            yield
+            return
+        why: str | None = LOOP_LEFT
+        try:
+            yield
+            why = None
+        except KeyboardInterrupt:
+            why = "interrupted"
+            raise
+        except Exception as error:
+            why = "failed"
+            recorder.failed(" ".join(f"{type(error).__name__}: {error}".split()))
+            raise
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.close()  # what is being written is reported at its end
+            if self.saved_model is not None:
+                self.saved_model.close()
+            self._recorder = None
+            recorder.close(why)
+
+    def _new_recorder(self) -> _Recorder | None:
+        """None where nothing is written or shown by this process."""
+        if self._directory is None and not self.shown:
+            return None
+        from rich.console import Console  # by a script that shows or records its training only
+
+        from kfuse.observe.display import Display
+        from kfuse.observe.recorder import Recorder
+        from kfuse.observe.run_dir import RunDirectory
+
+        display = Display(self.shown, None if self.shown else Console(quiet=True), takes_output=True)
+        if self._directory is None:
+            return _Shown(display)
+        try:
+            directory = RunDirectory(self._directory)
+        except OSError as error:
+            raise ValueError(f"run_dir={self._directory}: cannot be written: {error.strerror or error}") from error
+        recorder = Recorder(directory, display)
+        if not self.shown:
+            directory.warn = _LOG.warning
+        return recorder
+
+
+class _Shown:
+    """Shows a training that has no run directory."""
+
+    def __init__(self, display: Any) -> None:
+        self._display = display
+        self._summary: dict[str, Any] | None = None
+
+    def keep(self, records: list[tuple[str, dict[str, Any]]]) -> None:
+        for kind, data in records:
+            match kind:
+                case "start":
+                    self._display.start(data["samples"], data["steps"], "kfuse")
+                case "metrics":
+                    self._display.metrics(data)
+                case "event":
+                    self._display.event(data)
+                case "summary":
+                    self._summary = data
+
+    def failed(self, why: str) -> None:
+        """The exception itself is shown by Python."""
+
+    def close(self, why: str | None) -> None:
+        if self._summary is None:
+            self._display.stop()
+        else:
+            self._display.finish(self._summary)
+
+
+def _is_used(directory: Path) -> bool:
+    from kfuse.observe.run_dir import RunDirectory
+
+    return RunDirectory.is_used(directory)
+
+
+def _folder(name: str, path: str | os.PathLike[str] | None) -> Path | None:
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name}={path!r}: {_PATH}")
+    if not str(path):
+        raise ValueError(f"{name}='': {_PATH}")
+    folder = Path(path).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{name}={path}: {_PATH}, and is a file")
+    return folder
+
+
+def _checked_resume(resume: str | os.PathLike[str], has_folder: bool) -> str:
+    if not isinstance(resume, str | os.PathLike):
+        raise TypeError(f"resume={resume!r}: must be auto, never, or a path")
+    resume = os.fspath(resume)
+    if resume == "auto" and not has_folder:
+        raise ValueError("resume=auto: needs checkpoint=, the folder with the checkpoints")
+    if resume not in ("auto", "never") and (not resume or not Path(resume).expanduser().exists()):
+        raise ValueError(f"resume={resume}: must be auto, never, or a path; there is no such path")
+    return resume

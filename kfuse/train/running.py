@@ -1,0 +1,42 @@
+"""The trainings of this process that are under way, and `kf.state_dict`, `kf.load_state_dict` over them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kfuse.train.trainer import Trainer
+
+_RUNNING: list[Trainer] = []  # in the order in which they began
+_GIVEN: list[Mapping[str, Any]] = []  # at most one: the state that the next training begins from
+
+
+@contextlib.contextmanager
+def active(trainer: Trainer) -> Iterator[None]:
+    """Context of a training: `state_dict` returns its state. It begins from the state that was given, if one was."""
+    if _GIVEN:
+        trainer.load_state_dict(_GIVEN.pop())
+    _RUNNING.append(trainer)
+    try:
+        yield
+    finally:
+        _RUNNING[:] = [each for each in _RUNNING if each is not trainer]
+
+
+def state_dict() -> dict[str, Any]:
+    """As `kf.state_dict`."""
+    if not _RUNNING:
+        raise RuntimeError("kf.state_dict: no training is under way; after a loop, loader.state_dict() has its state")
+    return _RUNNING[-1].state_dict()
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """As `kf.load_state_dict`."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"kf.load_state_dict takes what kf.state_dict returned, not {type(state).__name__}")
+    if _RUNNING:
+        _RUNNING[-1].load_state_dict(state)
+    else:
+        _GIVEN[:] = [state]

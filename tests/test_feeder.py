@@ -1,0 +1,436 @@
+"""Loader processes change no bit of what is fetched, through changed plans and lost processes, and none is left."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elastic_job import is_alive, wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fetching import Noise
+from torch import Tensor
+
+import kfuse as kf
+from kfuse.data import EpochSampler, MapData
+from kfuse.data.feeder import Feeder
+from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
+from kfuse.train.model_checks import GeneratorWatch
+
+SEED, LENGTH = 3, 40
+CPU = torch.device("cpu")
+
+
+def feeder(data: Any = None, workers: int = 1, prefetch: int = 2, **more: Any) -> Feeder:
+    data = MapData(Noise() if data is None else data)
+    loading = Loading(workers, prefetch, init=more.pop("init", None))
+    return Feeder(data, EpochSampler(len(data), SEED), loading, CPU, **more)
+
+
+def plan(epoch: int, cursor: int, batch: int = 8, micro: int = 4, workers: int = 1, rank: int = 0) -> TaskPlan:
+    return TaskPlan(LENGTH, None, batch, micro, workers, rank, None, epoch, cursor)
+
+
+def tasks_of_step(plan: TaskPlan) -> list[Task]:
+    """This worker's tasks in the one step at the plan's position."""
+    end = min(plan.cursor + plan.batch_size, plan.samples)
+    found = []
+    for task in plan.tasks():
+        if (task.epoch, task.cursor) >= (plan.epoch, end):
+            break
+        found.append(task)
+    return found
+
+
+def assert_equal(batch: Any, task: Task) -> None:
+    x, y = Fetcher(MapData(Noise()), EpochSampler(LENGTH, SEED)).fetch(task)
+    assert torch.equal(batch[0], x) and torch.equal(batch[1], y)
+
+
+def children() -> set[int]:
+    return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
+
+
+@pytest.fixture(autouse=True)
+def none_left() -> Iterator[None]:
+    before = children()
+    yield
+    assert children() <= before
+
+
+# -- what is fetched ----------------------------------------------------------------------------------------------
+
+
+# Steps in a row, each with a batch size, a micro-batch, workers, and this worker's rank among them.
+step_plans = st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3)).map(
+    lambda each: (*each[:3], each[3] % each[2])
+)
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from([1, 3]),
+    st.integers(1, 3),
+    st.lists(st.tuples(step_plans, st.integers(1, 4)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_any_plan_fetches_the_same_batches(
+    workers: int, prefetch: int, phases: list[tuple[tuple[int, int, int, int], int]], repeats: bool
+) -> None:
+    """Through changes of batch size and workers, across epochs, and with steps that are repeated."""
+    epoch = cursor = 0
+    with (fed := feeder(workers=workers, prefetch=prefetch)).running():
+        for (batch, micro, others, rank), steps in phases:
+            for _ in range(steps):
+                now = plan(epoch, cursor, batch, micro, others, rank)
+                for tasks in [tasks_of_step(now)[:1]] * repeats + [tasks_of_step(now)]:  # the first ends early
+                    fed.expect(now)
+                    for task in tasks:
+                        assert_equal(fed.fetch(task), task)
+                cursor += min(batch, LENGTH - cursor)
+                if cursor == LENGTH:
+                    epoch, cursor = epoch + 1, 0
+
+
+def test_only_what_is_asked_for_in_order_is_given() -> None:
+    with (fed := feeder()).running():
+        fed.expect(plan(0, 0))
+        with pytest.raises(AssertionError, match="is asked for, and Task"):
+            fed.fetch(Task(0, 4, 4))
+
+
+def test_results_that_fit_a_changed_plan_are_not_fetched_again(tmp_path: Path) -> None:
+    class Counting(Noise):
+        def __getitem__(self, i: int) -> tuple[Tensor, int]:
+            with open(tmp_path / "fetched", "a") as log:
+                log.write(f"{i}\n")
+            return super().__getitem__(i)
+
+    with (fed := feeder(Counting(), workers=2, prefetch=2)).running():
+        fed.expect(plan(0, 0))
+        first = fed.fetch(Task(0, 0, 4))
+        fed.fetch(Task(0, 4, 4))
+        wait_until("four more to be fetched", lambda: len((tmp_path / "fetched").read_text().split()) >= 24)
+        fed.expect(plan(0, 8, batch=16))  # the same micro-batches, in larger steps
+        for cursor in range(8, LENGTH, 4):
+            if cursor == 24:
+                fed.expect(plan(0, 24, batch=16))
+            fed.fetch(Task(0, cursor, 4))
+        epoch = (tmp_path / "fetched").read_text().split()[:LENGTH]
+    assert sorted(map(int, epoch)) == list(range(LENGTH))
+    assert_equal(first, Task(0, 0, 4))
+
+
+def noise_seen(**loading: Any) -> tuple[dict[int, list[float]], list[float]]:
+    """What a training's forwards got, and the parameters that it ended with."""
+    seen: dict[int, list[float]] = {}
+
+    def step_fn(model: torch.nn.Module, batch: Any) -> Tensor:
+        for i, noise in batch[0].tolist():
+            seen.setdefault(int(i), []).append(noise)
+        return torch.nn.functional.dropout(model(batch[0].float()), 0.5).square().mean()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    opt = kf.FusedSGD(model.parameters(), lr=1e-4)
+    kf.fit(model, Noise(), opt, batch_size=8, micro_batch=3, epochs=2, seed=SEED, step_fn=step_fn, **loading)
+    return seen, [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def test_training_has_the_same_bits_with_any_number_of_loader_processes() -> None:
+    alone = noise_seen()
+    for number in (1, 3):
+        assert noise_seen(num_workers=number) == alone
+
+
+def test_a_data_set_that_cannot_be_pickled_works() -> None:
+    class Local(Noise):
+        def __init__(self) -> None:
+            self.lock, self.function = threading.Lock(), lambda x: x
+
+    with (fed := feeder(Local())).running():
+        fed.expect(plan(0, 0))
+        assert_equal(fed.fetch(Task(0, 0, 4)), Task(0, 0, 4))
+
+
+def test_the_data_set_sees_a_loader_process_as_torchs() -> None:
+    class Informed(Noise):
+        def __getitem__(self, i: int) -> tuple[int, int, int, int]:
+            info = torch.utils.data.get_worker_info()
+            return info.id, info.num_workers, torch.get_num_threads(), int(isinstance(info.dataset, Informed))
+
+    with (fed := feeder(Informed(), workers=2, prefetch=1)).running():
+        fed.expect(plan(0, 0))
+        got = [[part.tolist()[0] for part in fed.fetch(Task(0, cursor, 4))] for cursor in (0, 4)]
+    assert got == [[0, 2, 1, 1], [1, 2, 1, 1]]
+
+
+def test_a_generator_of_the_data_sets_own_is_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
+    """By the loader process that sees it, on rank 0."""
+
+    class OwnGenerator(Noise):
+        def __init__(self) -> None:
+            self.rng = np.random.default_rng(0)
+
+        def __getitem__(self, i: int) -> tuple[Tensor, int]:
+            return torch.tensor([float(i), self.rng.random()], dtype=torch.float64), i
+
+    log = logging.StreamHandler()  # pytest's own keeps what it gets in the loader process
+    logging.getLogger("kfuse").addHandler(log)
+    try:
+        for rank in (1, 0):
+            data = OwnGenerator()
+            with (fed := feeder(data, workers=2, watch=GeneratorWatch(MapData(data)))).running():
+                for cursor in (0, 8):
+                    fed.expect(plan(0, cursor, workers=2, rank=rank))
+                    fed.fetch(Task(0, cursor + 4 * rank, 4))
+            said = capfd.readouterr().err
+            assert said.count("OwnGenerator draws from a generator of its own (rng)") == (rank == 0), said
+    finally:
+        logging.getLogger("kfuse").removeHandler(log)
+
+
+# -- what fails ---------------------------------------------------------------------------------------------------
+
+
+class Broken(Noise):
+    """Sample 7 cannot be had."""
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        if i == 7:
+            self.open(i)
+        return super().__getitem__(i)
+
+    def open(self, i: int) -> None:
+        raise KeyError(f"sample {i} is damaged")
+
+
+def place_of(index: int) -> int:
+    return EpochSampler(LENGTH, SEED).indices(0, 0, LENGTH).tolist().index(index)
+
+
+def test_an_exception_in_the_data_set_is_raised_at_the_step_that_needs_it() -> None:
+    with (fed := feeder(Broken(), workers=2, prefetch=8)).running():
+        for cursor in range(0, place_of(7) // 4 * 4, 4):
+            fed.expect(plan(0, cursor, batch=4))
+            fed.fetch(Task(0, cursor, 4))
+        fed.expect(plan(0, place_of(7) // 4 * 4, batch=4))
+        with pytest.raises(KeyError, match="sample 7 is damaged") as caught:
+            fed.fetch(Task(0, place_of(7) // 4 * 4, 4))
+    [note] = caught.value.__notes__
+    assert "in loader process" in note and "in open" in note and note.endswith("KeyError: 'sample 7 is damaged'")
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_exception_that_cannot_be_sent_keeps_its_text() -> None:
+    class Raising(Noise):
+        def __getitem__(self, i: int) -> Any:
+            raise Unpicklable(1, 2)
+
+    with (fed := feeder(Raising())).running():
+        fed.expect(plan(0, 0))
+        with pytest.raises(RuntimeError, match="Unpicklable: 1 and 2"):
+            fed.fetch(Task(0, 0, 4))
+
+
+def test_a_batch_that_cannot_be_sent_says_so() -> None:
+    class Derived(Noise):
+        def fetch(self, indices: np.ndarray, generator: Any = None) -> Any:
+            return torch.zeros(len(indices)), torch.zeros(len(indices), requires_grad=True) * 2
+
+    with (fed := Feeder(Derived(), EpochSampler(LENGTH, SEED), Loading(1), CPU)).running():
+        fed.expect(plan(0, 0))
+        with pytest.raises(RuntimeError, match="requires_grad"):
+            fed.fetch(Task(0, 0, 4))
+
+
+def test_an_exception_of_worker_init_fn_is_raised() -> None:
+    def init(number: int) -> None:
+        raise OSError(f"no file for loader {number}")
+
+    with (fed := feeder(init=init)).running():
+        fed.expect(plan(0, 0))
+        with pytest.raises(OSError, match="no file for loader 0"):
+            fed.fetch(Task(0, 0, 4))
+
+
+def test_short_shared_memory_names_the_remedy() -> None:
+    class Large(Noise):
+        def __getitem__(self, i: int) -> tuple[Tensor, int]:
+            return torch.zeros(100_000), i
+
+    def init(number: int) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # of a file in /dev/shm too
+
+    with (fed := feeder(Large(), init=init)).running():
+        fed.expect(plan(0, 0))
+        with pytest.raises(RuntimeError) as caught:
+            fed.fetch(Task(0, 0, 4))
+    [note] = caught.value.__notes__
+    assert "shared memory is short (/dev/shm): give it more (docker run --shm-size=8g), or lower data.prefetch" in note
+
+
+def test_a_loader_process_that_is_killed_is_restarted_once(caplog: pytest.LogCaptureFixture) -> None:
+    lost: list[tuple[int, str]] = []
+    with (fed := feeder(workers=2, on_loss=lambda pid, how: lost.append((pid, how)))).running():
+        first = sorted(children())
+        for cursor in range(0, LENGTH, 8):
+            fed.expect(plan(0, cursor))
+            if cursor == 16:
+                os.kill(first[0], signal.SIGKILL)
+            for task in tasks_of_step(plan(0, cursor)):
+                assert_equal(fed.fetch(task), task)
+        assert len(lost) == 1 and lost[0][0] == first[0] and "SIGKILL" in lost[0][1]
+        [said] = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert f"(pid {first[0]}) was ended by SIGKILL" in said.getMessage()
+        assert "another takes its place" in said.getMessage()
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        fed.expect(plan(1, 0))
+        with pytest.raises(LoaderError, match=r"\d \(pid \d+\) was ended by SIGKILL .*the second one lost"):
+            for task in plan(1, 0).tasks():
+                fed.fetch(task)
+
+
+def test_a_loader_process_that_exits_is_named() -> None:
+    class Leaving(Noise):
+        def __getitem__(self, i: int) -> Any:
+            os._exit(5)
+
+    with (fed := feeder(Leaving())).running():
+        fed.expect(plan(0, 0))
+        with pytest.raises(LoaderError, match="ended with exit status 5"):
+            fed.fetch(Task(0, 0, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"num_workers": -1}, ValueError, "num_workers=-1: must be at least 0"),
+        ({"num_workers": 1.5}, TypeError, "num_workers=1.5: must be a whole number"),
+        ({"prefetch_factor": 2}, ValueError, "prefetch_factor=2: needs num_workers, at least 1"),
+        ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0: must be at least 1"),
+        ({"num_workers": 1, "persistent_workers": False}, ValueError, "persistent_workers=False: must be True"),
+        ({"num_workers": 1, "worker_init_fn": 3}, TypeError, "worker_init_fn=3: must be a function"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_training(given: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        noise_seen(**given)
+    assert children() == set()
+
+
+# -- none is left -------------------------------------------------------------------------------------------------
+
+
+def own_loop(until: Callable[[int], None]) -> None:
+    model = torch.nn.Linear(2, 1)
+    opt = kf.FusedSGD(model.parameters(), lr=1e-4)
+    for number, step in enumerate(kf.DataLoader(Noise(), model, opt, batch_size=8, epochs=3, num_workers=2)):
+        for x, _ in step:
+            model(x.float()).mean().backward()
+        opt.step()
+        opt.zero_grad()
+        until(number)
+
+
+def test_loader_processes_live_as_long_as_the_loop() -> None:
+    seen: set[int] = set()
+
+    def stop(number: int) -> None:
+        seen.update(children())
+        if number == 7:  # in the second epoch
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        own_loop(stop)
+    del caught  # its traceback holds the loop
+    assert len(seen) == 2  # the same ones over epochs
+    assert not any(is_alive(pid) for pid in seen)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_busy_loader_process_keeps_no_training_from_ending(busy: bool) -> None:
+    class Slow(Noise):
+        def __getitem__(self, i: int) -> Any:
+            signal.pause() if busy else None
+            return super().__getitem__(i)
+
+    with (fed := feeder(Slow(), workers=2)).running():
+        fed.expect(plan(0, 0))
+    assert children() == set()
+
+
+SCRIPT = """
+import os, signal, sys, time, torch, numpy as np
+import kfuse as kf
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 10_000
+    def __getitem__(self, i): return torch.zeros(2), 0
+
+model = torch.nn.Linear(2, 2)
+opt = kf.FusedSGD(model.parameters(), lr=0.1)
+for number, step in enumerate(kf.DataLoader(Data(), model, opt, batch_size=8, epochs=100, num_workers=2)):
+    for x, y in step:
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    opt.step()
+    opt.zero_grad()
+    if number == 3:
+        import multiprocessing
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+        {act}
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("act", "sent", "status", "said"),
+    [
+        ("pass", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("pass", signal.SIGTERM, -signal.SIGTERM, ""),
+        ("pass", signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
+        ("break", None, 0, ""),
+        ("sys.exit(4)", None, 4, ""),
+        ("1 / 0", None, 1, "ZeroDivisionError"),
+        ("step.trainer = (step, sys.exc_info()); raise SystemExit(6)", None, 6, ""),
+    ],
+)
+def test_nothing_is_left_of_a_script_however_it_ends(
+    act: str, sent: signal.Signals | None, status: int, said: str
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", textwrap.dedent(SCRIPT.format(act=act))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    loaders = [int(pid) for pid in process.stdout.readline().split()]
+    if sent == signal.SIGKILL:
+        os.kill(process.pid, sent)
+    elif sent is not None:
+        os.killpg(process.pid, sent)  # as a terminal does, and a cluster's scheduler
+    _, errors = process.communicate()
+    assert len(loaders) == 2 and process.returncode == status, errors
+    wait_until("the loader processes' end", lambda: not any(is_alive(pid) for pid in loaders))
+    assert said in errors and (said or not errors) and "loader" not in errors.replace("num_workers", "")

@@ -1,0 +1,401 @@
+"""kf.fit and kf.DataLoader keep checkpoints and a run directory, and resume with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import DEADLINE_S, assert_none_left, environment, read_lines, wait_until
+from torch import nn
+
+import kfuse as kf
+from kfuse.train.evaluation import params_sha256
+
+Train = Callable[..., dict[str, Any] | None]
+
+
+class Growing(kf.BasePolicy):
+    """Doubles the batch once, at the step given, and counts the steps that it has seen."""
+
+    def __init__(self, at: int = 9) -> None:
+        self.at, self.seen = at, 0
+
+    def after_step(self) -> None:
+        self.seen += 1
+        if self.seen == self.at:
+            kf.set_batch_size(16)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Interrupted(Exception):
+    """What ends a training in the middle."""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 3))
+
+
+def problem() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator)
+
+
+def with_fit(net: nn.Module, opt: Any, policy: kf.BasePolicy, **arguments: Any) -> dict[str, Any] | None:
+    return kf.fit(net, problem(), opt, kf.Hook(policy), **arguments)
+
+
+def with_loader(net: nn.Module, opt: Any, policy: kf.BasePolicy, **arguments: Any) -> None:
+    for step in kf.DataLoader(problem(), net, opt, policy=policy, **arguments):
+        for x, y in step:
+            step.loss = F.cross_entropy(net(x), y)
+            step.loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+ARGUMENTS: dict[str, Any] = {"batch_size": 8, "epochs": 4, "warmup_steps": 4, "decay": "cosine", "clip_norm": 0.5}
+
+
+def train(how: Train, policy: kf.BasePolicy | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
+    """The model's state after a training in a session of its own."""
+    from kfuse.session import reset
+
+    reset()
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+    how(net, opt, policy or Growing(), **{**ARGUMENTS, **arguments})
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+class Stopping(Growing):
+    """Ends the training by an exception after so many steps."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    def before_step(self) -> None:
+        if self.seen == self.after:
+            raise Interrupted
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("how", [with_fit, with_loader])
+@pytest.mark.parametrize("every", [None, 3])
+def test_an_interrupted_training_resumes_with_the_same_bits(how: Train, every: int | None, tmp_path: Path) -> None:
+    undisturbed = train(how)
+    arguments: dict[str, Any] = {"checkpoint": tmp_path / "kept", "checkpoint_every": every, "resume": "auto"}
+    for after in (5, 13, 20):
+        with pytest.raises(Interrupted):
+            train(how, Stopping(after), run_dir=tmp_path / "run", **arguments)
+    assert_equal(train(how, run_dir=tmp_path / "run", **arguments), undisturbed)
+    steps = [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(len(steps))) and len(steps) == 22
+    resumed = [e["step"] for e in read_lines(tmp_path / "run" / "events.jsonl") if e["kind"] == "resumed"]
+    assert len(resumed) >= 2 and all(step <= after for step, after in zip(reversed(resumed), (20, 13, 5), strict=False))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["exit_reason"]) == (22, "epochs")
+    assert len(list((tmp_path / "kept").glob("step-*"))) == 3
+
+
+def test_bits_do_not_depend_on_whether_checkpoints_and_records_are_written(tmp_path: Path) -> None:
+    kept = train(with_fit, checkpoint=tmp_path / "a", run_dir=tmp_path / "b", checkpoint_every=1)
+    assert_equal(kept, train(with_fit))
+
+
+def test_resume_from_a_path_leaves_that_folder_alone(tmp_path: Path) -> None:
+    train(with_fit, checkpoint=tmp_path / "first", epochs=2, decay="none")
+    [*_, newest] = sorted((tmp_path / "first").glob("step-*"))
+    before = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert_equal(train(with_fit, resume=newest, decay="none"), train(with_fit, decay="none"))
+    assert sorted(path.name for path in (tmp_path / "first").iterdir()) == before
+
+
+def test_a_finished_training_that_resumes_only_reports_again(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"checkpoint": tmp_path / "kept", "resume": "auto", "run_dir": tmp_path / "run"}
+    first = train(with_fit, **arguments)
+    assert_equal(train(with_fit, **arguments), first)
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 22
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"checkpoint": 3}, TypeError, "checkpoint=3: must be a folder's path"),
+        ({"checkpoint": ""}, ValueError, "checkpoint='': must be a folder's path"),
+        ({"checkpoint": "FILE"}, ValueError, "checkpoint=.*must be a folder's path, and is a file"),
+        ({"checkpoint": "FILE/below"}, ValueError, "checkpoint=.*: cannot be written"),
+        ({"run_dir": "FILE/below"}, ValueError, "run_dir=.*: cannot be written"),
+        ({"checkpoint": "NEW", "checkpoint_every": 0}, ValueError, "checkpoint_every=0: must be at least 1"),
+        ({"checkpoint": "NEW", "checkpoint_every": 1.5}, TypeError, "checkpoint_every=1.5: must be a whole number"),
+        ({"checkpoint_every": 2}, ValueError, "checkpoint_every=2: needs checkpoint="),
+        ({"checkpoint": "NEW", "keep": 0}, ValueError, "keep=0: must be at least 1"),
+        ({"resume": "auto"}, ValueError, "resume=auto: needs checkpoint="),
+        ({"resume": "NEW"}, ValueError, "resume=.*: must be auto, never, or a path; there is no such path"),
+        ({"resume": None}, TypeError, "resume=None: must be auto, never, or a path"),
+        ({"save_model": True}, ValueError, "save_model=True: needs run_dir= or checkpoint="),
+    ],
+)
+@pytest.mark.parametrize("how", [with_fit, with_loader])
+def test_wrong_arguments_are_refused(
+    how: Train, arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    file, new = tmp_path / "file", tmp_path / "new"
+    places = {"FILE": str(file), "FILE/below": str(file / "below"), "NEW": str(new)}
+    given = {name: places.get(value, value) if isinstance(value, str) else value for name, value in arguments.items()}
+    with pytest.raises(error, match=message):
+        train(how, **given)
+
+
+def test_a_run_directory_is_refused_to_a_second_training_that_does_not_resume(tmp_path: Path) -> None:
+    train(with_fit, run_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"run_dir=.*: holds a run already; must be a new one, or pass resume="):
+        train(with_fit, run_dir=tmp_path)
+
+
+def test_a_folder_of_checkpoints_that_are_all_damaged_is_said(tmp_path: Path, caplog: Any) -> None:
+    train(with_fit, checkpoint=tmp_path / "kept", epochs=1)
+    [path] = (tmp_path / "kept").glob("step-*")
+    (path / "model.pt").write_bytes(b"")
+    train(with_fit, checkpoint=tmp_path / "kept", epochs=1, resume="auto")
+    assert f"checkpoint rejected {path}: " in caplog.text
+
+
+def test_two_loaders_in_turn_keep_their_own_records(tmp_path: Path) -> None:
+    nets = [network(), network()]
+    opts = [kf.FusedAdamW(net.parameters(), lr=0.01) for net in nets]
+    loaders = [
+        iter(kf.DataLoader(problem(), nets[i], opts[i], batch_size=8 * (i + 1), run_dir=tmp_path / str(i)))
+        for i in (0, 1)
+    ]
+    running = [True, True]
+    while any(running):
+        for i in (0, 1):
+            step = next(loaders[i], None)
+            running[i] = step is not None
+            for x, y in step or ():
+                F.cross_entropy(nets[i](x), y).backward()
+            if step:
+                opts[i].step()
+                opts[i].zero_grad()
+    for i in (0, 1):
+        assert {line["batch_size"] for line in read_lines(tmp_path / str(i) / "metrics.jsonl")} == {8 * (i + 1)}
+        assert json.loads((tmp_path / str(i) / "summary.json").read_text())["samples"] == 64
+
+
+@pytest.mark.parametrize(("error", "why"), [(Interrupted, "failed"), (KeyboardInterrupt, "interrupted")])
+def test_a_training_that_fails_leaves_its_reason(tmp_path: Path, error: type[BaseException], why: str) -> None:
+    class Failing(kf.BasePolicy):
+        def after_epoch(self) -> None:
+            raise error("on purpose")
+
+    with pytest.raises(error):
+        train(with_fit, Failing(), run_dir=tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_reason"], summary["params_sha256"]) == (why, None)
+    failures = [event["why"] for event in read_lines(tmp_path / "events.jsonl") if event["kind"] == "failure"]
+    assert failures == (["Interrupted: on purpose"] if why == "failed" else [])
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_a_loop_that_is_left_is_recorded_as_that(tmp_path: Path) -> None:
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.01)
+    for step in kf.DataLoader(problem(), net, opt, batch_size=8, epochs=3, run_dir=tmp_path):
+        for x, y in step:
+            F.cross_entropy(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        if step.number == 4:
+            break
+    assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "loop_left"
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 5
+
+
+@pytest.mark.parametrize("how", [with_fit, with_loader])
+def test_what_is_shown(how: Train, capsys: Any, tmp_path: Path) -> None:
+    train(how)
+    assert capsys.readouterr() == ("", "")
+    train(how, run_dir=tmp_path / "silent")
+    assert capsys.readouterr() == ("", "")
+    train(how, progress=True)
+    shown = capsys.readouterr().out
+    assert "loss" in shown and "params sha256" in shown
+    train(how, progress=True, run_dir=tmp_path / "shown")
+    assert str(tmp_path / "shown" / "model.pt") in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.full
+def test_a_terminal_shows_progress_and_what_the_script_prints() -> None:
+    """In a terminal of its own, since pytest's output is none."""
+    text = "import test_fit_checkpoint as t\nprint('before')\nt.train(t.with_fit)\nprint('after')\n"
+    status, said = in_a_terminal([sys.executable, "-c", text])
+    assert status == 0
+    assert said.index("before") < said.index("params sha256") < said.index("after")
+
+
+def in_a_terminal(command: list[str]) -> tuple[int, str]:
+    """A command's exit status and what it shows on a pseudo-terminal."""
+    terminal, end = os.openpty()
+    process = subprocess.Popen(command, stdout=end, stderr=end, stdin=end, env={**os.environ, **environment()})
+    os.close(end)
+    said = b""
+    try:
+        while chunk := os.read(terminal, 65536):
+            said += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(terminal)
+    return process.wait(DEADLINE_S), said.decode()
+
+
+# -- killed -----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import pathlib, sys, time
+import torch
+import kfuse as kf
+import test_fit_checkpoint as t
+from kfuse.train.evaluation import params_sha256
+
+how, folder, pace_s = sys.argv[1], pathlib.Path(sys.argv[2]), float(sys.argv[3])
+
+class Paced(t.Growing):
+    def before_step(self):
+        time.sleep(pace_s)
+
+kf.init(kf.CommOptions(reproducible=True))
+net = t.network()
+opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+{"fit": t.with_fit, "loader": t.with_loader}[how](
+    net, opt, Paced(), **t.ARGUMENTS | {"epochs": 12}, micro_batch=2, checkpoint=folder / "kept", checkpoint_every=3,
+    resume="auto", run_dir=folder / "run",
+)
+(folder / f"ended-{kf.rank()}").write_text(params_sha256(net))
+"""
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(command, env={**os.environ, **environment()}, start_new_session=True)
+    return process
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name.removeprefix("step-")) for path in folder.glob("step-????????")), default=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("starter", ["plain", "kfuse-run"])
+@pytest.mark.parametrize("how", ["fit", "loader"])
+def test_killed_three_times_it_ends_with_the_undisturbed_bits(how: str, starter: str, tmp_path: Path) -> None:
+    """All processes get SIGKILL, the supervisor too."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run_dirs = iter(tmp_path / f"run-{n}" for n in range(9))
+
+    def command(folder: str, pace_s: float) -> list[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        before = []
+        if starter == "kfuse-run":
+            before = ["-m", "kfuse.cli.kfuse_run", "--workers", "2", "--quiet", "--run-dir", str(next(run_dirs))]
+        return [sys.executable, *before, str(script), how, str(tmp_path / folder), str(pace_s)]
+
+    assert start(command("undisturbed", 0.0)).wait(DEADLINE_S) == 0
+    resumed = []
+    for target in (6, 18, 30):
+        process = start(command("killed", 0.03))
+        deadline = time.monotonic() + DEADLINE_S
+        while newest(tmp_path / "killed" / "kept") < target:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        pids = descendants(process.pid)
+        for pid in (process.pid, *pids):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(DEADLINE_S)
+        assert_none_left(pids)
+        resumed.append(newest(tmp_path / "killed" / "kept"))
+    assert start(command("killed", 0.0)).wait(DEADLINE_S) == 0
+    assert resumed == sorted(set(resumed)) and resumed[-1] < newest(tmp_path / "undisturbed" / "kept")
+    ends = {path.read_text() for path in tmp_path.glob("*/ended-*")}
+    assert len(ends) == 1 and len(list(tmp_path.glob("*/ended-*"))) == (2 if starter == "plain" else 4)
+
+
+@pytest.mark.full
+def test_where_all_workers_are_killed_the_supervisor_starts_new_ones(tmp_path: Path) -> None:
+    """The script's checkpoints are what they go on from. The run directory has each step once."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def command(folder: str, pace_s: float) -> list[str]:
+        before = [
+            "-m",
+            "kfuse.cli.kfuse_run",
+            "--workers",
+            "2",
+            "--quiet",
+            "--run-dir",
+            str(tmp_path / f"run-{folder}"),
+        ]
+        (tmp_path / folder).mkdir()
+        return [sys.executable, *before, str(script), "fit", str(tmp_path / folder), str(pace_s)]
+
+    assert start(command("undisturbed", 0.0)).wait(DEADLINE_S) == 0
+    process = start(command("killed", 0.03))
+    wait_until("a checkpoint", lambda: newest(tmp_path / "killed" / "kept") >= 9)
+    workers = descendants(process.pid)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    assert process.wait(DEADLINE_S) == 0
+    assert len({path.read_text() for path in tmp_path.glob("*/ended-*")}) == 1
+    steps = [line["step"] for line in read_lines(tmp_path / "run-killed" / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    kinds = [event["kind"] for event in read_lines(tmp_path / "run-killed" / "events.jsonl")]
+    assert kinds.count("failure") == 2 and kinds.count("resumed") == 1
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that this one has started, and those that they have."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def recorded_by_two(folder: str) -> str:
+    kf.init(kf.CommOptions(reproducible=True))
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+    arguments = ARGUMENTS | {"run_dir": Path(folder, "run"), "checkpoint": Path(folder, "kept"), "resume": "auto"}
+    with_fit(net, opt, Growing(), micro_batch=2, **arguments)
+    return params_sha256(net)
+
+
+@pytest.mark.full
+def test_rank_0_keeps_the_records_of_a_fixed_number_of_workers(tmp_path: Path) -> None:
+    first = run_workers(2, recorded_by_two, str(tmp_path))
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 22
+    views = [event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "view"]
+    assert [len(view["workers"]) for view in views] == [2]
+    assert len({*first, json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"]}) == 1
+    assert run_workers(1, recorded_by_two, str(tmp_path)) == first[:1]

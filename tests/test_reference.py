@@ -1,0 +1,50 @@
+"""docs/reference.md is what the code says, and no kind of event is left out of it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import kfuse
+from kfuse.cli.reference import EVENTS, reference
+from kfuse.config.schema import SETTINGS
+from kfuse.policies.signals import Signals
+from kfuse.statistics.figures import METRICS
+
+
+def test_reference_is_up_to_date() -> None:
+    written = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
+    assert written == reference(), "make reference writes it anew"
+
+
+def test_reference_has_every_setting_and_every_figure() -> None:
+    text = reference()
+    for setting in SETTINGS.values():
+        assert re.search(rf"^\| `{re.escape(setting.key)}` \|.*\| {re.escape(setting.text)} \|$", text, re.MULTILINE)
+    for name in {*METRICS, *(each.name for each in fields(Signals))}:
+        (row,) = re.findall(rf"^\| `{name}` \| .* \|$", text, re.MULTILINE)
+        assert ("metrics.jsonl" in row) == (name in METRICS)
+
+
+def emitted() -> Iterator[tuple[str, set[str]]]:
+    """Each kind of event in the source, with the names of its fields: `event(step, "view", pause_s=...)`, or a dict."""
+    for file in Path(kfuse.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+                kinds = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+                yield from ((kind, {word.arg for word in node.keywords if word.arg}) for kind in kinds)
+            elif isinstance(node, ast.Dict):
+                keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+                pairs = dict(zip(keys, node.values, strict=True))
+                if isinstance(kind := pairs.get("kind"), ast.Constant):
+                    yield kind.value, {str(key) for key in keys if key}
+
+
+def test_every_kind_of_event_is_described() -> None:
+    found = list(emitted())
+    assert {kind for kind, _ in found} == set(EVENTS)
+    for kind, names in found:
+        assert names - {"kind", "step"} <= set(re.findall(r"\w+", EVENTS[kind][1])), kind

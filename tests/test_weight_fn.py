@@ -1,0 +1,187 @@
+"""`weight_fn`: the mean gradient and the loss are weighted, the statistics are those of the samples, bits are kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from problems import network
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.session import reset
+from kfuse.statistics.noise_scale import moments
+
+COUNT, LENGTH, MICRO = 48, 5, 6
+
+
+def sentences() -> dict[str, Tensor]:
+    """Sequences of 1 to 5 tokens, padded; sorted by length, so that micro-batches' numbers of tokens differ much."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(COUNT, LENGTH, 4, generator=generator)
+    y = torch.randint(0, 3, (COUNT, LENGTH), generator=generator)
+    lengths = 1 + torch.arange(COUNT) * LENGTH // COUNT
+    return {"x": x, "y": y, "mask": (torch.arange(LENGTH) < lengths[:, None]).float()}
+
+
+def tokens(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+
+def loss_of_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    each = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="none")
+    mask = batch["mask"].to(each.dtype).flatten()
+    return (each * mask).sum() / mask.sum()
+
+
+class Watch(kf.BasePolicy):
+    """Keeps the signals."""
+
+    def __init__(self) -> None:
+        self.signals: list[kf.Signals] = []
+
+    def decide(self, signals: kf.Signals) -> None:
+        self.signals.append(signals)
+
+
+def fit(reproducible: bool = False, weight_fn: Any = tokens, **arguments: Any) -> tuple[Any, list[Tensor], list[Any]]:
+    reset()
+    if reproducible:
+        kf.init(kf.CommOptions(reproducible=True))
+    model, watch = network(), Watch()
+    arguments = {"batch_size": COUNT, "micro_batch": MICRO, "epochs": 3, "heldout": sentences(), **arguments}
+    opt = kf.FusedSGD(model.parameters(), lr=0.5)
+    summary = kf.fit(model, sentences(), opt, kf.Hook(watch), step_fn=loss_of_tokens, weight_fn=weight_fn, **arguments)
+    names = ("samples", "loss", "grad_variance", "grad_sq", "grad_norm", "noise_scale", "batch_size")
+    signals = [tuple(getattr(s, name) for name in names) for s in watch.signals]
+    return summary, [p.detach() for p in model.parameters()], signals
+
+
+def by_hand() -> tuple[list[Tensor], list[float]]:
+    """Full-batch steps in plain torch: the mean over all tokens. Their losses."""
+    model = network()
+    opt, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(3):
+        opt.zero_grad()
+        loss = loss_of_tokens(model, sentences())
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return [p.detach() for p in model.parameters()], losses
+
+
+def on_workers(count: int, *arguments: Any) -> list[Any]:
+    return run_workers(count, fit, *arguments)
+
+
+def test_the_mean_is_over_tokens_on_any_number_of_workers() -> None:
+    params, losses = by_hand()
+    for summary, found, signals in [fit(), *on_workers(2)]:
+        for a, b in zip(found, params, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert [s[1] for s in signals] == pytest.approx(losses, rel=1e-5)
+        assert [s[0] for s in signals] == [COUNT, 2 * COUNT, 3 * COUNT] and {s[-1] for s in signals} == {COUNT}
+        model = network()
+        model.load_state_dict(dict(zip(model.state_dict(), found, strict=True)))
+        assert summary["eval_loss"] == pytest.approx(loss_of_tokens(model, sentences()).item(), rel=1e-5)
+
+
+def test_statistics_are_in_units_of_samples() -> None:
+    """Against float64: S in units of tokens, times samples over tokens; G2 = |gbar|^2 - S / B either way."""
+    from kfuse.data import EpochSampler
+
+    _, _, signals = fit(steps=1)
+    order = EpochSampler(COUNT, 0).indices(0, 0, COUNT)
+    model, data = network().double(), sentences()
+    grads, weights = [], []
+    for j in range(0, COUNT, MICRO):
+        part = {name: tensor[order[j : j + MICRO]] for name, tensor in data.items()}
+        part["x"] = part["x"].double()
+        found = torch.autograd.grad(loss_of_tokens(model, part), list(model.parameters()))
+        grads.append(torch.cat([grad.flatten() for grad in found]))
+        weights.append(tokens(part).item())
+    total = sum(weights)
+    mean = sum(w / total * g for w, g in zip(weights, grads, strict=True))
+    squares = sum(w * float(g @ g) for w, g in zip(weights, grads, strict=True))
+    assert isinstance(mean, Tensor) and len(set(weights)) > 3
+    of_tokens, grad_sq = moments(squares, float(mean @ mean), total, len(grads))
+    assert of_tokens is not None
+    assert signals[0][2] == pytest.approx(of_tokens * COUNT / total, rel=1e-4)
+    assert signals[0][3] == pytest.approx(grad_sq, rel=1e-3)
+    assert signals[0][4] == pytest.approx(math.sqrt(float(mean @ mean)), rel=1e-5)
+
+
+def test_with_the_samples_as_weight_nothing_changes() -> None:
+    plain = fit(weight_fn=None)
+    weighted = fit(weight_fn=lambda batch: 7.0 * len(batch["x"]))
+    for a, b in zip(plain[1], weighted[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for one, other in zip(plain[2], weighted[2], strict=True):
+        assert other[:5] == pytest.approx(one[:5], rel=1e-3)
+
+
+def reproducible(_: int) -> tuple[str, list[Any]]:
+    summary, _, signals = fit(reproducible=True, batch_size=23, epochs=2)
+    return summary["params_sha256"], signals
+
+
+def test_reproducible_bits_do_not_depend_on_the_number_of_workers() -> None:
+    alone = run_workers(1, reproducible, 0)[0]
+    for count in (2, 3):
+        for found in run_workers(count, reproducible, 0):
+            assert found == alone
+
+
+class Sync(kf.BasePolicy):
+    """Local SGD from the second step on."""
+
+    def decide(self, signals: kf.Signals) -> kf.Decision:
+        return kf.Decision(sync=4)
+
+
+def local(weighted: bool) -> list[Tensor]:
+    model = nn.Sequential(nn.BatchNorm1d(4), network())
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(60, 4, generator=torch.Generator().manual_seed(1)), torch.arange(60) % 3
+    weigh = (lambda batch: 3.0 * len(batch[0])) if weighted else None
+    kf.fit(model, (x, y), opt, kf.Hook(Sync()), epochs=4, batch_size=20, micro_batch=6, weight_fn=weigh)
+    return [tensor.float() for tensor in model.state_dict().values()]
+
+
+def test_local_steps_use_the_workers_own_weights() -> None:
+    for plain, weighted in zip(run_workers(2, local, False), run_workers(2, local, True), strict=True):
+        for a, b in zip(plain, weighted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (0, r"weight_fn returned 0\.0: must be a number above 0"),
+        (-2.5, r"weight_fn returned -2\.5"),
+        (math.nan, "weight_fn returned nan"),
+        (math.inf, "weight_fn returned inf"),
+        (None, "weight_fn returned a NoneType: must be a number"),
+        (torch.ones(3), r"weight_fn returned a Tensor \[3\]: must be a number"),
+    ],
+)
+def test_a_wrong_weight_is_refused_before_the_first_forward(weight: Any, message: str) -> None:
+    model = network()
+    opt = kf.FusedSGD(model.parameters(), lr=0.5)
+    for run in ("fit", "DataLoader"):
+        with pytest.raises((TypeError, ValueError), match=message) as caught:
+            if run == "fit":
+                kf.fit(model, sentences(), opt, step_fn=loss_of_tokens, weight_fn=lambda batch: weight)
+            else:
+                for step in kf.DataLoader(sentences(), model, opt, weight_fn=lambda batch: weight):
+                    for _ in step:
+                        pass
+        assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match="weight_fn=7: must be a function"):
+        kf.DataLoader(sentences(), model, opt, weight_fn=7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"opt\.micro_batch\(weight=\.\.\.\): kf\.fit and kf\.DataLoader pass it"):
+        opt.micro_batch(samples=2, weight=3.0)
