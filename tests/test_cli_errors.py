@@ -147,6 +147,8 @@ WRONG = [
     ("--scheduler cosine", ["did you mean lr.decay=cosine?"]),
     ("--log-interval 10", ["did you mean observe.every=10?"]),
     ("--out runs/a", ["did you mean hydra.run.dir=runs/a?"]),
+    ("--num-workers 4", ["did you mean data.workers=4?"]),
+    ("--workers 2", ["did you mean workers.count=2?"]),
     ("--device cuda", ["--device: no such flag; must be key=value, without dashes\n"]),
     ("--weight-decay 0.1", ["did you mean optimizer.weight_decay=0.1?"]),
     ("--momentum 0.9", ["did you mean optimizer=sgd optimizer.momentum=0.9?"]),

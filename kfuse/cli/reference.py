@@ -38,6 +38,9 @@ EVENTS = {
     "checkpoint_rejected": ("A checkpoint that is not whole is passed over", "path, why"),
     "resumed": ("Training resumes from a checkpoint", "path"),
     "started": ("There was no checkpoint to resume from: training starts from the beginning", "note"),
+    "loader_lost": ("A loader process of a worker has ended; another one takes its place", "worker, pid, how"),
+    "model_failed": ("The model could not be written", "path, why"),
+    "note": ("Something to know about the run directory", "note"),
     "disk": ("Records could not be written for a while", "note"),
 }
 """Each kind of event: what has happened, and its fields besides time, step and kind."""
