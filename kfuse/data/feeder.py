@@ -33,11 +33,11 @@ from typing import Any
 import torch
 import torch.multiprocessing  # for tensors in messages
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data._utils import worker as torch_worker
 
+from kfuse.data.batch import map_leaves, tensors
 from kfuse.data.dataset import Dataset
-from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
+from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan, Watch
 from kfuse.data.sampler import EpochSampler, StreamSampler
 from kfuse.data.streams import Stream
 
@@ -92,8 +92,10 @@ class Feeder(Fetcher):
     """The tasks after those of `_order`."""
     _order: deque[Task]
     """The next tasks, as they will be asked for. Each is ready, or requested from a loader process."""
-    _ready: dict[Task, Any]
-    """Batches, or failures, that have arrived and are not used yet."""
+    _ready: dict[Task, tuple[Any, tuple[Any, torch.cuda.Event] | None]]
+    """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
+    _copy: tuple[Any, torch.cuda.Event] | None
+    """The copy of the batch that was fetched last."""
 
     def __init__(
         self,
@@ -102,15 +104,19 @@ class Feeder(Fetcher):
         loading: Loading,
         device: torch.device,
         on_loss: Callable[[int, str], None] = lambda pid, how: None,
+        watch: Watch | None = None,
     ) -> None:
-        """on_loss(pid, how): called when a loader process has ended unexpectedly, and another takes its place."""
+        """on_loss(pid, how): called when a loader process has ended unexpectedly, and another takes its place.
+
+        watch: looks at the first micro-batch in the first loader process.
+        """
         super().__init__(data, sampler)
-        self._loading, self._on_loss = loading, on_loss
+        self._loading, self._on_loss, self._watch = loading, on_loss, watch
         self._side_stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and loading.pin_memory:
             self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._loaders, self._plan, self._coming = [], None, iter(())
-        self._order, self._ready = deque(), {}
+        self._order, self._ready, self._copy = deque(), {}, None
         self._requests = self._lost = 0
 
     # -- the training worker's side -------------------------------------------------------------------------------
@@ -148,12 +154,12 @@ class Feeder(Fetcher):
                 pids = ", ".join(str(loader.process.pid) for loader in self._loaders)
                 _LOG.warning("%.0f s for one micro-batch: waiting for loader processes %s", _PATIENCE_S, pids)
                 started = time.monotonic()
-        batch = self._ready.pop(task)
+        batch, self._copy = self._ready.pop(task)
         self._request_more()
         if isinstance(batch, _Failure):
             batch.error.add_note(batch.text)
             raise batch.error
-        return batch if self._side_stream is None else self._arrived(batch)
+        return batch
 
     def close(self) -> None:
         """Ends the loader processes. One that is still busy after a second is killed."""
@@ -178,7 +184,7 @@ class Feeder(Fetcher):
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_serve,
-            args=(theirs, Fetcher(self.data, self.sampler), number, self._loading, os.getpid()),
+            args=(theirs, Fetcher(self.data, self.sampler), number, self._loading, os.getpid(), self._watch),
             name=f"kfuse-loader-{number}",
             daemon=True,
         )
@@ -209,7 +215,7 @@ class Feeder(Fetcher):
         self._requests += 1
         loader.tasks[self._requests] = task
         with contextlib.suppress(OSError):  # it has ended: `_receive` finds out
-            loader.connection.send((self._requests, task))
+            loader.connection.send((self._requests, task, self._plan is not None and self._plan.rank == 0))
 
     def _drop(self, tasks: set[Task]) -> None:
         """Forgets tasks that are no longer needed. What is sent for them later is not kept."""
@@ -219,7 +225,7 @@ class Feeder(Fetcher):
             for number in [number for number, task in loader.tasks.items() if task in tasks]:
                 del loader.tasks[number]
                 with contextlib.suppress(OSError):
-                    loader.connection.send((number, None))
+                    loader.connection.send((number, None, False))
 
     def _receive(self) -> None:
         """Waits until a loader process has sent something, `_PATIENCE_S` at most, and takes what has arrived."""
@@ -237,7 +243,7 @@ class Feeder(Fetcher):
                 continue
             task = loader.tasks.pop(number, None)
             if task is not None:
-                self._ready[task] = batch if self._side_stream is None else self._copied(batch)
+                self._ready[task] = batch, self._start_copy(batch)
 
     def _replace(self, loader: _Loader, error: Exception) -> None:
         """A loader process has ended: another takes its place, once in a training. A second one: LoaderError."""
@@ -255,29 +261,39 @@ class Feeder(Fetcher):
 
     # -- CUDA -----------------------------------------------------------------------------------------------------
 
-    def _copied(self, batch: Any) -> Any:
-        """The batch on its way to the device, and the event after its copy on the side stream."""
-        if isinstance(batch, _Failure):
-            return batch
-        assert self._side_stream is not None
-        with torch.cuda.stream(self._side_stream):
-            device = self._side_stream.device
-            copied = tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), batch)
-            return copied, self._side_stream.record_event()
+    def to_device(self, batch: Any, device: torch.device) -> Any:
+        """Returns the batch that was fetched last, with its tensors on `device`.
 
-    def _arrived(self, copied: Any) -> Any:
-        """The batch, for the present stream, which waits for the copy. Its memory is kept until that stream is done."""
-        batch, event = copied
-        assert self._side_stream is not None
-        stream = torch.cuda.current_stream(self._side_stream.device)
+        The present stream waits for the copy, and the copy's memory is kept until that stream has used it.
+        """
+        if self._copy is None:
+            return super().to_device(batch, device)
+        copied, event = self._copy
+        stream = torch.cuda.current_stream(device)
         stream.wait_event(event)
-        return tree_map_only(Tensor, lambda t: (t.record_stream(stream), t)[1], batch)
+        for tensor in tensors(copied):
+            tensor.record_stream(stream)
+        return super().to_device(copied, device)  # what is no tensor, and moves by itself
+
+    def _start_copy(self, batch: Any) -> tuple[Any, torch.cuda.Event] | None:
+        """Begins to copy a batch to the device, beside what the device does meanwhile: (copy, event after it)."""
+        stream = self._side_stream
+        if stream is None or isinstance(batch, _Failure):
+            return None
+
+        def copy(leaf: Any) -> Any:
+            return leaf.pin_memory().to(stream.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+        with torch.cuda.stream(stream):
+            return map_leaves(copy, batch), stream.record_event()
 
 
 # -- the loader process's side ----------------------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int) -> None:
+def _serve(
+    connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int, watch: Watch | None
+) -> None:
     """Fetches what is requested, in that order, until told to end. Sends each batch, or why there is none."""
     _die_with(parent)
     gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
@@ -296,7 +312,7 @@ def _serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadi
             message = _next_message(connection, parent)
             if message is None:
                 os._exit(0)
-            request, task = message
+            request, task, leads = message
             if task is None:
                 waiting.pop(request, None)
             else:
@@ -307,7 +323,11 @@ def _serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadi
             if not begun and loading.init is not None:
                 loading.init(number)
             begun = True
+            if watch is not None and number == 0:
+                watch.before_step()
             reply = ForkingPickler.dumps((request, fetcher.fetch(task)))
+            if watch is not None and number == 0:
+                watch.after_step(leads)
         except Exception as error:
             reply = ForkingPickler.dumps((request, _failure(error, number)))
         try:
@@ -316,13 +336,16 @@ def _serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadi
             os._exit(0)
 
 
-def _next_message(connection: Connection, parent: int) -> tuple[int, Task | None] | None:
-    """The training worker's next message. None: this process is to end."""
+def _next_message(connection: Connection, parent: int) -> tuple[int, Task | None, bool] | None:
+    """The training worker's next message: request, task (None: no longer needed), whether it is rank 0.
+
+    None: this process is to end.
+    """
     try:
         while not connection.poll(_PARENT_CHECK_S):
             if os.getppid() != parent:
                 return None
-        message: tuple[int, Task | None] | None = connection.recv()
+        message: tuple[int, Task | None, bool] | None = connection.recv()
         return message
     except (OSError, EOFError):  # the training worker is gone
         return None

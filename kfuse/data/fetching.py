@@ -10,11 +10,12 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from kfuse.data.batch import to_device
 from kfuse.data.dataset import Dataset, MapData
 from kfuse.data.sampler import EpochSampler, StreamSampler, micro_batch_sizes, worker_range
 from kfuse.data.streams import Stream
@@ -81,6 +82,16 @@ class Loading:
     """Called first in each loader process, with its number from 0."""
 
 
+class Watch(Protocol):
+    """Looks at what the first micro-batch does to the data set, in the process that fetches it."""
+
+    def before_step(self) -> None:
+        """The first micro-batch is about to be fetched."""
+
+    def after_step(self, warns: bool) -> None:
+        """It has been fetched. warns: whether this worker logs the warning."""
+
+
 class LoaderError(RuntimeError):
     """Loader processes end again and again. The message says which one, and how it ended."""
 
@@ -107,6 +118,10 @@ class Fetcher:
         """Returns the task's batch, a function of seed and task alone. Changes the state of the global generators."""
         indices = self.sampler.indices(*task)
         return fetch(self.data, indices, self.sampler.seed, task.epoch)
+
+    def to_device(self, batch: Any, device: torch.device) -> Any:
+        """Returns the batch that was fetched last, with its tensors on `device`."""
+        return to_device(batch, device)
 
 
 def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import Announcement
-from kfuse.data.batch import tensors, to_device
+from kfuse.data.batch import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, random_key, seed_host
 from kfuse.data.sampler import micro_batch_sizes, worker_range
 from kfuse.optim import DistributedOptimizer
@@ -137,7 +137,7 @@ class Step:
         started = time.perf_counter()
         fetched, samples = self._fetcher.fetch(self.samples.task(j)), self.samples.sizes[j]
         weight = None if self._weigh is None else self._weigh(fetched, samples)  # before it is on a GPU: no wait
-        batch = to_device(fetched, device)
+        batch = self._fetcher.to_device(fetched, device)
         self.data_wait_s += time.perf_counter() - started
         self.data_bytes += sum(tensor.nbytes for tensor in tensors(batch))
         seed_forward(device, key)

@@ -11,17 +11,14 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
-from kfuse.data.batch import describe, names
 from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
@@ -30,22 +27,20 @@ from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance, running
 from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
-from kfuse.train.loss import Objective, Outcome
+from kfuse.train.forward import Forward
+from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
-from kfuse.train.step import Step, StepSamples, generators_restored
+from kfuse.train.step import Step, StepSamples
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
     from kfuse.checkpoint.saved_model import SavedModel
     from kfuse.train.output import Output
-
-MOST_FIGURES = 16
-"""Figures of a step function that each step averages: they have slots in the tail, whose size is known before."""
 
 
 class Trainer:
@@ -87,21 +82,21 @@ class Trainer:
         self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
-        self._batch_is_checked = False
-        opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
+        if scheduler is not None and scheduler.interval == "epoch" and self._sampler.length is None:
+            raise ValueError("scheduler_interval='epoch': must be 'step', as a stream has no epochs")
         self._scheduler = scheduler
         self._saved_model = saved_model if output is None else output.saved_model
         self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
+        self._forward = Forward(model, self._objective, opt, heldout, settings.precision, self.session.group.device)
         self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
-        self._fetcher = self._new_fetcher()
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
         )
@@ -109,8 +104,10 @@ class Trainer:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
         self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
-        if several:
-            self._watches.append(GeneratorWatch(data))
+        generators = GeneratorWatch(data) if several else None
+        self._fetcher = self._new_fetcher(generators)
+        if generators is not None and not settings.loading.workers:  # else it watches in a loader process
+            self._watches.append(generators)
         # The training state; `Recovery` keeps it the same on all workers.
         parts: dict[str, Stateful] = {
             "model": model,
@@ -155,11 +152,7 @@ class Trainer:
             try:
                 for j in step.mine:
                     with step.micro_batch(j) as batch:
-                        done = self._forward(batch)
-                        step.loss = done.loss
-                        if self._objective.step_fn is not None:
-                            step.figures = self._figures(done)
-                        done.loss.backward()  # type: ignore[no-untyped-call]
+                        self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -203,7 +196,7 @@ class Trainer:
         if self.over:
             self.policy.after_train()
 
-    def _new_fetcher(self) -> Fetcher:
+    def _new_fetcher(self, watch: GeneratorWatch | None) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
         if isinstance(self._data, Stream):
             self._data.check_workers(self.settings.loading.workers)
@@ -214,7 +207,7 @@ class Trainer:
         def report(pid: int, how: str) -> None:
             self._reporter.loader_lost(self.progress.step, pid, how)
 
-        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report, watch)
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
@@ -326,40 +319,6 @@ class Trainer:
         """
         engine = self.opt.engine
         return engine.step == before + 1 and engine.reduced is None
-
-    def _forward(self, batch: Any) -> Outcome:
-        """The micro-batch's mean loss, and what came with it, in the configured precision."""
-        if not self._batch_is_checked:
-            self._check_batches(batch)
-        device, low = self.session.group.device.type, self.settings.precision == "bf16"
-        if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
-            return self._objective(self.model, batch)
-        with torch.autocast(device, torch.bfloat16, enabled=low):
-            return self._objective(self.model, batch)
-
-    def _figures(self, done: Outcome) -> Sequence[Tensor | float]:
-        """A step function's figures in the order of their slots, which the first micro-batch decides."""
-        statistics = self.opt.statistics
-        if statistics.figure_names is None:
-            if len(done.figures) > MOST_FIGURES:
-                raise ValueError(f"step_fn returned {len(done.figures)} figures: must be at most {MOST_FIGURES}")
-            statistics.figure_names = tuple(sorted(done.figures))
-        return self._objective.figures(done, statistics.figure_names)
-
-    def _check_batches(self, batch: Any) -> None:
-        """Once, before the first forward: raises TypeError for batches that cannot become a loss, held-out ones too."""
-        self._objective.check(self.model, batch, "the data")
-        if self._heldout is not None:
-            with generators_restored(self.session.group.device):
-                heldout = self._heldout.fetch(np.zeros(1, np.int64))
-            self._objective.check(self.model, heldout, "heldout")
-            missing = sorted(names(batch) - names(heldout))
-            if missing:
-                raise TypeError(
-                    f"a batch of heldout is a {describe(heldout)} and one of the data a {describe(batch)}: "
-                    f"{', '.join(missing)} is missing in heldout"
-                )
-        self._batch_is_checked = True
 
     def _end_update(self, step: Step) -> None:
         """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""

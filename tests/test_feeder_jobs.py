@@ -1,0 +1,213 @@
+"""Loader processes in real jobs: the same bits through lost workers, lost loader processes, resizes and resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elastic_job import (
+    Job,
+    assert_same_training,
+    chaos,
+    command_line,
+    is_alive,
+    run_job,
+    until,
+    wait_until,
+    words,
+)
+from torch import Tensor
+
+from kfuse.data import DataSplit
+from kfuse.elastic.supervisor import Supervisor
+
+pytestmark = [pytest.mark.full, pytest.mark.jobs]
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=3 model=mlp",
+    "model.hidden=[16] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=32 train.epochs=3 train.eval_every=30",
+    "data._target_=test_feeder_jobs.noisy_split",
+)
+
+
+class Noisy(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Points with noise from the global generators; `broken`: a sample that raises."""
+
+    def __init__(self, length: int, broken: int = -1, pause_s: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(length)
+        self.x = torch.randn(length, 6, generator=generator)
+        self.broken, self.pause_s = broken, pause_s
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        if i == self.broken:
+            raise ValueError(f"sample {i} is damaged")
+        time.sleep(self.pause_s)
+        noise = torch.rand(6) + np.random.rand()
+        return self.x[i] + 0.3 * noise, int(self.x[i].argmax()) % 3
+
+
+class Still(Noisy):
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.x[i], int(self.x[i].argmax()) % 3
+
+
+def noisy_split(broken: int = -1, pause_s: float = 0.0) -> DataSplit:
+    return DataSplit(Noisy(400, broken, pause_s), Still(80), {"input_shape": (6,), "num_classes": 3})
+
+
+def loaders(pid: int) -> list[int]:
+    """The pids of a training worker's children."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
+    assert job.error is None, job.told()
+    return job
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(
+    number: int, undisturbed: Job, tmp_path: Path
+) -> None:
+    seen: set[int] = set()
+
+    async def disturb(supervisor: Supervisor, job: Job) -> None:
+        def of_rank(rank: int) -> list[int]:
+            view = supervisor.job.view
+            return [] if view is None or len(view.members) <= rank else loaders(view.members[rank].pid)
+
+        await until("loader processes", lambda: len(job.metrics) > 5 and len(of_rank(0)) == number)
+        os.kill(of_rank(0)[0], signal.SIGKILL)
+        await until("a second view's loader processes", lambda: len(of_rank(1)) == number)
+        while True:
+            seen.update(of_rank(0), of_rank(1))
+            await asyncio.sleep(0.05)
+
+    events = [{"step": 30, "moment": "mid_reduction", "rank": 1, "how": "kill", "workers": 2}]
+    phases = [{"step": 12, "workers": 2}, {"step": 50, "workers": 1}, {"step": 60, "workers": 3}]
+    policy = chaos(tmp_path, phases=phases, events=events, gates=[{"step": 70, "workers": 3}], pace_s=0.02)
+    job = run_job(tmp_path / "run", [*TRAINING, f"data.workers={number}", *policy], disturb)
+    assert_same_training(job, undisturbed)
+    [lost] = job.of_kind("loader_lost")
+    assert lost["how"].startswith("was ended by SIGKILL") and lost["worker"] == 0
+    assert [view["reason"] for view in job.views][:2] == ["start", "grow"]
+    assert len(job.of_kind("failure")) == 1
+    wait_until("the loader processes' end", lambda: not any(map(is_alive, seen)))
+    assert seen
+
+
+def test_a_lost_workers_loader_processes_do_not_delay_the_others(undisturbed: Job, tmp_path: Path) -> None:
+    """They have its connections open. The others notice its end by those, long before the job's timeouts."""
+    held: list[list[int]] = []
+
+    async def kill(supervisor: Supervisor, job: Job) -> None:
+        await until("steps", lambda: len(job.metrics) > 10)
+        assert supervisor.job.view is not None
+        pid = supervisor.job.view.members[1].pid
+        held.append(loaders(pid))
+        os.kill(pid, signal.SIGKILL)
+        await until("the loader processes' end", lambda: not any(map(is_alive, held[0])))
+
+    pauses = {}
+    for number in (0, 3):
+        held.clear()
+        settings = [*TRAINING, "workers.count=2", "comm.timeout_s=600", "elastic.heartbeat_timeout_s=600"]
+        policy = chaos(tmp_path / str(number), pace_s=0.02)
+        job = run_job(tmp_path / f"run{number}", [*settings, f"data.workers={number}", *policy], kill)
+        assert_same_training(job, undisturbed)
+        assert len(held[0]) == number
+        [view] = [view for view in job.views if view["reason"] == "failure"]
+        lost, again = (event["time"] for event in (job.of_kind("failure")[0], view))
+        pauses[number] = again - lost
+    print("from the loss to the next view:", pauses)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_run_that_is_killed_resumes_with_the_same_bits(number: int, undisturbed: Job, tmp_path: Path) -> None:
+    settings = [*TRAINING, "checkpoint.every_steps=7", "checkpoint.resume=auto", "workers.count=2"]
+    paced = chaos(tmp_path, pace_s=0.02)
+    with command_line(tmp_path / "run", [*settings, f"data.workers={number}", *paced]) as (process, job):
+        wait_until("a checkpoint", lambda: len(job.metrics) > 20)
+        held = [pid for view in job.views for worker in view["workers"] for pid in loaders(worker["pid"])]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(held) == 2 * number
+    wait_until("all to end", lambda: not any(map(is_alive, held)))
+    job = run_job(tmp_path / "run", [*settings, f"data.workers={3 - number}", *chaos(tmp_path / "again")])
+    assert job.error is None, job.told()
+    assert job.summary["params_sha256"] == undisturbed.summary["params_sha256"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_job_ends_in_order(sent: signal.Signals, tmp_path: Path) -> None:
+    """SIGTERM goes to every process, as from a cluster's scheduler. (A terminal's SIGINT does not reach workers.)"""
+    settings = [*TRAINING, "checkpoint.every_steps=1000", "workers.count=2", "data.workers=2"]
+    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path, pace_s=0.02)]) as (process, job):
+        wait_until("steps", lambda: len(job.metrics) > 5)
+        workers = [worker["pid"] for view in job.views for worker in view["workers"]]
+        held = [pid for worker in workers for pid in loaders(worker)]
+        for pid in [*held, *(workers if sent == signal.SIGTERM else []), process.pid]:
+            os.kill(pid, sent)
+        status = process.wait()
+    assert len(held) == 4 and status == {signal.SIGINT: 130, signal.SIGTERM: 143}[sent]
+    assert job.of_kind("loader_lost") == [] and job.of_kind("failure") == []
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+    assert not any("Traceback" in line or "loader" in line for line in job.lines), job.lines
+    wait_until("all to end", lambda: not any(map(is_alive, held)))
+
+
+def test_a_damaged_sample_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    settings = [*TRAINING, "workers.count=2", "data.workers=2", "+data.broken=77"]
+    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path)]) as (process, job):
+        assert process.wait() == 1
+    assert "ValueError: sample 77 is damaged" in job.lines[-1], job.lines[-5:]
+    assert any(line.strip().startswith("File") and "__getitem__" in line for line in job.lines)
+
+
+def test_a_loader_process_that_always_dies_ends_the_job(tmp_path: Path) -> None:
+    settings = [*TRAINING, "data.workers=1", "data.prefetch=1", "+data.pause_s=0.02"]
+    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path)]) as (process, job):
+
+        def killed() -> Iterator[int]:
+            for view in job.views:
+                for worker in view["workers"]:
+                    for pid in loaders(worker["pid"]):
+                        os.kill(pid, signal.SIGKILL)
+                        yield pid
+
+        wait_until("steps", lambda: len(job.metrics) > 3)
+        first = wait_until("a loader process", lambda: list(killed()))
+        wait_until("another", lambda: process.poll() is not None or [pid for pid in killed() if pid not in first])
+        assert process.wait() == 1
+    assert "the second one lost" in job.lines[-1], job.lines[-5:]
+    assert json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
+
+
+def test_steps_and_data_are_timed_and_measured(tmp_path: Path) -> None:
+    job: Any = run_job(tmp_path / "run", [*TRAINING, "data.workers=1", "+data.pause_s=0.001", *chaos(tmp_path)])
+    assert job.error is None, job.told()
+    record = job.metrics[-1]
+    assert 0 <= record["data_wait_s"] <= record["step_time_s"] and record["data_bytes_per_s"] > 0
