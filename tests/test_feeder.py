@@ -401,6 +401,35 @@ for number, step in enumerate(kf.DataLoader(Data(), model, opt, batch_size=8, ep
 """
 
 
+STUCK = """
+import os, signal, time, torch
+import kfuse as kf
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): time.sleep(100_000)
+
+def init(number):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.write(1, f"{os.getpid()}\\n".encode())
+
+model = torch.nn.Linear(2, 2)
+kf.fit(model, Data(), kf.FusedSGD(model.parameters(), lr=0.1), num_workers=2, worker_init_fn=init)
+"""
+
+
+@pytest.mark.full
+def test_loader_processes_are_killed_with_their_training_worker() -> None:
+    """At once, by the kernel, whatever they are doing: they have the training worker's connections open."""
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True, process_group=0)
+    assert process.stdout is not None
+    loaders = [int(process.stdout.readline()) for _ in range(2)]
+    assert all(map(is_alive, loaders))
+    process.kill()
+    wait_until("the loader processes' end", lambda: not any(map(is_alive, loaders)))
+    process.communicate()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("act", "sent", "status", "said"),
