@@ -11,6 +11,7 @@ The gradient reduction itself yields the gradient noise scale and variance; poli
 from kfuse import interrupt
 
 interrupt.exit_quietly()  # before torch is imported, which takes long
+interrupt.pause_collection()
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ from kfuse.policies.signals import Bounds, Decision, Signals
 from kfuse.session import Session, init
 from kfuse.statistics.step_stats import StepStats
 from kfuse.version import __version__
+
+interrupt.resume_collection()
 
 if TYPE_CHECKING:
     from kfuse import nn

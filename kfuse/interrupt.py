@@ -1,10 +1,13 @@
-"""Ctrl-C while a command of kfuse imports its modules ends it with status 130 and without a traceback.
+"""While a command of kfuse imports its modules: Ctrl-C ends it quietly, and no garbage is collected.
 
-Importing torch takes a second or more, in which nothing has begun that would have to be undone.
+Importing torch takes a second or more, in which nothing has begun that would have to be undone. Ctrl-C ends it with
+status 130 and without a traceback. The objects that torch makes stay: to look for garbage among them takes a tenth of
+that time.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -21,6 +24,19 @@ def exit_quietly() -> None:
     ours = _is_command() and threading.current_thread() is threading.main_thread()
     if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
+
+
+def pause_collection() -> None:
+    """From now on nothing is garbage-collected, if this is one of kfuse's commands."""
+    if _is_command():
+        gc.disable()
+
+
+def resume_collection() -> None:
+    """Ends `pause_collection`. What was made meanwhile is kept for ever: it is not looked at again."""
+    if _is_command():
+        gc.freeze()
+        gc.enable()
 
 
 def raise_again() -> None:

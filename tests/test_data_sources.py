@@ -283,11 +283,15 @@ def test_other_data_is_no_stream() -> None:
 
 
 class Noisy(Shards):
-    """Draws from all three global generators for each sample."""
+    """Draws from all three global generators for each sample; and before them, which does no harm."""
 
     def open(self, shard: int, position: int) -> Iterator[Any]:
-        for p in range(position, self.lengths[shard]):
-            yield shard, p, float(torch.rand(())) + np.random.rand() + random.random()
+        torch.rand(2), np.random.rand(), random.random()
+
+        def draw(p: int) -> Any:
+            return shard, p, float(torch.rand(())) + np.random.rand() + random.random()
+
+        return map(draw, range(position, self.lengths[shard]))
 
 
 class Shuffled(IterableDataset):
@@ -397,6 +401,29 @@ def test_a_stream_that_cannot_seek_trains_and_says_so_once(caplog: pytest.LogCap
     assert said.startswith("Rows cannot seek: each worker reads the whole stream")
 
 
+@pytest.mark.parametrize(("make", "workers"), [(lambda: Noisy(40, 30, block=4), 3), (Shuffled, 1)])
+def test_loader_processes_read_a_stream_with_the_same_bits(make: Any, workers: int) -> None:
+    def first_column(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return model(torch.stack([column.float() for column in [*batch, batch[0]][:3]], 1)).square().mean()
+
+    hashes = []
+    for num_workers in (0, workers):
+        model, opt = linear()
+        data = DataLoader(make(), 12, num_workers=num_workers) if workers == 1 else make()
+        more = {} if workers == 1 else {"num_workers": num_workers}
+        summary = kf.fit(model, data, opt, steps=15, batch_size=12, micro_batch=3, step_fn=first_column, **more)
+        assert summary is not None
+        hashes.append(summary["params_sha256"])
+    assert hashes[0] == hashes[1]
+
+
+def test_a_scheduler_by_the_epoch_is_refused_for_a_stream() -> None:
+    model, opt = linear()
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
+    with pytest.raises(ValueError, match="scheduler_interval='epoch': must be 'step', as a stream has no epochs"):
+        kf.fit(model, Rows(), opt, steps=3, scheduler=scheduler, scheduler_interval="epoch")
+
+
 def test_a_loop_of_ones_own_takes_a_stream() -> None:
     model, opt = linear()
     steps = 0
@@ -425,6 +452,7 @@ def test_a_data_loader_trains_as_its_data_set_does() -> None:
         (DataLoader(pairs(), batch_size=12, shuffle=True), {}),
         (DataLoader(pairs(), batch_size=5, shuffle=True), {"batch_size": 12}),
         (DataLoader(pairs(), sampler=RandomSampler(pairs()), batch_size=12), {}),
+        (DataLoader(pairs(), batch_size=12, shuffle=True, num_workers=2, persistent_workers=False), {}),
     ):
         model, opt = linear()
         summary = kf.fit(model, data, opt, epochs=2, micro_batch=3, **more)

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elastic_job import DEADLINE_S, assert_none_left, environment, read_lines
+from distributed import run_workers
+from elastic_job import DEADLINE_S, assert_none_left, environment, read_lines, wait_until
 from torch import nn
 
 import kfuse as kf
+from kfuse.train.evaluation import params_sha256
 
 Train = Callable[..., dict[str, Any] | None]
 
@@ -245,6 +247,7 @@ def test_what_is_shown(how: Train, capsys: Any, tmp_path: Path) -> None:
     assert str(tmp_path / "shown" / "model.pt") in capsys.readouterr().out.replace("\n", "")
 
 
+@pytest.mark.full
 def test_a_terminal_shows_progress_and_what_the_script_prints() -> None:
     """In a terminal of its own, since pytest's output is none."""
     text = "import test_fit_checkpoint as t\nprint('before')\nt.train(t.with_fit)\nprint('after')\n"
@@ -339,8 +342,60 @@ def test_killed_three_times_it_ends_with_the_undisturbed_bits(how: str, starter:
     assert len(ends) == 1 and len(list(tmp_path.glob("*/ended-*"))) == (2 if starter == "plain" else 4)
 
 
+@pytest.mark.full
+def test_where_all_workers_are_killed_the_supervisor_starts_new_ones(tmp_path: Path) -> None:
+    """The script's checkpoints are what they go on from. The run directory has each step once."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def command(folder: str, pace_s: float) -> list[str]:
+        before = [
+            "-m",
+            "kfuse.cli.kfuse_run",
+            "--workers",
+            "2",
+            "--quiet",
+            "--run-dir",
+            str(tmp_path / f"run-{folder}"),
+        ]
+        (tmp_path / folder).mkdir()
+        return [sys.executable, *before, str(script), "fit", str(tmp_path / folder), str(pace_s)]
+
+    assert start(command("undisturbed", 0.0)).wait(DEADLINE_S) == 0
+    process = start(command("killed", 0.03))
+    wait_until("a checkpoint", lambda: newest(tmp_path / "killed" / "kept") >= 9)
+    workers = descendants(process.pid)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    assert process.wait(DEADLINE_S) == 0
+    assert len({path.read_text() for path in tmp_path.glob("*/ended-*")}) == 1
+    steps = [line["step"] for line in read_lines(tmp_path / "run-killed" / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    kinds = [event["kind"] for event in read_lines(tmp_path / "run-killed" / "events.jsonl")]
+    assert kinds.count("failure") == 2 and kinds.count("resumed") == 1
+
+
 def descendants(pid: int) -> list[int]:
     """The processes that this one has started, and those that they have."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     return [*children, *(below for child in children for below in descendants(child))]
+
+
+def recorded_by_two(folder: str) -> str:
+    kf.init(kf.CommOptions(reproducible=True))
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+    arguments = ARGUMENTS | {"run_dir": Path(folder, "run"), "checkpoint": Path(folder, "kept"), "resume": "auto"}
+    with_fit(net, opt, Growing(), micro_batch=2, **arguments)
+    return params_sha256(net)
+
+
+@pytest.mark.full
+def test_rank_0_keeps_the_records_of_a_fixed_number_of_workers(tmp_path: Path) -> None:
+    first = run_workers(2, recorded_by_two, str(tmp_path))
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 22
+    views = [event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "view"]
+    assert [len(view["workers"]) for view in views] == [2]
+    assert len({*first, json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"]}) == 1
+    assert run_workers(1, recorded_by_two, str(tmp_path)) == first[:1]

@@ -77,12 +77,14 @@ with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
 """
 
 IMPORT_ALONE = """
+import gc
 import sys
 import numpy, torch
 
 before = set(sys.modules)
 import kfuse
 
+assert gc.isenabled() and gc.get_freeze_count() == 0
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*sorted(new - set(sys.stdlib_module_names) - {"kfuse", "torch", "numpy"}))
 """
@@ -115,6 +117,15 @@ def test_importing_kfuse_imports_torch_and_numpy_alone() -> None:
 def test_a_worker_boots_without_torchs_compiler_and_scipy() -> None:
     """torch's own optimizers import the compiler as they are made, and that takes longer than torch itself."""
     run(CHECK + OURS + SLOW)
+
+
+@pytest.mark.full
+def test_a_command_collects_garbage_again_but_not_among_what_it_imported(tmp_path: Path) -> None:
+    told = "raise RuntimeError(f'{gc.isenabled()}, {gc.get_freeze_count() > 100_000}')"
+    (tmp_path / "own.py").write_text(f"import gc\n{told}\n")
+    command = [sys.executable, "-m", "kfuse", "model._target_=own.Net"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith("importing own failed: RuntimeError: True, True\n")
 
 
 def test_importing_kfuse_loads_no_data_loader_and_few_modules_of_ours() -> None:

@@ -51,6 +51,11 @@ class Checkpoints:
         self._written = -1  # step of the newest, written or under way
         self._written_epoch = 0  # epochs that were over then
 
+    @property
+    def restarts(self) -> bool:
+        """Whether this training, started anew, resumes from the checkpoints that it writes."""
+        return bool(self._every_steps or self._each_epoch) and self._resume == "auto"
+
     def load(self, restarted: bool = False) -> dict[str, Any] | None:
         """The state to resume from; None to start from the beginning. restarted: this run's own checkpoints come first.
 

@@ -54,7 +54,8 @@ class Source(Protocol):
 
         Nothing at all where the shard has no such sample: its length is found in this way. The same arguments must
         give the same samples in every process, at any time. Random transforms may draw from the global generators of
-        torch, numpy and random, which are seeded for each sample by its number.
+        torch, numpy and random, which are seeded for each sample by its number; what happens once for all samples, when
+        a shard is opened, must not draw: a worker that reads on does not open it.
         """
         ...
 
@@ -127,15 +128,15 @@ class SourceStream(Stream):
         shard, position = place(number, self._shards, self._block)
         position %= self._lengths.get(shard, position + 1)
         reader = self._readers.pop(shard, None)
-        before_sample(number)
         if reader is None or reader.position != position:
             reader = _Reader(self._open(shard, position), position, position)
+        before_sample(number)
         sample = next(reader.iterator, _END)
         if sample is _END:  # the shard starts over
             length = self._lengths[shard] = self._find_length(shard, reader)
             position %= length
-            before_sample(number)
             reader = _Reader(self._open(shard, position), position, position)
+            before_sample(number)
             sample = next(reader.iterator, _END)
             if sample is _END:
                 raise DataError(

@@ -24,10 +24,10 @@ class Elasticity:
     with a host, count as one."""
     boot_timeout_s: float = 120.0
     restart: bool = False
-    """If all workers are lost: start new ones, which resume from the last checkpoint."""
+    """If all workers are lost: start new ones, which resume from the last checkpoint. A script says so as it begins."""
     script: bool = False
-    """Workers run a user's script. It may end before a training does or go on after it, may train more than once, and
-    kfuse writes no checkpoints for it."""
+    """Workers run a user's script. It may end before a training does or go on after it, and may train more than
+    once."""
 
 
 class JobFailed(RuntimeError):

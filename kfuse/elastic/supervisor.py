@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 from kfuse.elastic import protocol
@@ -140,7 +141,7 @@ class Supervisor:
                 await self.views.replace(message["worker"])
 
     def _keep(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start" and not self._begin(data["training"]):
+        if kind == "start" and not self._begin(data["training"], data["restarts"]):
             return
         self.records.add(kind, data)
         if kind == "summary":
@@ -151,8 +152,12 @@ class Supervisor:
                 else:  # still booting, or waiting for the others to come to its view: too late for this job
                     worker.kill()
 
-    def _begin(self, training: int) -> bool:
-        """A training starts: the first one, the same anew, or a script's next one. False if it must not."""
+    def _begin(self, training: int, restarts: bool) -> bool:
+        """A training starts: the first one, the same anew, or a script's next one. False if it must not.
+
+        restarts: a script's training can go on from its own checkpoints if all workers are lost. New workers run the
+        script from its start, so that holds for its first training only.
+        """
         job = self.job
         if training <= job.training:
             if self.records.furthest < 0 or job.elasticity.restart:
@@ -160,6 +165,8 @@ class Supervisor:
             job.end(JobFailed(f"the workers that had the training's state are lost{job.advice}"))
             return False
         again, job.training = job.training > 0, training
+        if job.elasticity.script:
+            job.elasticity = replace(job.elasticity, restart=restarts and not again)
         if again:
             job.done, job.outcome = False, None
             self.records.begin_training()

@@ -142,15 +142,24 @@ class Statistics:
         in_flight = [(item.step, item.unit, item.host.tolist()) for item in self._in_flight]
         lists = ("seconds", "digests")  # tuples, but for plain formats
         unread = [asdict(stats) | {name: list(getattr(stats, name)) for name in lists} for stats in self._unread]
-        return {"noise_scale": self.noise_scale.state_dict(), "in_flight": in_flight, "unread": unread}
+        names = None if self.figure_names is None else list(self.figure_names)
+        return {
+            "noise_scale": self.noise_scale.state_dict(),
+            "in_flight": in_flight,
+            "unread": unread,
+            "figures": self._figures,
+            "figure_names": names,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave."""
         self.noise_scale.load_state_dict(state["noise_scale"])
-        self._in_flight = deque(
-            _InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None)
-            for step, unit, record in state["in_flight"]
-        )
+        theirs = state.get("figures", 0)
+        self._in_flight = deque()
+        for step, unit, record in state["in_flight"]:
+            if theirs != self._figures:  # the script has changed
+                record = record[: len(record) - theirs] + [math.nan] * self._figures
+            self._in_flight.append(_InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None))
         self._unread = [
             StepStats(
                 **stats
@@ -159,6 +168,8 @@ class Statistics:
             )
             for stats in state["unread"]
         ]
+        names = state.get("figure_names")
+        self.figure_names = None if names is None else tuple(names)
         self._newest, self._latest = None, self._unread[-1] if self._unread else None
         self.digests = self._latest.digests if self._latest else ()
 

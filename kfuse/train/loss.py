@@ -61,6 +61,26 @@ class Outcome(NamedTuple):
     figures: Mapping[str, Tensor | float] = {}
     """What a step function returned beside the loss."""
 
+    def scalars(self, names: tuple[str, ...]) -> list[Tensor | float]:
+        """The figures in the order of `names`, as scalars: of one that has several values, their mean.
+
+        Raises ValueError where they are not those of `names`, TypeError for one that is no number.
+        """
+        if self.figures.keys() != set(names):
+            raise ValueError(
+                f"step_fn returned the figures {sorted(self.figures)}, and {sorted(names)} before: must be the same"
+            )
+        scalars: list[Tensor | float] = []
+        for name in names:
+            value = self.figures[name]
+            if isinstance(value, Tensor):
+                scalars.append(value.detach() if value.ndim == 0 else value.detach().double().mean())
+            elif isinstance(value, (int, float)):
+                scalars.append(value)
+            else:
+                raise TypeError(f"step_fn's figure {name!r} is a {batches.describe(value)}: must be a number")
+        return scalars
+
 
 class Objective:
     """Calls the model on a batch and returns the loss.
@@ -136,26 +156,6 @@ class Objective:
                 "give the batch its labels, or pass step_fn="
             )
         return Outcome(_checked("the model", loss), output, batch)
-
-    def figures(self, done: Outcome, names: tuple[str, ...]) -> list[Tensor | float]:
-        """The outcome's figures in the order of `names`, as scalars: of one that has several values, their mean.
-
-        Raises ValueError where they are not those of `names`, TypeError for one that is no number.
-        """
-        if done.figures.keys() != set(names):
-            raise ValueError(
-                f"step_fn returned the figures {sorted(done.figures)}, and {sorted(names)} before: must be the same"
-            )
-        scalars: list[Tensor | float] = []
-        for name in names:
-            value = done.figures[name]
-            if isinstance(value, Tensor):
-                scalars.append(value.detach() if value.ndim == 0 else value.detach().double().mean())
-            elif isinstance(value, (int, float)):
-                scalars.append(value)
-            else:
-                raise TypeError(f"step_fn's figure {name!r} is a {batches.describe(value)}: must be a number")
-        return scalars
 
     def check(self, model: nn.Module, batch: Any, source: str) -> None:
         """Before the first forward: raises TypeError, which names `source`, for a batch that cannot become a loss.

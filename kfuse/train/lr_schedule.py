@@ -183,7 +183,7 @@ class UserSchedule:
             raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
         if scheduler.optimizer not in (opt, getattr(opt, "inner", None)):
             raise ValueError("scheduler: it belongs to another optimizer than the one given")
-        self.scheduler, self._interval = scheduler, interval
+        self.scheduler, self.interval = scheduler, interval
         self._count: int | None = None
 
     def before_step(self) -> None:
@@ -196,12 +196,12 @@ class UserSchedule:
             raise RuntimeError(
                 "the scheduler was stepped in the loop's body, and scheduler= has kf.DataLoader step it: do one of both"
             )
-        if self._interval == "step":
+        if self.interval == "step":
             self.scheduler.step()
 
     def after_epoch(self) -> None:
         """Steps the scheduler if its interval is the epoch."""
-        if self._interval == "epoch":
+        if self.interval == "epoch":
             self.scheduler.step()
 
     def _now(self) -> int | None:

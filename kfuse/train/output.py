@@ -61,7 +61,7 @@ class Output:
     ) -> None:
         """Arguments as kf.fit's. Raises TypeError, ValueError, in one line, for what cannot be used."""
         self._session, self._lock = session, threading.Lock()  # checkpoints are reported by the thread that writes them
-        self._recorder: _Recorder | None = None
+        self._recorder: _Recorder | None = None  # while the training is under way, on the rank that keeps the records
         folder, directory = _folder("checkpoint", checkpoint), _folder("run_dir", run_dir)
         resume = _checked_resume(resume, folder is not None)
         if checkpoint_every is not None:
@@ -76,9 +76,16 @@ class Output:
         if save_model and not (directory or folder):
             raise ValueError("save_model=True: needs run_dir= or checkpoint=, the folder that the model goes to")
         terminal = sys.stdout is not None and sys.stdout.isatty()
-        self.shown = (terminal if progress is None else progress) and not session.elastic and session.group.rank == 0
-        if not session.elastic and session.group.rank == 0:
-            self._prepare(directory, folder, resume)
+        keeps = not session.elastic and session.group.rank == 0
+        self.shown = keeps and (terminal if progress is None else progress)
+        self._directory = directory if keeps else None
+        if keeps and directory is not None and resume == "never" and _is_used(directory):
+            raise ValueError(f"run_dir={directory}: holds a run already; must be a new one, or pass resume=")
+        if keeps and folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"checkpoint={folder}: cannot be written: {error.strerror or error}") from error
         self.checkpoints = None
         if folder is not None or resume != "never":
             self.checkpoints = Checkpoints(
@@ -96,35 +103,6 @@ class Output:
         if where is not None and save_model is not False:
             self.saved_model = SavedModel(where, session, numbered, self.report)
 
-    def _prepare(self, directory: Path | None, folder: Path | None, resume: str) -> None:
-        """Makes the folders, the recorder and the display, on the rank that keeps them."""
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"checkpoint={folder}: cannot be written: {error.strerror or error}") from error
-        if directory is None and not self.shown:
-            return
-        from rich.console import Console  # by a script that shows or records its training only
-
-        from kfuse.observe.display import Display
-        from kfuse.observe.recorder import Recorder
-        from kfuse.observe.run_dir import RunDirectory
-
-        display = Display(self.shown, None if self.shown else Console(quiet=True), takes_output=True)
-        if directory is None:
-            self._recorder = _Shown(display)
-            return
-        if resume == "never" and RunDirectory.is_used(directory):
-            raise ValueError(f"run_dir={directory}: holds a run already; must be a new one, or pass resume=")
-        try:
-            run = RunDirectory(directory)
-        except OSError as error:
-            raise ValueError(f"run_dir={directory}: cannot be written: {error.strerror or error}") from error
-        self._recorder = Recorder(run, display)
-        if not self.shown:
-            run.warn = _LOG.warning
-
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """Takes a record of rank 0's: it is written and shown, or sent to the supervisor."""
         self._session.report(kind, data)
@@ -141,8 +119,11 @@ class Output:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context of the training: at its end the summary is written and shown, also where it fails or is left."""
-        recorder = self._recorder
+        """Context of the training. Its end writes and shows the summary, also where it fails or is left.
+
+        Raises ValueError for a run directory that cannot be written.
+        """
+        self._recorder = recorder = self._new_recorder()
         if recorder is None:
             yield
             return
@@ -164,6 +145,28 @@ class Output:
                 self.saved_model.close()
             self._recorder = None
             recorder.close(why)
+
+    def _new_recorder(self) -> _Recorder | None:
+        """None where nothing is written or shown by this process."""
+        if self._directory is None and not self.shown:
+            return None
+        from rich.console import Console  # by a script that shows or records its training only
+
+        from kfuse.observe.display import Display
+        from kfuse.observe.recorder import Recorder
+        from kfuse.observe.run_dir import RunDirectory
+
+        display = Display(self.shown, None if self.shown else Console(quiet=True), takes_output=True)
+        if self._directory is None:
+            return _Shown(display)
+        try:
+            directory = RunDirectory(self._directory)
+        except OSError as error:
+            raise ValueError(f"run_dir={self._directory}: cannot be written: {error.strerror or error}") from error
+        recorder = Recorder(directory, display)
+        if not self.shown:
+            directory.warn = _LOG.warning
+        return recorder
 
 
 class _Shown:
@@ -193,6 +196,12 @@ class _Shown:
             self._display.stop()
         else:
             self._display.finish(self._summary)
+
+
+def _is_used(directory: Path) -> bool:
+    from kfuse.observe.run_dir import RunDirectory
+
+    return RunDirectory.is_used(directory)
 
 
 def _folder(name: str, path: str | os.PathLike[str] | None) -> Path | None:

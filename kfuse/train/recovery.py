@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kfuse.checkpoint.format import snapshot
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlError
@@ -51,9 +52,8 @@ class Recovery:
         self._session, self._opt, self._progress, self._decisions = session, opt, progress, decisions
         self._state, self._checkpoints, self._reporter = state, checkpoints, reporter
         self._arguments, self._base_lr = dict(arguments), base_lr
-        self.given: Mapping[str, Any] | None = None
-        """The state to begin from, where there is no checkpoint to resume from."""
-        self._joined = self.has_state = False
+        self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
+        self._joined = self._has_state = False
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -72,7 +72,7 @@ class Recovery:
             if isinstance(error, ControlError | CommError):
                 self._session.lost = True
                 self._opt.engine.abort()
-                if self.has_state and self._checkpoints is not None:
+                if self._has_state and self._checkpoints is not None:
                     self._checkpoints.save_last(self._progress.step, self._state.capture)
             elif isinstance(error, ConsistencyError | LoaderError):
                 self._session.give_up(str(error))
@@ -129,7 +129,7 @@ class Recovery:
         view, group = self._session.view, self._session.group
         if view is None:
             self._load_or_begin(restarted=False)
-            self._reporter.start(self._progress.step)
+            self._reporter.start(self._progress.step, self._restarts)
             self._reporter.resend(events=False)
             return
         started = time.perf_counter()
@@ -147,10 +147,10 @@ class Recovery:
                 arguments, state = training_state.decode(shared, group.device)
                 self._refuse_other_arguments(arguments)
                 self._restore(state)
-        self.has_state = True
+        self._has_state = True
         if begins:
             self._decisions.workers_requested = self._decisions.workers_requested or view.size
-            self._reporter.start(self._progress.step)
+            self._reporter.start(self._progress.step, self._restarts)
         elif group.rank == 0:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
         if begins or group.rank == 0:
@@ -164,10 +164,40 @@ class Recovery:
             if not self._progress.stop:  # a job that was told to stop has little time left
                 self._checkpoints.close()
 
+    def snapshot(self, in_body: bool) -> dict[str, Any]:
+        """A copy of the state on the host. in_body: of a step's body, after the update; else of a hook, or over.
+
+        Raises RuntimeError where a part of a step is under way that cannot be continued from.
+        """
+        stage = self._progress.stage
+        in_hook = not in_body and stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH)
+        if not (self._has_state and (in_body or in_hook or stage == Stage.BOUNDARY)):
+            raise RuntimeError(
+                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
+                "or after_epoch, or when training is over"
+            )
+        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
+        state["progress"]["stage"] += in_hook  # the hook counts as done
+        return state
+
+    def begin_from(self, state: Mapping[str, Any]) -> None:
+        """Begins from what `snapshot` returned, unless there is a checkpoint to resume from.
+
+        Raises RuntimeError once there is a state, ValueError for another program's.
+        """
+        if self._has_state:
+            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
+        self._state.check(state)
+        self._given = state
+
+    @property
+    def _restarts(self) -> bool:
+        return self._checkpoints is not None and self._checkpoints.restarts
+
     def _gather_positions(self) -> list[int]:
         """By rank, `Progress.position`; -1 for a worker without state."""
         group = self._session.group
-        mine = torch.tensor([self._progress.position if self.has_state else -1], device=group.device)
+        mine = torch.tensor([self._progress.position if self._has_state else -1], device=group.device)
         return [int(position) for position in group.all_gather(mine, "progress of each worker")]
 
     def _refuse_other_arguments(self, theirs: Mapping[str, Any]) -> None:
@@ -184,7 +214,7 @@ class Recovery:
         """Begins from a checkpoint, or the state given, if there is one; else applies the policy's initial settings."""
         at = self._progress
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
-        saved = self.given if saved is None else saved
+        saved = self._given if saved is None else saved
         if saved is None:
             self._decisions.begin()
         else:
@@ -196,7 +226,7 @@ class Recovery:
             at.resumed_at = at.step
             if self._session.view is not None:
                 self._decisions.workers_requested = 0  # that was asked of another job
-        self.has_state = True
+        self._has_state = True
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._state.restore(state)

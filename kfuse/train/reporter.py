@@ -58,14 +58,17 @@ class Reporter:
         """A loader process of this worker ended unexpectedly; any worker's is reported, not rank 0's alone."""
         worker = self._session.workers[self._session.group.rank]
         data = {"step": step, "kind": "loader_lost", "worker": worker, "pid": pid, "how": how}
-        self._session.report("event", data)
+        self._keeper.report("event", data)
 
-    def start(self, step: int) -> None:
-        """Training begins at `step` (above 0: from a checkpoint); sends its planned length in samples and steps."""
+    def start(self, step: int, restarts: bool) -> None:
+        """Training begins at `step` (above 0: from a checkpoint); sends its planned length in samples and steps.
+
+        restarts: started anew, it would go on from its own checkpoints.
+        """
         epochs = self._settings.epochs
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
-        training = self._session.training
-        self._send("start", {"samples": total, "steps": self._settings.steps, "step": step, "training": training})
+        length = {"samples": total, "steps": self._settings.steps}
+        self._send("start", {**length, "step": step, "training": self._session.training, "restarts": restarts})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
         """A new view is active. regroup_s, transfer_s: seconds for forming the group, for sending the state."""

@@ -11,18 +11,14 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from kfuse.checkpoint.format import snapshot
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
-from kfuse.data.batch import describe, names
 from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
@@ -31,22 +27,20 @@ from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance, running
 from kfuse.train.decisions import STOP_REASONS, Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
-from kfuse.train.loss import Objective, Outcome
+from kfuse.train.forward import Forward
+from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
 from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
-from kfuse.train.step import Step, StepSamples, generators_restored
+from kfuse.train.step import Step, StepSamples
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
     from kfuse.checkpoint.saved_model import SavedModel
     from kfuse.train.output import Output
-
-MOST_FIGURES = 16
-"""Figures of a step function that each step averages: they have slots in the tail, whose size is known before."""
 
 
 class Trainer:
@@ -88,16 +82,17 @@ class Trainer:
         self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
-        self._batch_is_checked = False
-        opt.carry_figures(MOST_FIGURES if self._objective.step_fn is not None else 0)
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
+        if scheduler is not None and scheduler.interval == "epoch" and self._sampler.length is None:
+            raise ValueError("scheduler_interval='epoch': must be 'step', as a stream has no epochs")
         self._scheduler = scheduler
         self._saved_model = saved_model if output is None else output.saved_model
         self._schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
+        self._forward = Forward(model, self._objective, opt, heldout, settings.precision, self.session.group.device)
         self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(settings.batch_size, settings.sync_every)
@@ -126,13 +121,12 @@ class Trainer:
         }
         if scheduler is not None:
             parts["scheduler"] = scheduler.scheduler
-        self._state = TrainingState(parts)
         self._recovery = Recovery(
             self.session,
             opt,
             self.progress,
             self.decisions,
-            self._state,
+            TrainingState(parts),
             checkpoints if output is None else output.checkpoints,
             self._reporter,
             arguments=settings.shared() | {"samples of data": self._sampler.length},
@@ -158,11 +152,7 @@ class Trainer:
             try:
                 for j in step.mine:
                     with step.micro_batch(j) as batch:
-                        done = self._forward(batch)
-                        step.loss = done.loss
-                        if self._objective.step_fn is not None:
-                            step.figures = self._figures(done)
-                        done.loss.backward()  # type: ignore[no-untyped-call]
+                        self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
                 self.opt.step()
                 self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -330,40 +320,6 @@ class Trainer:
         engine = self.opt.engine
         return engine.step == before + 1 and engine.reduced is None
 
-    def _forward(self, batch: Any) -> Outcome:
-        """The micro-batch's mean loss, and what came with it, in the configured precision."""
-        if not self._batch_is_checked:
-            self._check_batches(batch)
-        device, low = self.session.group.device.type, self.settings.precision == "bf16"
-        if not low and not torch.is_autocast_enabled(device):  # a context that changes nothing takes 20 us
-            return self._objective(self.model, batch)
-        with torch.autocast(device, torch.bfloat16, enabled=low):
-            return self._objective(self.model, batch)
-
-    def _figures(self, done: Outcome) -> Sequence[Tensor | float]:
-        """A step function's figures in the order of their slots, which the first micro-batch decides."""
-        statistics = self.opt.statistics
-        if statistics.figure_names is None:
-            if len(done.figures) > MOST_FIGURES:
-                raise ValueError(f"step_fn returned {len(done.figures)} figures: must be at most {MOST_FIGURES}")
-            statistics.figure_names = tuple(sorted(done.figures))
-        return self._objective.figures(done, statistics.figure_names)
-
-    def _check_batches(self, batch: Any) -> None:
-        """Once, before the first forward: raises TypeError for batches that cannot become a loss, held-out ones too."""
-        self._objective.check(self.model, batch, "the data")
-        if self._heldout is not None:
-            with generators_restored(self.session.group.device):
-                heldout = self._heldout.fetch(np.zeros(1, np.int64))
-            self._objective.check(self.model, heldout, "heldout")
-            missing = sorted(names(batch) - names(heldout))
-            if missing:
-                raise TypeError(
-                    f"a batch of heldout is a {describe(heldout)} and one of the data a {describe(batch)}: "
-                    f"{', '.join(missing)} is missing in heldout"
-                )
-        self._batch_is_checked = True
-
     def _end_update(self, step: Step) -> None:
         """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
         at, count = self.progress, len(step.samples.indices)
@@ -494,30 +450,18 @@ class Trainer:
         In a step's body, after opt.step(), that is the state after this step's update. In a policy's hook it is the
         state after that hook: a training that begins from it does not call the hook again for this step.
         """
-        at, hook_over = self.progress, 0
-        if self._under_way is not None:
-            step, before = self._under_way
-            if self._has_stepped(before):
-                at.once(Stage.UPDATE, partial(self._end_update, step))
-            elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
-                raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
-        elif at.stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH):
-            hook_over = 1
-        elif at.stage != Stage.BOUNDARY or not self._recovery.has_state:
-            raise RuntimeError(
-                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
-                "or after_epoch, or when training is over"
-            )
-        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
-        state["progress"]["stage"] += hook_over
-        return state
+        if self._under_way is None:
+            return self._recovery.snapshot(in_body=False)
+        step, before = self._under_way
+        if self._has_stepped(before):
+            self.progress.once(Stage.UPDATE, partial(self._end_update, step))
+        elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
+            raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
+        return self._recovery.snapshot(in_body=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has training begin from what `state_dict` returned; where checkpoints are resumed from, those come first.
 
         Raises RuntimeError once training has begun, ValueError for another program's state.
         """
-        if self._recovery.has_state:
-            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
-        self._state.check(state)
-        self._recovery.given = state
+        self._recovery.begin_from(state)

@@ -1,0 +1,341 @@
+"""kf.state_dict() holds all that a training depends on: a new session that loads it goes on with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from test_fit_checkpoint import ARGUMENTS, Growing, assert_equal, network, problem, with_fit
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import kfuse as kf
+from kfuse.session import reset
+
+Weights = dict[str, torch.Tensor]
+
+
+class Saving(Growing):
+    """Keeps what kf.state_dict() returns in a hook, once: after these steps."""
+
+    def __init__(self, hook: str, after: int) -> None:
+        super().__init__()
+        self.after, self.epochs, self.kept = after, 0, b""
+        self._hook = hook
+
+    def after_step(self) -> None:
+        super().after_step()
+        self._save("after_step")
+
+    def after_epoch(self) -> None:
+        self.epochs += 1
+        self._save("after_epoch")
+
+    def _save(self, hook: str) -> None:
+        if hook == self._hook and not self.kept and self.seen >= self.after:
+            self.kept = written(kf.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.epochs = state["epochs"]
+
+
+def written(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def read(state: bytes) -> dict[str, Any]:
+    """Nothing in it can run code."""
+    found: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
+    return found
+
+
+def weights(net: nn.Module) -> Weights:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def loop(loader: Any, net: nn.Module, opt: Any, keep_at: int = -1) -> bytes:
+    """Trains to the end; returns kf.state_dict() after that step's update."""
+    kept = b""
+    for step in loader:
+        for x, y in step:
+            step.loss = F.cross_entropy(net(x), y)
+            step.loss.backward()
+        opt.step()
+        if step.number == keep_at:
+            kept = written(kf.state_dict())
+        opt.zero_grad()
+    return kept
+
+
+def new(scheduled: bool = False) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A model, its optimizer and more arguments, in a session of their own."""
+    reset()
+    net = network()
+    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=0.05))
+    return net, opt, {"scheduler": StepLR(opt, 3, 0.9)} if scheduled else {}
+
+
+@pytest.mark.parametrize("after", [0, 4, 7, 12, 21])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_loop_goes_on_with_the_same_bits(after: int, scheduled: bool) -> None:
+    """After a step's update, in the middle of an epoch and at its end (7), before and after the batch grows."""
+    net, opt, more = new(scheduled)
+    kept = loop(kf.DataLoader(problem(), net, opt, policy=Growing(), **ARGUMENTS, **more), net, opt, after)
+    undisturbed = weights(net)
+
+    for load in (lambda loader, state: loader.load_state_dict(state), lambda loader, state: kf.load_state_dict(state)):
+        net, opt, more = new(scheduled)
+        loader = kf.DataLoader(problem(), net, opt, policy=(policy := Growing()), **ARGUMENTS, **more)
+        load(loader, read(kept))
+        loop(loader, net, opt)
+        assert_equal(weights(net), undisturbed)
+        assert policy.seen == 22
+
+
+def test_taking_the_state_changes_nothing() -> None:
+    ends = []
+    for every_step in (False, True):
+        net, opt, _ = new()
+        for step in kf.DataLoader(problem(), net, opt, policy=Growing(), **ARGUMENTS):
+            for x, y in step:
+                F.cross_entropy(net(x), y).backward()
+            opt.step()
+            if every_step:
+                one, other = kf.state_dict(), kf.state_dict()
+                assert written(one) == written(other)
+            opt.zero_grad()
+        ends.append(weights(net))
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize(
+    ("hook", "after"), [("after_step", 1), ("after_step", 8), ("after_step", 13), ("after_epoch", 8)]
+)
+def test_fit_goes_on_with_the_same_bits_from_a_hook(hook: str, after: int) -> None:
+    """The hook that took the state is not called again for that step."""
+    net, opt, more = new(scheduled=True)
+    with_fit(net, opt, policy := Saving(hook, after), **ARGUMENTS, **more, scheduler_interval="epoch")
+    undisturbed, counts = weights(net), (policy.seen, policy.epochs)
+
+    net, opt, more = new(scheduled=True)
+    kf.load_state_dict(read(policy.kept))
+    again = Saving("never", 0)
+    with_fit(net, opt, again, **ARGUMENTS, **more, scheduler_interval="epoch")
+    assert_equal(weights(net), undisturbed)
+    assert (again.seen, again.epochs) == counts == (22, 4)
+
+
+def test_it_may_be_loaded_in_before_train() -> None:
+    class Loading(Growing):
+        def before_train(self) -> None:
+            kf.load_state_dict(read(policy.kept))
+
+    net, opt, _ = new()
+    with_fit(net, opt, policy := Saving("after_step", 5), **ARGUMENTS)
+    undisturbed = weights(net)
+    net, opt, _ = new()
+    with_fit(net, opt, Loading(), **ARGUMENTS)
+    assert_equal(weights(net), undisturbed)
+
+
+def test_a_finished_loader_has_its_state() -> None:
+    net, opt, _ = new()
+    loader = kf.DataLoader(problem(), net, opt, batch_size=8, epochs=2)
+    loop(loader, net, opt)
+    state = read(written(loader.state_dict()))
+    assert_equal({name: state["model"][name] for name in net.state_dict()}, weights(net))
+
+    ends = []
+    for begin in (state, None):
+        net, opt, _ = new()
+        loader = kf.DataLoader(problem(), net, opt, batch_size=8, epochs=4)
+        if begin is not None:
+            loader.load_state_dict(begin)
+        loop(loader, net, opt)
+        ends.append(weights(net))
+    assert_equal(*ends)
+
+
+def test_the_state_shares_nothing_with_the_training() -> None:
+    net, opt, _ = new()
+    states = []
+    for step in kf.DataLoader(problem(), net, opt, batch_size=8):
+        for x, y in step:
+            F.cross_entropy(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        states.append(kf.state_dict())
+    first = [state["model"]["0.weight"] for state in states]
+    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(first))
+
+
+# -- where it cannot be called ----------------------------------------------------------------------------------------
+
+
+def in_a_hook(name: str) -> Callable[[], None]:
+    class Calling(kf.BasePolicy):
+        pass
+
+    setattr(Calling, name, lambda self, *_: kf.state_dict() and None)
+
+    def act() -> None:
+        net, opt, _ = new()
+        with_fit(net, opt, Calling(), **ARGUMENTS)
+
+    return act
+
+
+def before_the_update() -> None:
+    net, opt, _ = new()
+    for step in kf.DataLoader(problem(), net, opt, batch_size=8):
+        for x, y in step:
+            F.cross_entropy(net(x), y).backward()
+        kf.state_dict()
+
+
+def before_iteration() -> None:
+    net, opt, _ = new()
+    kf.DataLoader(problem(), net, opt, batch_size=8).state_dict()
+
+
+def loaded_too_late() -> None:
+    net, opt, _ = new()
+    for _step in kf.DataLoader(problem(), net, opt, batch_size=8):
+        kf.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (kf.state_dict, "no training is under way"),
+        (in_a_hook("before_train"), "call it between steps"),
+        (in_a_hook("before_epoch"), "call it between steps"),
+        (in_a_hook("before_step"), "call it between steps"),
+        (in_a_hook("decide"), "call it between steps"),
+        (before_the_update, r"a step is under way: call it after opt.step\(\)"),
+        (before_iteration, "call it between steps"),
+        (loaded_too_late, "training has begun: call it before the first step"),
+    ],
+)
+def test_wrong_places_are_named(act: Callable[[], None], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        act()
+
+
+def test_wrong_states_are_named() -> None:
+    with pytest.raises(TypeError, match=r"kf.load_state_dict takes what kf.state_dict returned, not list"):
+        kf.load_state_dict([])  # type: ignore[arg-type]
+    kf.load_state_dict({"model": {}})
+    net, opt, _ = new()
+    with pytest.raises(ValueError, match=r"another program's state: .*missing are"):
+        with_fit(net, opt, Growing(), **ARGUMENTS)
+    with_fit(net, opt, Growing(), **ARGUMENTS)  # it is forgotten
+
+
+# -- the optimizer's own ----------------------------------------------------------------------------------------------
+
+
+def steps_by_hand(net: nn.Module, opt: Any, count: int) -> None:
+    x, y = problem()
+    for _ in range(count):
+        for j in range(4):
+            with opt.micro_batch(samples=16, last=j == 3):
+                F.cross_entropy(net(x[16 * j : 16 * j + 16]), y[16 * j : 16 * j + 16]).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def running(opt: Any) -> tuple[float | None, ...]:
+    """The running means of S and G2, and the noise scale's lower limit."""
+    return opt.stats.mean_grad_variance, opt.stats.mean_grad_sq, opt.stats.noise_scale_low
+
+
+def plain_network() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+MAKE: dict[str, Callable[[nn.Module], Any]] = {
+    "wrapped": lambda net: kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=0.01)),
+    "fused": lambda net: kf.FusedAdamW(net.parameters(), lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_an_optimizers_state_has_the_statistics(kind: str) -> None:
+    net = plain_network()
+    opt = MAKE[kind](net)
+    steps_by_hand(net, opt, 20)
+    saved, parameters = read(written(opt.state_dict())), copy.deepcopy(net.state_dict())
+    steps_by_hand(net, opt, 5)
+    expected = running(opt)
+
+    reset()
+    other = plain_network()
+    other.load_state_dict(parameters)
+    opt = MAKE[kind](other)
+    opt.load_state_dict(saved)
+    steps_by_hand(other, opt, 5)
+    assert expected[0] is not None and running(opt) == expected
+    assert_equal(weights(other), weights(net))
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_torchs_optimizer_loads_it_and_kfuse_loads_torchs(kind: str) -> None:
+    net, plain = plain_network(), plain_network()
+    ours = MAKE[kind](net)
+    steps_by_hand(net, ours, 3)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.5)
+    theirs.load_state_dict(read(written(ours.state_dict())))
+    for one, other in zip(ours.state_dict()["state"].values(), theirs.state_dict()["state"].values(), strict=True):
+        assert_equal(one, other)
+    assert theirs.param_groups[0]["lr"] == 0.01
+    noise = repr(ours.statistics.state_dict())  # |gbar|^2 may be NaN, which is not equal to itself
+    ours.load_state_dict(theirs.state_dict())
+    assert repr(ours.statistics.state_dict()) == noise
+    assert set(theirs.state_dict()) == {"state", "param_groups"}
+
+
+# -- several workers --------------------------------------------------------------------------------------------------
+
+
+def saved_by_two(folder: str) -> Weights:
+    kf.init(kf.CommOptions(reproducible=True))
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+    kept = loop(kf.DataLoader(problem(), net, opt, policy=Growing(), micro_batch=2, **ARGUMENTS), net, opt, 11)
+    Path(folder, f"state-{kf.rank()}.pt").write_bytes(kept)
+    return weights(net)
+
+
+def loaded_by_some(folder: str) -> Weights:
+    kf.init(kf.CommOptions(reproducible=True))
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+    kf.load_state_dict(read(Path(folder, "state-0.pt").read_bytes()))
+    loop(kf.DataLoader(problem(), net, opt, policy=Growing(), micro_batch=2, **ARGUMENTS), net, opt)
+    return weights(net)
+
+
+@pytest.mark.full
+def test_what_two_workers_save_any_number_goes_on_from(tmp_path: Path) -> None:
+    ends = run_workers(2, saved_by_two, str(tmp_path))
+    states = [read((tmp_path / f"state-{rank}.pt").read_bytes()) for rank in (0, 1)]
+    assert_equal(*(state["model"] for state in states))
+    for workers in (1, 2, 3):
+        for end in run_workers(workers, loaded_by_some, str(tmp_path)):
+            assert_equal(end, ends[0])
