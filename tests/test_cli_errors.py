@@ -101,6 +101,10 @@ WRONG = [
     ("comm.reproducible=true comm.dtype=bf16", ["comm.dtype=bf16", "fp32"]),
     ("comm=reproducible comm.schedule=allreduce", ["comm.schedule=allreduce", "all_to_all"]),
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "9 steps"]),
+    ("lr.decay=wsd lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "below 0.9 of the run's 9 steps"]),
+    ("lr.decay=wsd lr.decay_fraction=2", ["lr.decay_fraction=2", "above 0, at most 1"]),
+    ("lr.decay=steps", ["lr.decay=steps", "none, cosine, linear, wsd, constant"]),
+    ("model.init=nothing.pt", ["model.init=nothing.pt", "no such file"]),
     ("model=gpt data=text model.heads=3", ["model.width=128", "heads=3"]),
     (
         "model=gpt data=digits",

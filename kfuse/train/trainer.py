@@ -395,8 +395,8 @@ class Trainer:
         target = self.settings.target_accuracy
         if target is not None and result.accuracy is None:
             raise ValueError(
-                f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of an "
-                "integer target"
+                f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "
+                "an integer target"
             )
         at.accuracy, at.eval_loss, at.eval_metrics, at.evaluated = result.accuracy, result.loss, result.metrics, steps
         self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
