@@ -1,22 +1,27 @@
-"""Monitors beside plain DDP: what the gradient noise scale costs those who keep DDP and their optimizer.
+"""Monitors beside plain DDP and FSDP2: what the gradient noise scale costs those who keep them and their optimizer.
 
     python benchmarks/hooks.py --json benchmarks/results/hooks.json
     python benchmarks/hooks.py --micro-batches 4 --samples 2
+    python benchmarks/hooks.py --variants fsdp,fsdp-kf-monitor
 
-`ddp` is plain DDP with torch's fused AdamW; the others are the same, each with a communication hook. The measurement is
-that of step.py: interleaved, paired within rounds.
+`ddp` and `fsdp` are plain, with torch's fused AdamW; the others are the same, each with a communication hook or a
+monitor. The measurement is that of step.py: interleaved, paired within rounds.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from step import measure
-from step_variants import DDP, VARIANTS, Settings
+from step_variants import DDP, LR, VARIANTS, Settings, Variant
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import kfuse as kf
+from kfuse.models import GPT
 
 
 class KfuseHook(DDP):
@@ -76,13 +81,47 @@ class KDiffusion(DDP):
         super().update()
 
 
+class FSDP(Variant):
+    """torch's FSDP2 with fused AdamW: a unit for each block of the GPT, and one for the rest.
+
+    Parameters are gathered once a forward: `reshard_after_forward` is off, as its memory is no subject here.
+    """
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__(settings, rank)
+        gpt, mesh = self.model, init_device_mesh("cpu", (settings.workers,))
+        assert isinstance(gpt, GPT)
+        for unit in (*gpt.blocks, gpt):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        for last in (gpt.tokens.weight, gpt.positions.weight):  # sharded: other parameters than before
+            last.register_post_accumulate_grad_hook(self._gradient_is_there)
+        self.optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR, fused=True)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class KfuseFSDP(FSDP):
+    """`kf.fsdp_monitor`."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__(settings, rank)
+        self.monitor = kf.fsdp_monitor(self.model, samples=settings.samples, accumulate=settings.micro_batches)
+
+
 # Workers import this file too: there step.py finds these variants.
-VARIANTS.update({"ddp-kf-hook": KfuseHook, "ddp-k-diffusion": KDiffusion})
+VARIANTS.update({"ddp-kf-hook": KfuseHook, "ddp-k-diffusion": KDiffusion, "fsdp": FSDP, "fsdp-kf-monitor": KfuseFSDP})
 
 if __name__ == "__main__":
     measure(
         "hooks",
         __doc__ or "",
         ("local", "ddp", "ddp-kf-hook", "ddp-noise-scale", "ddp-k-diffusion"),
-        (("ddp-kf-hook", "ddp-noise-scale"), ("ddp-kf-hook", "ddp-k-diffusion")),
+        (("ddp-kf-hook", "ddp-noise-scale"), ("ddp-kf-hook", "ddp-k-diffusion"), ("fsdp-kf-monitor", "fsdp")),
     )

@@ -33,19 +33,19 @@ from kfuse.statistics.step_stats import StepStats
 class Net(nn.Module):
     """Tied weights, a layer that is used twice, a frozen one, one that only odd calls use, and a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, always: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.twice, self.sometimes = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 7)
         self.frozen, self.tied, self.last = nn.Linear(7, 7).requires_grad_(False), nn.Linear(7, 5), nn.Linear(5, 7)
         self.head = nn.Linear(7, 5, bias=False)
         self.head.weight = self.tied.weight
-        self.calls = 0
+        self.always, self.calls = always, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         hidden: Tensor = self.twice(torch.tanh(self.twice(torch.tanh(self.first(x)))))
-        if self.calls % 2:
+        if self.always or self.calls % 2:
             hidden = checkpoint(self.sometimes, torch.tanh(hidden), use_reentrant=False)
         hidden = self.last(torch.tanh(self.tied(self.frozen(hidden))))
         return self.head(hidden)
@@ -94,8 +94,9 @@ CASES: dict[str, dict[str, Any]] = {
     "reduced in bf16": {"options": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}},
     "offloaded": {"options": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
     "loss scale": {"scaled": True},
-    "two meshes": {"mesh": (-1, 1)},
+    "hybrid, one shard": {"mesh": (-1, 1)},
     "hybrid without sync": {"mesh": (2, -1), "sync": False},
+    "hybrid, copies averaged once": {"mesh": (2, -1), "sync": None},
 }
 
 
@@ -105,7 +106,8 @@ def trained(case: dict[str, Any], accumulate: int, monitored: bool) -> tuple[lis
     if case["mesh"] is not None:
         shape = [dist.get_world_size() // abs(case["mesh"][0] * case["mesh"][1]) if n < 0 else n for n in case["mesh"]]
         options["mesh"] = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("copies", "shards"))
-    net = Net()
+    # Without HSDP's all-reduce FSDP2 keeps the gradient of a layer that the last micro-batch does not use.
+    net = Net(always=case["sync"] is None)
     model = sharded(net, [net.first, net.twice, net.sometimes, [net.tied, net.head]], **options)
     case["prepare"](model)
     factor = dist.get_world_size() if case["prepare"] is sum_instead_of_mean else 1
@@ -120,7 +122,10 @@ def trained(case: dict[str, Any], accumulate: int, monitored: bool) -> tuple[lis
             expected = by_hand(model, batches)
         for j, (x, y) in enumerate(batches):
             last = j == accumulate - 1
-            model.set_requires_gradient_sync(case["sync"] or last)  # type: ignore[operator]
+            if case["sync"] is None:
+                model.set_requires_all_reduce(last)  # type: ignore[operator]
+            else:
+                model.set_requires_gradient_sync(case["sync"] or last)  # type: ignore[operator]
             model.set_reshard_after_backward(last or not case["gathered"])  # type: ignore[operator]
             scaler.scale(F.mse_loss(model(x).float(), y) / accumulate).backward()
         scaler.unscale_(optimizer)
@@ -134,11 +139,12 @@ def trained(case: dict[str, Any], accumulate: int, monitored: bool) -> tuple[lis
 
 def by_hand(model: nn.Module, batches: list[Any]) -> tuple[float, float]:
     """S and |gbar| of all workers' micro-batches, from gradients of a model that is not sharded."""
-    net, calls = Net(), model.calls
+    assert isinstance(model, Net)
+    net = Net(model.always)
     for mine, theirs in zip(net.parameters(), model.parameters(), strict=True):
         assert isinstance(theirs, DTensor)
         mine.data.copy_(theirs.full_tensor())
-    net.calls, found = int(calls), []  # type: ignore[arg-type]
+    net.calls, found = model.calls, []
     wanted = [p for p in net.parameters() if p.requires_grad]
     for x, y in batches:
         grads = torch.autograd.grad(F.mse_loss(net(x), y), wanted, allow_unused=True)
@@ -175,18 +181,18 @@ def check_cases(workers: int, accumulate: int, names: list[str]) -> None:
 
 
 def test_parameters_have_fsdp2s_bits() -> None:
-    check_cases(2, 2, ["plain", "without sync", "two meshes"])
+    check_cases(2, 2, ["plain", "without sync", "hybrid, one shard"])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers, accumulate", [(2, 1), (2, 4), (3, 1), (3, 4)])
 def test_parameters_have_fsdp2s_bits_in_all_cases(workers: int, accumulate: int) -> None:
-    check_cases(workers, accumulate, [name for name in CASES if name != "hybrid without sync" or workers == 2])
+    check_cases(workers, accumulate, [name for name in CASES if (PLAIN | CASES[name])["mesh"] != (2, -1)])
 
 
 @pytest.mark.full
 def test_parameters_of_a_hybrid_mesh_have_fsdp2s_bits() -> None:
-    check_cases(4, 2, ["two meshes", "hybrid without sync"])
+    check_cases(4, 2, ["hybrid, one shard", "hybrid without sync", "hybrid, copies averaged once"])
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------
@@ -436,6 +442,9 @@ def wrong_uses() -> dict[str, str]:
     model = sharded(nn.Linear(5, 2), [], mesh=two["tensor"])
     model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
     said("one shard", lambda: kf.fsdp_monitor(model))
+    model = sharded(nn.Linear(5, 2), [])
+    model.set_all_reduce_hook(lambda shard: None)  # type: ignore[operator]
+    said("all-reduce hook", lambda: kf.fsdp_monitor(model))
     model = sharded(nn.Linear(5, 2), [], mesh=whole)
     kf.fsdp_monitor(model)
     for param in model.parameters():
@@ -481,8 +490,13 @@ def test_wrong_uses_end_in_one_line() -> None:
                 (
                     "one shard",
                     "ValueError",
-                    "set_gradient_divide_factor was called, and one worker has all shards: torch may divide twice, so it "
-                    "must be left out",
+                    "set_gradient_divide_factor was called where one worker has all shards, and torch may divide "
+                    "twice: must be left out",
+                ),
+                (
+                    "all-reduce hook",
+                    "ValueError",
+                    "set_all_reduce_hook: must be left out, as it may change the gradient",
                 ),
                 (
                     "inside backward",

@@ -39,6 +39,8 @@ EVENTS = {
     "checkpoint_rejected": ("A checkpoint that is not whole is passed over", "path, why"),
     "resumed": ("Training resumes from a checkpoint", "path"),
     "started": ("There was no checkpoint to resume from: training starts from the beginning", "note"),
+    "model_failed": ("A file of the model (model.pt, model.safetensors or best.pt) could not be written", "path, why"),
+    "note": ("An argument of the script has no effect here", "note"),
     "disk": ("Records could not be written for a while", "note"),
 }
 """Each kind of event: what has happened, and its fields besides time, step and kind."""

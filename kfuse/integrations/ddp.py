@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,34 +49,50 @@ def ddp_hook(
 
 
 class _Hook:
-    """What the hooks of one DDP model share. A backward passes its methods in their order here."""
+    """What the hooks of one DDP model share. A backward passes its methods in their order here.
+
+    It does not refer to the model: DDP's reducer, which is not Python's, keeps it, and would then never be freed.
+    """
+
+    monitor: Monitor
+    _params: list[nn.Parameter]
+    """Those that DDP reduces."""
+    _divides: bool
+    """Where a gradient lies decides how DDP without a hook averages it. It multiplies by 1 / n as it copies a gradient
+    into its bucket, and divides by n one that lies there already; for powers of two there is no difference."""
+    _places: dict[int, int]
+    """By id of the parameter, the address of the memory that its gradient was in before this backward."""
+    _syncs: bool
+    """DDP reduces in the backwards of the newest forward."""
+    _of_buckets: bool
+    """This backward's gradient is measured in the buckets."""
+    _norms: list[Tensor]
+    """Of the buckets that are full, before their reduction, in blocks."""
+    _means: list[Tensor]
+    """These buckets. They have the mean gradient when backward is over."""
+    _reduced: bool
+    """All of this backward's buckets are on their way."""
 
     def __init__(self, ddp: DistributedDataParallel, options: Options) -> None:
-        self._ddp, self._group = ddp, ddp.process_group
+        self._group = ddp.process_group
         self._workers, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         named = ddp.module.named_parameters()
         self._params = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
         device = one_device("kf.ddp_hook", self._params)
         self.monitor = Monitor(device, options, workers=self._workers, rank=self._rank)
-        # DDP without a hook multiplies by 1 / n as it copies a gradient into its bucket, and divides by n one that lies
-        # there already. For n = 3 these differ in the last bit; for powers of two they do not.
         self._divides = ddp.gradient_as_bucket_view and self._workers & (self._workers - 1) != 0
-        self._storages: dict[int, int] = {}  # by id of the parameter, where its gradient was before this backward
-        self._of_buckets = False  # this backward's gradient is measured in the buckets
-        self._norms: list[Tensor] = []
-        self._means: list[Tensor] = []
-        self._reduces = False  # DDP reduces in this backward
+        self._places, self._norms, self._means = {}, [], []
+        self._syncs = self._of_buckets = self._reduced = False
         try:
             ddp.register_comm_hook(None, self._reduce)
         except RuntimeError as error:
             raise RuntimeError(f"kf.ddp_hook: DDP refuses a communication hook: {error}") from error
         self._watch = BackwardWatch(ddp, self._params, self.monitor, self._begins, self._ended)
-        self.monitor.attach(ddp.register_forward_pre_hook(self._before_forward))
-        self._syncs = True
+        ddp.register_forward_pre_hook(self._before_forward)
 
-    def _before_forward(self, module: object, arguments: object) -> None:
-        self._syncs = self._ddp.require_backward_grad_sync  # as DDP, which looks at it in forward
-        if self._ddp._join_config.enable:
+    def _before_forward(self, ddp: DistributedDataParallel, arguments: object) -> None:
+        self._syncs = ddp.require_backward_grad_sync  # as DDP, which looks at it in forward
+        if ddp._join_config.enable:
             raise RuntimeError(
                 "kf.ddp_hook: with join() workers take different numbers of steps, so their statistics would be wrong: "
                 "give every worker as many micro-batches"
@@ -84,11 +100,11 @@ class _Hook:
 
     def _begins(self) -> bool:
         """A backward begins. Its gradient is measured parameter by parameter where buckets will hold another."""
-        self._norms, self._means, self._reduces = [], [], False
+        self._norms, self._means, self._reduced = [], [], False
         self._of_buckets = self._syncs and not self._watch.kept
         if self._divides:
             grads = ((id(param), param.grad) for param in self._params)
-            self._storages = {key: grad.untyped_storage().data_ptr() for key, grad in grads if grad is not None}
+            self._places = {key: grad.untyped_storage().data_ptr() for key, grad in grads if grad is not None}
         return not self._of_buckets
 
     # torch checks the annotations of a communication hook, and refuses strings: so these have none.
@@ -105,24 +121,24 @@ class _Hook:
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._means.append(buffer)
         if bucket.is_last():  # and all gradients are there
-            self._reduces = True
+            self._reduced = True
             self.monitor.micro_batch(sum_squares(self._norms) if self._of_buckets else self._watch.square())
         return work.get_future().then(lambda future: future.value()[0])
 
     def _divide(self, buffer: Tensor, bucket: GradBucket) -> None:
         here = buffer.untyped_storage().data_ptr()
-        if not self._divides or here not in self._storages.values():
+        if not self._divides or here not in self._places.values():
             buffer.mul_(1.0 / self._workers)
             return
         for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if self._storages.get(id(param)) == here:
+            if self._places.get(id(param)) == here:
                 view.div_(self._workers)
             else:
                 view.mul_(1.0 / self._workers)
 
     def _ended(self) -> None:
         """A backward is over, but for DDP's last buckets: DDP has queued its wait for them behind this call."""
-        if self._reduces:
+        if self._reduced:
             at_the_end_of_backward(self._finish)
         else:
             self.monitor.micro_batch(self._watch.square())

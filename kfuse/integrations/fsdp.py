@@ -14,9 +14,9 @@ several groups of parameters in a unit, and there is one only, which users may n
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kfuse.comm.gradients import at_the_end_of_backward
+from kfuse.integrations.backward import before_updates
 from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-_MONITORED: WeakSet[nn.Module] = WeakSet()
+_MONITORED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def fsdp_monitor(
@@ -80,7 +80,7 @@ def _refuse_other_models(model: nn.Module) -> None:
 
 
 class _Sharded:
-    """The hooks of one model. A step passes the methods in their order here."""
+    """The hooks of one model, which keeps them. A step passes the methods in their order here."""
 
     monitor: Monitor
     _params: list[nn.Parameter]
@@ -124,7 +124,7 @@ class _Sharded:
         for unit in self._places:
             self.monitor.attach(unit.register_forward_pre_hook(self._before_unit))  # FSDP2 has gathered by then
         self.monitor.attach(model.register_forward_pre_hook(self._before_forward))
-        self.monitor.attach(register_optimizer_step_pre_hook(self._before_update))
+        self.monitor.attach(before_updates(self._params, self._before_update))
         self.monitor.attach(_Claim(model))
 
     def _begin_step(self) -> None:
@@ -189,10 +189,7 @@ class _Sharded:
         square = sum_squares(self._norms)
         return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        mine = set(map(id, self._params))
-        if not any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
-            return
+    def _before_update(self) -> None:
         if self._began:
             raise RuntimeError(
                 "kf.fsdp_monitor: an optimizer steps inside backward, so a step's gradient is never there as a whole: "
@@ -228,7 +225,12 @@ class _Sharded:
             return [-1 if grad is None else grad._version + _local(grad)._version for grad in grads]
 
     def _divisor(self) -> float:
-        """What FSDP2 divides the sum of the workers' gradients by. Raises ValueError where that is not one number."""
+        """What FSDP2 divides the sum of the workers' gradients by.
+
+        Raises ValueError where that is not one number, or where a hook may average over more workers than the mesh has.
+        """
+        if any(group._all_reduce_hook is not None for group in self._groups):
+            raise ValueError("kf.fsdp_monitor: set_all_reduce_hook: must be left out, as it may change the gradient")
         factors = {group.gradient_divide_factor for group in self._groups}
         if len(factors) > 1:
             raise ValueError(
@@ -237,8 +239,8 @@ class _Sharded:
         factor = factors.pop()
         if factor is not None and self._shards == 1:
             raise ValueError(
-                "kf.fsdp_monitor: set_gradient_divide_factor was called, and one worker has all shards: torch may divide "
-                "twice, so it must be left out"
+                "kf.fsdp_monitor: set_gradient_divide_factor was called where one worker has all shards, and torch may "
+                "divide twice: must be left out"
             )
         return float(self._workers) if factor is None else float(factor)
 
@@ -306,9 +308,10 @@ class _Claim:
     """Keeps a model from getting a second monitor until it is removed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
         _MONITORED.add(model)
 
     def remove(self) -> None:
         """The model may get another monitor."""
-        _MONITORED.discard(self._model)
+        if (model := self._model()) is not None:
+            _MONITORED.discard(model)

@@ -128,23 +128,34 @@ class Monitor:
     """Where the squares are."""
     workers: int
     """n, the workers whose gradients are averaged."""
+    micro_batches: int
+    """This worker's micro-batches of the step under way."""
+    _squares: Tensor
+    """Of these, the sum of |s_j|^2 without loss scale: float64 scalar on the device."""
+    _inverse_samples: float
+    """Of these, the sum of 1 / b_j."""
+    _pending: tuple[Tensor, dist.Work | None] | None
+    """The finished step's message that is still travelling, and what says that it has arrived."""
+    _statistics: Statistics
+    """Copies finished steps to the host, and has the running noise scale."""
+    _steps: int
+    """Steps whose message has arrived."""
+    _seen: float
+    """Samples of the steps that `log_to` was there for."""
 
     def __init__(self, device: torch.device, options: Options, *, workers: int = 1, rank: int = 0) -> None:
         self.name, self.device, self.workers, self._rank = options.name, device, workers, rank
         self._samples, self._divisor, self._scaler = options.samples, float(options.accumulate), options.scaler
         self._statistics = Statistics()
         self._handles: list[Any] = []
-        self._steps, self._seen = 0, 0.0  # samples of the steps that `log_to` was there for
-        self._started = False
-        self._pending: tuple[Tensor, dist.Work | None] | None = None
+        self._scaler_known = self._scaler is not None
+        self._steps, self._seen, self._pending = 0, 0.0, None
         self.drop()
 
     def drop(self) -> None:
         """Forgets the micro-batches of the step under way."""
         self._squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.micro_batches = 0
-        """This worker's micro-batches of the step under way."""
-        self._inverse_samples = 0.0
+        self.micro_batches, self._inverse_samples = 0, 0.0
 
     # -- for training loops ------------------------------------------------------------------------------------------
 
@@ -194,7 +205,7 @@ class Monitor:
         self._steps, self._seen = state["steps"], state["samples"]
 
     def close(self) -> None:
-        """Sends the last step's figures to `kf.log_to`, and removes the hooks that can be removed."""
+        """Sends the last step's figures to `kf.log_to`, and removes hooks (not DDP's, which torch cannot remove)."""
         self._settle()
         self._send(lag=0)
         for handle in self._handles:
@@ -212,10 +223,9 @@ class Monitor:
 
         Raises RuntimeError with the first one, where a GradScaler exists and none was given.
         """
-        if not self._started:
-            self._started = True
-            if self._scaler is None:
-                refuse_unknown_scaler()
+        if not self._scaler_known:
+            refuse_unknown_scaler()
+            self._scaler_known = True
         self._squares = self._squares + square * self._unscale()
         self.micro_batches += 1
         self._inverse_samples += 1.0 / (self._samples or 1.0)

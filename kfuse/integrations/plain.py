@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from kfuse.integrations.backward import BackwardWatch
+from kfuse.integrations.backward import BackwardWatch, before_updates
 from kfuse.integrations.measure import Monitor, Options, one_device, total_square
 
 
@@ -46,15 +44,21 @@ def monitor(
 
 
 class _Plain:
-    """The hooks of one model."""
+    """The hooks of one model. The model keeps them, and they go with it."""
+
+    monitor: Monitor
+    _params: list[nn.Parameter]
+    """Those that require a gradient."""
+    _total: Tensor | None
+    """The square of what `.grad` had after the latest backward, float64 scalar; None before the first."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._params = [param for param in model.parameters() if param.requires_grad]
-        self._ids = set(map(id, self._params))
         self.monitor = Monitor(one_device("kf.monitor", self._params), options)
-        self._total: Tensor | None = None  # |t|^2 after the latest backward
+        self._total = None
         self._watch = BackwardWatch(model, self._params, self.monitor, lambda: True, self._after_backward)
-        self.monitor.attach(register_optimizer_step_pre_hook(self._before_update))
+        for handle in (before_updates(self._params, self._before_update), *self._watch.handles):
+            self.monitor.attach(handle)
 
     def _after_backward(self) -> None:
         square = self._watch.square()
@@ -66,10 +70,8 @@ class _Plain:
         else:
             self._total = square
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.monitor.micro_batches or not any(
-            id(param) in self._ids for group in optimizer.param_groups for param in group["params"]
-        ):
+    def _before_update(self) -> None:
+        if not self.monitor.micro_batches:
             return
         assert self._total is not None
         self.monitor.step(self.monitor.message(self._total))
