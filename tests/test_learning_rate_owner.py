@@ -169,6 +169,34 @@ def test_fit_warms_up_and_decays() -> None:
     assert policy.seen == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("length", [{"steps": 16}, {"epochs": 4}], ids=str)
+@pytest.mark.parametrize("scaling", ["none", "linear", "adascale"])
+def test_a_decay_ends_with_the_run_though_the_batch_grows(length: dict[str, int], scaling: Any) -> None:
+    class Growing(kf.BasePolicy):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, int]] = []
+
+        def decide(self, signals: kf.Signals) -> kf.Decision | None:
+            self.seen.append((signals.step, signals.samples))
+            return kf.Decision(batch_size=12) if signals.step == 3 else None
+
+    class Rates(Growing):
+        def before_step(self) -> None:
+            factors.append(opt.lr_factor)
+
+    factors: list[float] = []
+    net, policy = network(), Rates()
+    opt = make("fused", net)
+    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=4, decay="linear", lr_scaling=scaling, **length)
+    steps, samples = policy.seen[-1][0] + 1, policy.seen[-1][1]
+    before_last = policy.seen[-2][1]
+    left = 1 / steps if "steps" in length else 1 - before_last / samples
+    gain = {"none": 1.0, "linear": 3.0}.get(scaling)
+    if gain is not None:
+        assert factors[-1] == pytest.approx(gain * left)
+    assert 0 < factors[-1] <= 3 * left * (1 + 1e-9)
+
+
 def test_fit_clips() -> None:
     net = network()
     before = [p.detach().clone() for p in net.parameters()]

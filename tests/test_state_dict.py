@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from distributed import run_workers
 from test_fit_checkpoint import ARGUMENTS, Growing, assert_equal, network, problem, with_fit
+from test_kfuse_run import run_script
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -339,3 +341,34 @@ def test_what_two_workers_save_any_number_goes_on_from(tmp_path: Path) -> None:
     for workers in (1, 2, 3):
         for end in run_workers(workers, loaded_by_some, str(tmp_path)):
             assert_equal(end, ends[0])
+
+
+SCRIPT = """
+import pathlib, sys
+import torch
+import kfuse as kf
+import test_state_dict as t
+from test_fit_checkpoint import ARGUMENTS, Growing, network, problem
+
+kf.init(kf.CommOptions(reproducible=True))
+net = network()
+opt = kf.FusedAdamW(net.parameters(), lr=0.05)
+path = pathlib.Path("state.pt")
+if path.exists():
+    kf.load_state_dict(torch.load(path, weights_only=True))
+kept = t.loop(kf.DataLoader(problem(), net, opt, policy=Growing(), micro_batch=2, **ARGUMENTS), net, opt, 11)
+if kf.rank() == 0 and not path.exists():
+    path.write_bytes(kept)
+"""
+
+
+@pytest.mark.full
+def test_under_kfuse_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    first = run_script(tmp_path, SCRIPT)
+    (tmp_path / "run").rename(tmp_path / "first")
+    first.run_dir = tmp_path / "first"
+    second = run_script(tmp_path, SCRIPT, workers=3)
+    assert (first.status, second.status) == (0, 0), first.said + second.said
+    assert second.steps[-1] == first.steps[-1] == 21 and second.of_kind("view")[0]["step"] == 11
+    assert second.summary["params_sha256"] == first.summary["params_sha256"]

@@ -206,6 +206,10 @@ def broken(output: Tensor, target: Tensor) -> Tensor:
     raise KeyError("logits")
 
 
+def one_score(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output[:, 0], target)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,6 +217,7 @@ def broken(output: Tensor, target: Tensor) -> Tensor:
         ({"target_accuracy": 0.9}, r"target_accuracy=0\.9: needs loss_fn="),
         ({"metrics": {"top": broken}}, r"metrics\['top'\] with step_fn="),
         ({"metrics": [broken]}, "metrics=.*: must be a dictionary"),
+        ({"step_fn": None, "target_accuracy": 0.9, "loss_fn": one_score}, r"target_accuracy=0\.9: the accuracy is unk"),
         ({"step_fn": None, "metrics": {"top": 1}}, r"metrics\['top'\]=1: must be a function"),
         ({"step_fn": None, "metrics": {"top": broken}, "heldout": None}, r"metrics\['top'\]: pass heldout="),
         ({"step_fn": None, "metrics": {"top": broken}}, r"metrics\['top'\] raised KeyError: 'logits'"),
@@ -226,6 +231,8 @@ def test_wrong_metrics_are_named(arguments: dict[str, Any], message: str) -> Non
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
     arguments = {"step_fn": two_losses, "heldout": problem(), **arguments}
     data: Any = problem()
+    if arguments.get("loss_fn") is one_score:
+        data = arguments["heldout"] = (data[0], data[1].float())
     if arguments["step_fn"] is not None:
         data = arguments["heldout"] = rows()
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message) as caught:

@@ -13,11 +13,8 @@ from kfuse.session import Record, Session
 _log = logging.getLogger("kfuse")
 
 _LAST_TIMEOUT_S = 15.0  # a part of the grace period that a preempted job usually has
-_NOTHING_TO_RESUME = {
-    "checkpoint.resume": "no checkpoint to resume from in {}; a run goes on with its own hydra.run.dir=DIR, or "
-    "checkpoint.resume=PATH",
-    "resume": "no checkpoint to resume from in {}: training starts from its beginning",
-}
+_NOTHING_TO_RESUME = "no checkpoint to resume from in {}"
+_ADVICE = "; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 
 CaptureState = Callable[[], dict[str, Any]]
 
@@ -27,25 +24,26 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | None,
         session: Session,
         *,
         every_steps: int | None = None,
         each_epoch: bool = False,
         keep: int = 3,
         resume: str = "never",
-        key: str = "checkpoint.resume",
+        script: bool = False,
         report: Record | None = None,
     ) -> None:
-        """directory: of the checkpoints. every_steps: steps between two. each_epoch: one at the end of each epoch.
+        """directory: of the checkpoints; None: there is none to look in. every_steps: steps between two.
 
-        With neither, none are written.
+        each_epoch: one at the end of each epoch. With neither, none are written.
         keep: how many of the newest are kept. resume: which one to resume from: never, auto (the newest valid one in
-        `directory`, if there is one), or a path. key: the name of that setting, for messages. report: gets events, as
-        ("event", fields); None: `session.report`.
+        `directory`, if there is one), or a path. script: the directory is a script's `checkpoint=`, which may hold
+        another run's too, and not that of this run alone. report: gets events, as ("event", fields); None:
+        `session.report`.
         """
         self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
-        self._each_epoch, self._key, self._session = each_epoch, key, session
+        self._each_epoch, self._script, self._session = each_epoch, script, session
         self._reported = report or session.report
         self._writer: Checkpointer | None = None
         self._written = -1  # step of the newest, written or under way
@@ -57,18 +55,21 @@ class Checkpoints:
         return bool(self._every_steps or self._each_epoch) and self._resume == "auto"
 
     def load(self, restarted: bool = False) -> dict[str, Any] | None:
-        """The state to resume from; None to start from the beginning. restarted: this run's own checkpoints come first.
+        """The state to resume from; None to start from the beginning.
+
+        restarted: all workers were lost, so this run's own checkpoints come first.
 
         Raises CheckpointError if the one asked for by path cannot be used.
         """
         found = None
-        if restarted or self._resume == "auto":
+        if self._directory is not None and (self._resume == "auto" or (restarted and not self._script)):
             found = load_newest(self._directory, self._report)
         if found is None and self._resume not in ("never", "auto"):
             found = self._load_path(Path(self._resume).expanduser())
         if found is None:
             if self._resume == "auto" and not restarted:
-                self._report({"kind": "started", "note": _NOTHING_TO_RESUME[self._key].format(self._directory)})
+                note = _NOTHING_TO_RESUME.format(self._directory) + ("" if self._script else _ADVICE)
+                self._report({"kind": "started", "note": note})
             return None
         state, path = found
         self._written, self._written_epoch = state["progress"]["step"], state["progress"]["epoch"]
@@ -83,7 +84,7 @@ class Checkpoints:
                 return load(folder), folder
             if (found := load_newest(folder, self._report)) is not None:
                 return found
-        raise CheckpointError(f"{self._key}={path}: no good checkpoint there")
+        raise CheckpointError(f"{'' if self._script else 'checkpoint.'}resume={path}: no good checkpoint there")
 
     def save_when_due(self, step: int, epoch: int, state: CaptureState) -> None:
         """Starts a checkpoint every `every_steps` steps, or each epoch; later if the last is still being written.
@@ -113,6 +114,7 @@ class Checkpoints:
         if self._session.group.rank != 0:
             return True
         if self._writer is None:
+            assert self._directory is not None
             self._writer = Checkpointer(self._directory, self._keep, self._report)
         return self._writer.save(step, state())
 

@@ -33,11 +33,14 @@ EVENTS = {
     "waiting": ("Some workers are ready, others are late", "workers, late (numbers of both)"),
     "quit": ("A worker's script has ended before training did", "worker, pid, rank, how"),
     "failure": ("A worker is lost; or, with why, the job has failed", "worker, pid, rank, how; why"),
+    "loader_lost": ("A loader process of a worker has ended unexpectedly", "worker, pid, how"),
     "checkpoint": ("A checkpoint is written", "path, bytes, wall_s (of writing), snapshot_s (of the training loop)"),
     "checkpoint_failed": ("A checkpoint could not be written", "why"),
     "checkpoint_rejected": ("A checkpoint that is not whole is passed over", "path, why"),
     "resumed": ("Training resumes from a checkpoint", "path"),
     "started": ("There was no checkpoint to resume from: training starts from the beginning", "note"),
+    "model_failed": ("A file of the model (model.pt, model.safetensors or best.pt) could not be written", "path, why"),
+    "note": ("An argument of the script has no effect here", "note"),
     "disk": ("Records could not be written for a while", "note"),
 }
 """Each kind of event: what has happened, and its fields besides time, step and kind."""

@@ -94,7 +94,9 @@ class Train:
     eval_every: int | None = setting(None, "steps between evaluations; null: once an epoch", least=1)
     precision: str = setting("fp32", "arithmetic of forward and backward; bf16: autocast", choices=("fp32", "bf16"))
     clip_norm: float | None = setting(None, "largest norm of the mean gradient; null: no clipping", above=0)
-    save_model: bool = setting(True, "write model.pt at the end, best.pt by evaluation; also model.safetensors")
+    save_model: bool = setting(
+        True, "write model.pt at the end, with safetensors installed model.safetensors too, and best.pt by evaluation"
+    )
 
 
 @dataclass

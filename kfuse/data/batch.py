@@ -35,6 +35,8 @@ def map_leaves(act: Callable[[Any], Any], batch: Any) -> Any:
 
 def tensors(batch: Any) -> list[Tensor]:
     """The tensors in `batch`."""
+    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
+        return list(batch)  # most batches; torch's tree takes 4 us more
     return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
 
 

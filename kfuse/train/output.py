@@ -89,13 +89,13 @@ class Output:
         self.checkpoints = None
         if folder is not None or resume != "never":
             self.checkpoints = Checkpoints(
-                folder or Path(),
+                folder,
                 session,
                 every_steps=checkpoint_every,
                 each_epoch=folder is not None and checkpoint_every is None,
                 keep=keep,
                 resume=resume,
-                key="resume",
+                script=True,
                 report=self.report,
             )
         where = directory or folder

@@ -383,12 +383,21 @@ class Trainer:
             self._evaluate(self.progress.step + 1)
 
     def _evaluate(self, steps: int) -> None:
-        """Evaluates on the held-out data after `steps` steps, unless that has been done."""
+        """Evaluates on the held-out data after `steps` steps, unless that has been done.
+
+        Raises ValueError where training is to end at an accuracy, and the model has none.
+        """
         at = self.progress
         if self._heldout is None or at.evaluated == steps:
             return
         group, precision = self.session.group, self.settings.precision
         result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
+        target = self.settings.target_accuracy
+        if target is not None and result.accuracy is None:
+            raise ValueError(
+                f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "
+                "an integer target"
+            )
         at.accuracy, at.eval_loss, at.eval_metrics, at.evaluated = result.accuracy, result.loss, result.metrics, steps
         self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
         score = -result.loss if result.accuracy is None else result.accuracy
