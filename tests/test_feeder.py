@@ -119,7 +119,7 @@ def test_results_that_fit_a_changed_plan_are_not_fetched_again(tmp_path: Path) -
                 log.write(f"{i}\n")
             return super().__getitem__(i)
 
-    with (fed := feeder(Counting(), workers=2, prefetch=2)).running():
+    with (fed := feeder(Counting(), workers=1, prefetch=4)).running():
         fed.expect(plan(0, 0))
         first = fed.fetch(Task(0, 0, 4))
         fed.fetch(Task(0, 4, 4))
@@ -154,6 +154,22 @@ def test_training_has_the_same_bits_with_any_number_of_loader_processes() -> Non
     alone = noise_seen()
     for number in (1, 3):
         assert noise_seen(num_workers=number) == alone
+
+
+def test_many_requests_and_large_replies_do_not_wait_for_each_other() -> None:
+    """Neither fits into a pipe."""
+
+    class Words(Noise):
+        def __getitem__(self, i: int) -> Any:
+            return "word " * 50_000
+
+    with (fed := feeder(Words(), prefetch=1000)).running():
+        for cursor in (0, 8, 16):
+            for batch in (8, 9, 16, 8):  # each another plan: requests are dropped, and others sent
+                fed.expect(plan(0, cursor, batch=batch, micro=2))
+            for at in range(cursor, cursor + 8, 2):
+                assert list(fed.fetch(Task(0, at, 2))) == ["word " * 50_000] * 2
+    assert children() == set()
 
 
 def test_a_data_set_that_cannot_be_pickled_works() -> None:
@@ -399,6 +415,35 @@ for number, step in enumerate(kf.DataLoader(Data(), model, opt, batch_size=8, ep
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         {act}
 """
+
+
+STUCK = """
+import os, signal, time, torch
+import kfuse as kf
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): time.sleep(100_000)
+
+def init(number):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.write(1, f"{os.getpid()}\\n".encode())
+
+model = torch.nn.Linear(2, 2)
+kf.fit(model, Data(), kf.FusedSGD(model.parameters(), lr=0.1), num_workers=2, worker_init_fn=init)
+"""
+
+
+@pytest.mark.full
+def test_loader_processes_are_killed_with_their_training_worker() -> None:
+    """At once, by the kernel, whatever they are doing: they have the training worker's connections open."""
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True, process_group=0)
+    assert process.stdout is not None
+    loaders = [int(process.stdout.readline()) for _ in range(2)]
+    assert all(map(is_alive, loaders))
+    process.kill()
+    wait_until("the loader processes' end", lambda: not any(map(is_alive, loaders)))
+    process.communicate()
 
 
 @pytest.mark.full

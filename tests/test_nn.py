@@ -106,7 +106,7 @@ def configured_gpt(*overrides: str) -> tuple[GPT, DataSplit]:
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", [*text, *overrides])
     validate(cfg)
-    split = instantiate.build(cfg.data)
+    split = instantiate.build({name: value for name, value in cfg.data.items() if name not in ("workers", "prefetch")})
     torch.manual_seed(cfg.seed)
     node, _ = instantiate.initial_weights(cfg.model)
     return instantiate.build(node, **split.spec), split

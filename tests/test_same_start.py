@@ -24,6 +24,7 @@ from kfuse.data import as_dataset
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
 from kfuse.train.evaluation import params_sha256
+from kfuse.train.loss import Objective
 from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer
 
@@ -299,9 +300,8 @@ def start_that_fails(directory: str) -> None:
     net, train = network(kf.rank()), as_dataset(problem())
     checkpoints = Checkpoints(Path(directory), current(), every_steps=5, resume="auto")
     settings = Settings(8, 4, Bounds(4, 8, 1, 2))
-    trainer = Trainer(
-        net, train, kf.FusedSGD(net.parameters(), lr=0.1), settings, checkpoints=checkpoints, loss_fn=F.cross_entropy
-    )
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    trainer = Trainer(net, train, opt, settings, checkpoints=checkpoints, objective=Objective(F.cross_entropy))
     if kf.rank() == 1:
         assert current().group.close(0.0)
         return

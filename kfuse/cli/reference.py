@@ -33,7 +33,7 @@ EVENTS = {
     "waiting": ("Some workers are ready, others are late", "workers, late (numbers of both)"),
     "quit": ("A worker's script has ended before training did", "worker, pid, rank, how"),
     "failure": ("A worker is lost; or, with why, the job has failed", "worker, pid, rank, how; why"),
-    "loader_lost": ("A loader process of a worker has ended unexpectedly", "worker, pid, how"),
+    "loader_lost": ("A loader process of a worker has ended unexpectedly", "worker, pid (the loader's), how"),
     "checkpoint": ("A checkpoint is written", "path, bytes, wall_s (of writing), snapshot_s (of the training loop)"),
     "checkpoint_failed": ("A checkpoint could not be written", "why"),
     "checkpoint_rejected": ("A checkpoint that is not whole is passed over", "path, why"),

@@ -19,6 +19,7 @@ import logging
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -43,6 +45,14 @@ from kfuse.data.streams import Stream
 
 _LOG = logging.getLogger("kfuse")
 
+_Message = tuple[int, Task | None, bool]
+"""To a loader process: the request's number, its task (None: no longer needed), whether the sender is rank 0. None in
+place of a message: it is to end."""
+
+_IGNORED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+)  # by loader processes: sent to a whole job, where the training worker decides
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its parent
 _END_S = 1.0  # for a loader process to finish what it is fetching, when training is over
@@ -188,10 +198,14 @@ class Feeder(Fetcher):
             name=f"kfuse-loader-{number}",
             daemon=True,
         )
-        with warnings.catch_warnings():
-            # Python 3.12 warns of threads, whose locks the child might wait for. It uses none of our threads' locks.
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            process.start()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # until the loader process ignores them
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads, whose locks the child might wait for. It uses none of theirs.
+                warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()  # else it would stay open, and this end would not notice the other's death
         return _Loader(number, process, ours)
 
@@ -297,19 +311,22 @@ def _serve(
     """Fetches what is requested, in that order, until told to end. Sends each batch, or why there is none."""
     _die_with(parent)
     gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job: the training worker decides
-        signal.signal(ignored, signal.SIG_IGN)
+    for number_of_signal in _IGNORED:
+        signal.signal(number_of_signal, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     torch.set_num_threads(1)
     dataset: Any = getattr(fetcher.data, "dataset", fetcher.data)
     # For torch.utils.data.get_worker_info; default_collate then collates into shared memory.
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=loading.workers, seed=fetcher.sampler.seed, dataset=dataset
     )
+    inbox: SimpleQueue[_Message | None] = SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, inbox, parent), daemon=True).start()
     waiting: dict[int, Task] = {}
     begun = False
     while True:
-        while not waiting or connection.poll():
-            message = _next_message(connection, parent)
+        while not waiting or not inbox.empty():
+            message = inbox.get()
             if message is None:
                 os._exit(0)
             request, task, leads = message
@@ -336,19 +353,19 @@ def _serve(
             os._exit(0)
 
 
-def _next_message(connection: Connection, parent: int) -> tuple[int, Task | None, bool] | None:
-    """The training worker's next message: request, task (None: no longer needed), whether it is rank 0.
+def _listen(connection: Connection, inbox: SimpleQueue[_Message | None], parent: int) -> None:
+    """Takes messages as they come, in a thread: the training worker never waits for a busy loader process to take one.
 
-    None: this process is to end.
+    Ends the process where the training worker is gone.
     """
     try:
-        while not connection.poll(_PARENT_CHECK_S):
-            if os.getppid() != parent:
-                return None
-        message: tuple[int, Task | None, bool] | None = connection.recv()
-        return message
-    except (OSError, EOFError):  # the training worker is gone
-        return None
+        while True:
+            while not connection.poll(_PARENT_CHECK_S):
+                if os.getppid() != parent:
+                    os._exit(0)
+            inbox.put(connection.recv())
+    except (OSError, EOFError):
+        os._exit(0)
 
 
 def _die_with(parent: int) -> None:
