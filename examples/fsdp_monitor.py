@@ -1,6 +1,6 @@
 """The noise scale of a script that keeps FSDP2: torchrun --nproc-per-node 2 examples/fsdp_monitor.py
 
-Two lines with kf are added to the script; every figure is printed here. docs/monitoring.md has the details.
+Three lines are added to the script; every figure is printed here. docs/monitoring.md has the details.
 """
 
 import torch
@@ -22,7 +22,7 @@ for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-kf.fsdp_monitor(model, samples=BATCH, accumulate=ACC)
+monitor = kf.fsdp_monitor(model, samples=BATCH, accumulate=ACC)
 kf.log_to(lambda figures: figures["step"] % 20 == 19 and print(figures))
 
 torch.manual_seed(1 + dist.get_rank())
@@ -32,4 +32,5 @@ for _ in range(STEPS):
         (F.cross_entropy(model(x), x[:, :4].argmax(1)) / ACC).backward()
     opt.step()
     opt.zero_grad()
+monitor.close()  # sends the last step's figures
 dist.destroy_process_group()

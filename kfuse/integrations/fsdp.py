@@ -89,6 +89,14 @@ class _Sharded:
     """Of each unit of FSDP2: the modules, attributes and indices in `_params` of the parameters that it gathers."""
     _gathered: dict[int, Tensor]
     """By index, the gathered parameter that has a hook. FSDP2 makes it in the first forward, and keeps it."""
+    _began: bool
+    """A backward is under way."""
+    _norms: list[Tensor]
+    """Of its gradient, in blocks."""
+    _before: list[int]
+    """The versions of the shards' gradients as it began, and `_after` those as the latest one ended."""
+    _forwards: int
+    """Forwards of this step, so far; and `_backwards` likewise."""
     _pending: set[int]
     """Indices of parameters with a gradient that is not yet in their shards' `.grad`."""
     _carried: bool
@@ -114,7 +122,7 @@ class _Sharded:
         self.monitor = Monitor(self._groups[0].device, options, workers=self._workers, rank=rank)
         if any(_reduced_in_16_bits(group) for group in self._groups):
             self.monitor.low_precision()
-        self._gathered, self._pending, self._norms = {}, set(), list[Tensor]()
+        self._gathered, self._pending, self._norms = {}, set(), []
         self._before = self._after = self._versions()
         self._began = self._carried = False
         self._begin_step()
