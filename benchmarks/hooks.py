@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from step import measure
 from step_variants import DDP, LR, VARIANTS, Settings, Variant
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -35,6 +36,14 @@ class KfuseHook(DDP):
 
     def _take(self, record: dict[str, Any]) -> None:
         self.latest = record
+
+
+class AllReduceHook(DDP):
+    """torch's own `allreduce_hook`, which measures nothing: what any communication hook costs that is not in C++."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__(settings, rank)
+        self.ddp.register_comm_hook(None, allreduce_hook)
 
 
 class KDiffusion(DDP):
@@ -116,12 +125,18 @@ class KfuseFSDP(FSDP):
 
 
 # Workers import this file too: there step.py finds these variants.
-VARIANTS.update({"ddp-kf-hook": KfuseHook, "ddp-k-diffusion": KDiffusion, "fsdp": FSDP, "fsdp-kf-monitor": KfuseFSDP})
+VARIANTS.update({"ddp-allreduce-hook": AllReduceHook, "ddp-kf-hook": KfuseHook, "ddp-k-diffusion": KDiffusion})
+VARIANTS.update({"fsdp": FSDP, "fsdp-kf-monitor": KfuseFSDP})
 
 if __name__ == "__main__":
     measure(
         "hooks",
         __doc__ or "",
-        ("local", "ddp", "ddp-kf-hook", "ddp-noise-scale", "ddp-k-diffusion"),
-        (("ddp-kf-hook", "ddp-noise-scale"), ("ddp-kf-hook", "ddp-k-diffusion"), ("fsdp-kf-monitor", "fsdp")),
+        ("local", "ddp", "ddp-allreduce-hook", "ddp-kf-hook", "ddp-noise-scale", "ddp-k-diffusion"),
+        (
+            ("ddp-kf-hook", "ddp-allreduce-hook"),
+            ("ddp-kf-hook", "ddp-noise-scale"),
+            ("ddp-kf-hook", "ddp-k-diffusion"),
+            ("fsdp-kf-monitor", "fsdp"),
+        ),
     )
