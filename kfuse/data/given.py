@@ -141,7 +141,7 @@ def _check_order(loader: DataLoader[Any]) -> None:
         raise DataError(
             "DataLoader(shuffle=False): the order of training is drawn from (seed, epoch); make it with shuffle=True"
         )
-    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset):
         return
     remedy = "kfuse uses each sample once an epoch; make it with shuffle=True, of a torch Subset if some are left out"
     if isinstance(sampler, DistributedSampler):
