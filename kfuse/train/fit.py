@@ -102,10 +102,10 @@ def fit(
     for integer targets, mean squared error for floating ones.
     step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: number}), with always the
     same names, at most 16. These figures are averaged like the loss, over the step's samples and workers, in the
-    gradients' own messages, and written to metrics.jsonl as `figures`. Evaluation calls it too, without gradients and in
-    eval mode.
-    With neither, and batches that are mappings: `model(**batch)`, whose output has the loss as `.loss` or `["loss"]`, as
-    Hugging Face's models have.
+    gradients' own messages, and written to metrics.jsonl as `figures`. Evaluation calls it too, without gradients and
+    in eval mode.
+    With neither, and batches that are mappings: `model(**batch)`, whose output has the loss as `.loss` or `["loss"]`,
+    as Hugging Face's models have.
     weight_fn(batch): a micro-batch's weight in the step's mean gradient and mean loss, a number above 0, such as its
     number of target tokens; by default its samples. It gets the batch as it was fetched, on the CPU. Statistics stay in
     units of samples, those of the batch size: S in units of weight is multiplied by the step's samples over its weight.
