@@ -94,6 +94,27 @@ def test_evaluation_does_not_depend_on_the_number_of_workers(evaluated: Any) -> 
         assert found == evaluated()
 
 
+def other_figures(extra: int) -> str:
+    """Figures of two kinds of held-out batches. On two workers each kind is another's."""
+
+    def step_fn(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        loss = model(batch["x"]).mean()
+        if torch.is_grad_enabled() or torch.equal(batch["x"], rows(COUNT)["x"][:256]):
+            return loss, {"a": 1.0}
+        return loss, {"b": 100.0, **({"a": 1.0} if extra else {})}
+
+    with pytest.raises(ValueError, match="step_fn returned the figures") as caught:
+        train(step_fn, steps=1, heldout={name: part[:512] for name, part in rows(COUNT).items()})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_held_out_batches_with_other_figures_are_refused_on_one_worker_and_two(extra: int) -> None:
+    """Sums are added by place: a figure would get another's values."""
+    for said in (other_figures(extra), *run_workers(2, other_figures, extra)):
+        assert "of heldout, and" in said and "for another: must be the same" in said
+
+
 def test_figures_are_in_the_evaluations_events(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[dict[str, Any]] = []
     monkeypatch.setattr(Reporter, "event", lambda self, step, kind, **fields: events.append({"kind": kind, **fields}))

@@ -86,11 +86,11 @@ def evaluate(
                 with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
                     rows[c] = _sums(objective(model, batch), len(indices), weight, metrics or {})
         names = next(iter(rows.values()))[0]
+        if objective.step_fn is not None:
+            _refuse_other_names([(c, rows[c][0]) for c in mine], names, chunks, group)
         sums = torch.zeros(chunks, 2 + len(names), 2, dtype=torch.float64, device=group.device)
         for c in mine:
-            found, sums[c] = rows[c]
-            if found != names:
-                raise ValueError(f"step_fn returned the figures {found} for one batch, and {names} for another")
+            sums[c] = rows[c][1]
         group.all_reduce(sums, "evaluation").wait()
     finally:  # also where a worker is lost meanwhile
         for module in training:
@@ -99,6 +99,19 @@ def evaluate(
     (loss, weight), (hits, targets), *others = totals
     means = {name: total / of for name, (total, of) in zip(names, others, strict=True)}
     return Evaluation(loss / weight, hits / targets if targets else None, means)
+
+
+def _refuse_other_names(found: list[tuple[int, list[str]]], names: list[str], chunks: int, group: Group) -> None:
+    """Raises ValueError, on every worker, unless all chunks have these figures: their sums are added by place."""
+    digests = torch.zeros(chunks, dtype=torch.float64, device=group.device)
+    for c, figures in found:
+        digests[c] = int.from_bytes(hashlib.sha256(repr(figures).encode()).digest()[:6], "big")  # exact in float64
+    group.all_reduce(digests, "evaluation").wait()
+    if len(set(digests.tolist())) > 1:
+        others = next((figures for _, figures in found if figures != names), "others")
+        raise ValueError(
+            f"step_fn returned the figures {names} for one batch of heldout, and {others} for another: must be the same"
+        )
 
 
 def _sums(done: Outcome, samples: int, weight: float, metrics: Mapping[str, Metric]) -> tuple[list[str], Tensor]:
