@@ -133,8 +133,8 @@ def fit(
 
     Evaluation
 
-    heldout: data as above, but no stream. Its batches must be like those of `data`: `collate_fn` below makes both, while
-        the collate_fn of a DataLoader makes the batches of that DataLoader only.
+    heldout: data as above, but no stream. Its batches must be like those of `data`: `collate_fn` below makes both,
+        while a DataLoader's own one makes the batches of that DataLoader only.
     metrics: {name: function(output, target)}, evaluated on heldout in batches of 256 samples. A function returns a
         tensor [B], a value for each sample, or a scalar, the batch's mean; where the model computes the loss itself,
         `target` is the whole batch. The means over all samples are in the summary, as `eval_metrics`, and in the
