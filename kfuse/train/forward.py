@@ -64,7 +64,8 @@ class Forward:
             if missing:
                 raise TypeError(
                     f"a batch of heldout is a {describe(heldout)} and one of the data a {describe(batch)}: "
-                    f"{', '.join(missing)} is missing in heldout"
+                    f"{', '.join(missing)} is missing in heldout. collate_fn= makes the batches of both; that of a "
+                    "DataLoader only its own"
                 )
         self._checked = True
 
