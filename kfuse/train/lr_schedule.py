@@ -205,8 +205,8 @@ class UserSchedule:
             self._step()
 
     def _step(self) -> None:
-        # torch warns of a scheduler that steps before its optimizer. That one may have stepped in another process, whose
-        # state this one has taken over.
+        # torch warns of a scheduler that steps before its optimizer. The optimizer may have stepped in another process,
+        # whose state this one has taken over.
         setattr(self.scheduler.optimizer, "_opt_called", True)  # noqa: B010
         self.scheduler.step()
 
