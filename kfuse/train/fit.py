@@ -369,7 +369,7 @@ class DataLoader:
 
         Raises TypeError where the number of samples is unknown and `steps` was not given.
         """
-        return self._trainer.planned_steps()
+        return self._trainer.planned_steps
 
     @property
     def epoch(self) -> int:

@@ -197,12 +197,18 @@ class UserSchedule:
                 "the scheduler was stepped in the loop's body, and scheduler= has kf.DataLoader step it: do one of both"
             )
         if self.interval == "step":
-            self.scheduler.step()
+            self._step()
 
     def after_epoch(self) -> None:
         """Steps the scheduler if its interval is the epoch."""
         if self.interval == "epoch":
-            self.scheduler.step()
+            self._step()
+
+    def _step(self) -> None:
+        # torch warns of a scheduler that steps before its optimizer. The optimizer may have stepped in another process,
+        # whose state this one has taken over.
+        setattr(self.scheduler.optimizer, "_opt_called", True)  # noqa: B010
+        self.scheduler.step()
 
     def _now(self) -> int | None:
         """The scheduler's own count of its steps, where it has one."""

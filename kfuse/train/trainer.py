@@ -8,7 +8,6 @@ body of the user's own loop.
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,16 +24,17 @@ from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance, running
-from kfuse.train.decisions import STOP_REASONS, Decisions
+from kfuse.train.decisions import Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
 from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
+from kfuse.train.progress import Progress, Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
-from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
+from kfuse.train.state import Stateful, Trainable, TrainingState
 from kfuse.train.step import Step, StepSamples
 
 if TYPE_CHECKING:
@@ -139,6 +139,11 @@ class Trainer:
         self.result: dict[str, Any] | None = None
         """The summary, once training is over."""
 
+    @property
+    def planned_steps(self) -> int:
+        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
+        return self.progress.planned_steps(self.settings, self._sampler.length)
+
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any] | None:
@@ -173,7 +178,7 @@ class Trainer:
             while not (self.over or self.session.left):
                 try:
                     recovery.join()
-                    if at.stage == Stage.BOUNDARY and self.exit_reason() is not None:
+                    if at.stage == Stage.BOUNDARY and at.exit_reason(self.settings) is not None:
                         self._conclude()
                         continue
                     at.once(Stage.BOUNDARY, recovery.cross_boundary)  # a checkpoint, the next view
@@ -230,32 +235,6 @@ class Trainer:
                 opt.clip_norm = own
 
     # -- the parts of a step, in order ----------------------------------------------------------------------------
-
-    def exit_reason(self) -> str | None:
-        """Why training is over, or None."""
-        at, settings = self.progress, self.settings
-        if at.stop:
-            return STOP_REASONS[at.stop]
-        target = settings.target_accuracy
-        if target is not None and at.accuracy is not None and at.accuracy >= target:
-            return "target_accuracy"
-        if settings.steps is not None and at.step >= settings.steps:
-            return "steps"
-        if settings.epochs is not None and at.epoch >= settings.epochs:
-            return "epochs"
-        return None
-
-    def planned_steps(self) -> int:
-        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
-        at, settings, length = self.progress, self.settings, self._sampler.length
-        limit = math.inf if settings.steps is None else settings.steps
-        if settings.epochs is not None and length is not None:
-            left = -(-(length - at.cursor) // at.batch_size)
-            left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
-            limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
-        if limit == math.inf:
-            raise TypeError("this training has no length: its data tell none, and steps= is not given")
-        return int(limit)
 
     def _before_step(self) -> None:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
@@ -398,13 +377,10 @@ class Trainer:
                 f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "
                 "an integer target"
             )
-        at.accuracy, at.eval_loss, at.eval_metrics, at.evaluated = result.accuracy, result.loss, result.metrics, steps
+        is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
         self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
-        score = -result.loss if result.accuracy is None else result.accuracy
-        if math.isfinite(score) and (at.best is None or score > at.best):
-            at.best = score
-            if self._saved_model is not None:
-                self._saved_model.save_best(self.model)
+        if is_best and self._saved_model is not None:
+            self._saved_model.save_best(self.model)
 
     def _after_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -447,7 +423,7 @@ class Trainer:
             "lr": self.decisions.lr,
             "workers": self.session.group.size,
             "params_sha256": params_sha256(self.model),
-            "exit_reason": self.exit_reason(),
+            "exit_reason": at.exit_reason(self.settings),
             **({} if self._saved_model is None else self._saved_model.save_last(self.model)),
         }
 
