@@ -243,9 +243,9 @@ class DataLoader:
     the step's mean loss over all workers in `opt.stats.loss` and in metrics.jsonl.
 
     Workers may join and leave between steps. Where one is lost, `opt.step()` does nothing and the step comes again,
-    with the lost worker's micro-batches spread over the rest: the loop's body must not mind. The random state is keyed
-    by (seed, step, micro-batch), and for fetching data by (seed, epoch, index). On a worker that is asked to leave,
-    iteration ends and `kf.rank()` is -1.
+    with the lost worker's micro-batches spread over the rest: the loop's body must be able to run twice for one step.
+    The random state is keyed by (seed, step, micro-batch), and for fetching data by (seed, epoch, index). On a worker
+    that is asked to leave, iteration ends and `kf.rank()` is -1.
     All workers may `break` at the same step: that ends this training. Where one alone breaks, the others go on without
     it once it has ended, or has kept them waiting for the timeout of kf.init.
     """
