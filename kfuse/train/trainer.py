@@ -252,9 +252,9 @@ class Trainer:
             watch.before_step()
         if self._scheduler is not None:
             self._scheduler.before_step()
-        alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
+        local = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)  # a step of local SGD
         weigh = None if self._objective.weight_fn is None else self._objective.weight
-        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if local else None, weigh is not None))
         self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         return Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
