@@ -94,7 +94,8 @@ def fit(
     epochs, steps: how far to go, whichever ends first. By default one epoch.
     batch_size: samples of an optimizer step, over all workers. Default: that of a DataLoader, else 32.
     micro_batch: samples of one forward and backward. Default: a quarter of the batch, so that the noise scale is known
-        on one worker too.
+        on one worker too. Where it is above batch_size / workers, some workers have nothing to do. The same number on
+        all workers.
     max_batch_size: the limit for policies. Default: 64 times the batch.
     seed: of data order, augmentation and dropout. A second training with the same seed has the same ones.
 
