@@ -419,7 +419,7 @@ def test_rank_0_keeps_the_records_of_a_fixed_number_of_workers(tmp_path: Path) -
 def test_a_state_is_refused_where_training_would_go_on_as_another(
     steps: int, other: dict[str, Any], why: str | None, tmp_path: Path
 ) -> None:
-    """12 steps of 8 of 64 samples end within the second epoch, where the order of the samples counts; 8 end the first."""
+    """8 steps end the first epoch. 12 end within the second one, where the order of the samples counts."""
 
     def fit(
         steps: int, optimizer: Any = kf.FusedAdamW, width: int = 12, samples: int = 64, **arguments: Any
@@ -438,3 +438,11 @@ def test_a_state_is_refused_where_training_would_go_on_as_another(
         with pytest.raises(ValueError, match=f"another (training|program)'s state: {why}") as refused:
             fit(16, **other)
         assert "\n" not in str(refused.value)
+
+
+def test_the_summary_names_no_best_model_of_another_training(tmp_path: Path) -> None:
+    for heldout, has_best in ((problem(), True), (None, False)):
+        net = network()
+        opt = kf.FusedSGD(net.parameters(), lr=0.01)
+        summary = kf.fit(net, problem(), opt, batch_size=8, checkpoint=tmp_path, heldout=heldout)
+        assert summary is not None and ("best_model" in summary) == has_best

@@ -457,7 +457,7 @@ class Trainer:
             "workers": self.session.group.size,
             "params_sha256": params_sha256(self.model),
             "exit_reason": self.exit_reason(),
-            **({} if self._saved_model is None else self._saved_model.save_last(self.model)),
+            **({} if self._saved_model is None else self._saved_model.save_last(self.model, at.best is not None)),
         }
 
     # -- the state, for kf.state_dict ---------------------------------------------------------------------------------
