@@ -73,6 +73,8 @@ class Progress:
     """Step at which this run resumed. Views and stops announced before it are ignored: they were another run's."""
     stop: int = 0
     """Why to stop: index into `STOP_REASONS`."""
+    began_with: dict[str, Any] = field(default_factory=dict)
+    """Arguments without which the rest would be another training, by name: see `refuse_other_beginning`."""
     contexts: dict[int, StepContext] = field(default_factory=dict)
     """By step, for steps whose statistics are not read yet: the settings it was made with."""
 
@@ -132,6 +134,20 @@ class Progress:
         if best:
             self.best = score
         return best
+
+    def refuse_other_beginning(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError where a training with other arguments made `saved` (from `state_dict`), to go on from it.
+
+        Learning rates are meant for the first batch size. Within an epoch the order of the samples counts as well:
+        with another one, some of them would be used twice and others not at all.
+        """
+        theirs = saved.get("began_with", {})
+        within_epoch = saved["cursor"] not in (0, theirs.get("dataset size"))
+        for name, value in theirs.items():
+            if value != self.began_with[name] and (within_epoch or name not in ("seed", "dataset size")):
+                raise ValueError(
+                    f"another training's state: it has {name}={value}, not {self.began_with[name]}: must be the same"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """All fields, as plain values."""

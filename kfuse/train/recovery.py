@@ -219,7 +219,10 @@ class Recovery:
         if saved is None:
             self._decisions.begin()
         else:
+            began_with = at.began_with
+            at.refuse_other_beginning(saved["progress"])
             self._restore(saved)
+            at.began_with = began_with
             if self._base_lr is not None:
                 for group in self._opt.param_groups:
                     group["lr"] = self._base_lr

@@ -74,11 +74,15 @@ class TrainingState:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
 
-        Raises ValueError as `check` does.
+        Raises ValueError as `check` does, and for a part that does not take its state.
         """
         self.check(state)
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            try:
+                part.load_state_dict(state[name])
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ValueError(f"another program's state: its {name} does not fit: {why}") from error
 
 
 def share(group: Group, source: int, make: Callable[[], Any]) -> bytes:

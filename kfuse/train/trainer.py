@@ -95,7 +95,16 @@ class Trainer:
         self._forward = Forward(model, self._objective, opt, heldout, settings.precision, self.session.group.device)
         self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
-        self.progress = Progress(settings.batch_size, settings.sync_every)
+        self.progress = Progress(
+            settings.batch_size,
+            settings.sync_every,
+            began_with={
+                "batch_size": settings.batch_size,
+                "optimizer": type(getattr(opt, "inner", opt)).__name__.removeprefix("Fused"),
+                "seed": seed,
+                "dataset size": self._sampler.length,
+            },
+        )
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
         self.decisions = Decisions(
             self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
@@ -424,7 +433,7 @@ class Trainer:
             "workers": self.session.group.size,
             "params_sha256": params_sha256(self.model),
             "exit_reason": at.exit_reason(self.settings),
-            **({} if self._saved_model is None else self._saved_model.save_last(self.model)),
+            **({} if self._saved_model is None else self._saved_model.save_last(self.model, at.best is not None)),
         }
 
     # -- the state, for kf.state_dict ---------------------------------------------------------------------------------
