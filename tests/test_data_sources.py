@@ -532,6 +532,12 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         r"DataLoader\(sampler=RandomSampler\): kfuse uses each sample once an epoch",
     ),
     (
+        DataLoader(pairs(), 4, sampler=RandomSampler(range(20))),
+        {},
+        DataError,
+        r"DataLoader\(sampler=RandomSampler\): kfuse uses each sample once an epoch",
+    ),
+    (
         DataLoader(pairs(), 4, sampler=DistributedSampler(pairs(), 2, 0)),
         {},
         DataError,

@@ -121,15 +121,15 @@ def fit(
         called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. Default: cross
         entropy for integer targets, mean squared error for floating ones.
     step_fn(model, batch): instead of loss_fn, for any batch. It returns the MEAN loss, or (loss, {name: number}) with
-        the same names each time, at most 16. These figures are averaged over the step's samples and workers, in the
-        gradients' own messages, and written to metrics.jsonl as `figures`. Evaluation calls it too, without gradients
-        and in eval mode.
+        the same names each time, at most 16. These figures are averaged like the loss, over the step's samples and
+        workers, in the gradients' own messages, and written to metrics.jsonl as `figures`. Evaluation calls it too,
+        without gradients and in eval mode.
     Neither, and batches that are mappings: `model(**batch)`, whose output has the loss as `.loss` or `["loss"]`, as
         Hugging Face's models have.
     weight_fn(batch): the weight of a micro-batch in the step's mean gradient and mean loss, a number above 0, such as
-        its target tokens. Default: its samples. It gets the batch as it was fetched, on the CPU. Held-out loss is
-        weighted likewise. Gradients are scaled after the reduction, by one more pass over them. Statistics stay in
-        units of samples: docs/promises.md.
+        its target tokens. Default: its samples. It gets the batch as it was fetched, on the CPU. Held-out loss, figures
+        and metrics that are scalars are weighted likewise. Gradients are scaled after the reduction, by one more pass
+        over them. Statistics stay in units of samples: docs/promises.md.
     precision: fp32, or bf16: forward and loss under autocast to bfloat16.
 
     Evaluation

@@ -113,7 +113,7 @@ class Trainer:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
         self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
-        generators = GeneratorWatch(data) if several else None
+        generators = GeneratorWatch(data) if several or settings.loading.workers else None
         self._fetcher = self._new_fetcher(generators)
         if generators is not None and not settings.loading.workers:  # else it watches in a loader process
             self._watches.append(generators)
