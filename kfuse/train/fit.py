@@ -203,6 +203,8 @@ def fit(
         precision=precision,
         loading=user_loading(given, persistent_workers),
     )
+    if eval_every is not None and heldout is None:
+        raise ValueError(f"eval_every={eval_every}: pass heldout=, which is evaluated")
     output = Output(
         current(),
         checkpoint=checkpoint,

@@ -8,6 +8,7 @@ body of the user's own loop.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,8 @@ from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
 from kfuse.train.state import Stateful, Trainable, TrainingState
 from kfuse.train.step import Step, StepSamples
+
+_LOG = logging.getLogger("kfuse")
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
@@ -143,6 +146,7 @@ class Trainer:
         )
         self._under_way: tuple[Step, int] | None = None
         """The step whose body runs, and how many steps the engine had made before it."""
+        self._idle_is_told = False
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
@@ -256,6 +260,8 @@ class Trainer:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, group = self.progress, self.session.group
         samples = self._samples(at.epoch, at.cursor, at.batch_size)
+        if -(-at.batch_size // samples.micro_batch) < samples.workers and not self._idle_is_told:
+            self._tell_of_idle_workers(samples)
         self.decisions.set_learning_rate()
         for watch in self._watches:
             watch.before_step()
@@ -275,6 +281,17 @@ class Trainer:
         relative = load_balance.relative_throughput(self.progress.throughput, workers)
         shares = load_balance.shares(relative) if self.settings.balance else None
         return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares)
+
+    def _tell_of_idle_workers(self, samples: StepSamples) -> None:
+        """Warns once: some workers have nothing to do in a step."""
+        self._idle_is_told = True
+        count = -(-self.progress.batch_size // samples.micro_batch)
+        if self.session.group.rank == 0:
+            _LOG.warning(
+                "a batch of %d samples has %d micro-batches of %d: %d of the %d workers have nothing to do; make the "
+                "micro-batch smaller, or the batch larger",
+                *(self.progress.batch_size, count, samples.micro_batch, samples.workers - count, samples.workers),
+            )
 
     def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
