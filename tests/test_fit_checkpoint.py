@@ -399,3 +399,50 @@ def test_rank_0_keeps_the_records_of_a_fixed_number_of_workers(tmp_path: Path) -
     assert [len(view["workers"]) for view in views] == [2]
     assert len({*first, json.loads((tmp_path / "run" / "summary.json").read_text())["params_sha256"]}) == 1
     assert run_workers(1, recorded_by_two, str(tmp_path)) == first[:1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "other", "why"),
+    [
+        (12, {"batch_size": 16}, "it has batch_size=8, not 16"),
+        (8, {"batch_size": 16}, "it has batch_size=8, not 16"),
+        (12, {"seed": 1}, "it has seed=0, not 1"),
+        (12, {"samples": 72}, "it has dataset size=64, not 72"),
+        (8, {"seed": 1}, None),
+        (8, {"samples": 72}, None),
+        (12, {"optimizer": kf.FusedLAMB}, "it has optimizer=AdamW, not LAMB"),
+        (12, {"optimizer": kf.FusedSGD}, "it has optimizer=AdamW, not SGD"),
+        (12, {"width": 13}, "its model does not fit"),
+        (12, {"optimizer": lambda params, lr: kf.Optimizer(torch.optim.AdamW(params, lr=lr))}, None),
+    ],
+)
+def test_a_state_is_refused_where_training_would_go_on_as_another(
+    steps: int, other: dict[str, Any], why: str | None, tmp_path: Path
+) -> None:
+    """8 steps end the first epoch. 12 end within the second one, where the order of the samples counts."""
+
+    def fit(
+        steps: int, optimizer: Any = kf.FusedAdamW, width: int = 12, samples: int = 64, **arguments: Any
+    ) -> dict[str, Any] | None:
+        net = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+        generator = torch.Generator().manual_seed(5)
+        data = torch.randn(samples, 6, generator=generator), torch.randint(0, 3, (samples,), generator=generator)
+        given = {"batch_size": 8, "epochs": 4, "checkpoint": tmp_path, "resume": "auto", **arguments}
+        return kf.fit(net, data, optimizer(net.parameters(), lr=0.01), steps=steps, **given)
+
+    fit(steps)
+    if why is None:
+        summary = fit(16, **other)
+        assert summary is not None and summary["steps"] == 16
+    else:
+        with pytest.raises(ValueError, match=f"another (training|program)'s state: {why}") as refused:
+            fit(16, **other)
+        assert "\n" not in str(refused.value)
+
+
+def test_the_summary_names_no_best_model_of_another_training(tmp_path: Path) -> None:
+    for heldout, has_best in ((problem(), True), (None, False)):
+        net = network()
+        opt = kf.FusedSGD(net.parameters(), lr=0.01)
+        summary = kf.fit(net, problem(), opt, batch_size=8, checkpoint=tmp_path, heldout=heldout)
+        assert summary is not None and ("best_model" in summary) == has_best

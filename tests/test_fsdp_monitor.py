@@ -310,6 +310,12 @@ def loops() -> dict[str, Any]:
     loop.backward(False)
     loop.optimizer.zero_grad()
     found["partly dropped"] = [loop.step(True), loop.step(True)]
+    # Gradients that were changed between two backwards. torch's foreach functions leave a DTensor's version as it is.
+    for foreach in (False, True):
+        loop = Loop()
+        loop.backward()
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3, foreach=foreach)
+        found[f"clipped, {foreach}"] = [loop.step(True), loop.step(True, True)]
     # Gradients that were not set to zero, and zeros that were.
     loop = Loop()
     loop.backward()
@@ -387,6 +393,8 @@ def test_what_is_not_known_is_unknown() -> None:
         assert found["dropped, none"] == [(1, 2 * n, True), (2, n, True)]
         assert found["dropped, zeros"] == [(1, 4 * n, False), (2, n, True)]
         assert found["partly dropped"] == [(0, 3 * n, False), (1, n, True)]
+        for foreach in (False, True):
+            assert found[f"clipped, {foreach}"] == [(0, 2 * n, False), (1, 2 * n, True)]
         assert found["left"] == [(1, n, False), (2, n, True), (4, 2 * n, True)]
         assert found["evaluated"] == (5, n, True)
         assert found["two losses"] == [(6, 3 * n, False), (7, n, True)]

@@ -57,10 +57,11 @@ class SavedModel:
             )
             self._thread.start()
 
-    def save_last(self, model: nn.Module) -> dict[str, str]:
+    def save_last(self, model: nn.Module, has_best: bool) -> dict[str, str]:
         """Writes model.pt and, where safetensors is installed, model.safetensors. Returns paths for the summary.
 
-        By name: `model`, `model_safetensors`, `best_model`; those that are written.
+        By name: `model`, `model_safetensors`, `best_model`; those that are written. has_best: this training has had a
+        best evaluation. Without one, a best.pt in the folder is another training's.
         """
         if self._session.group.rank != 0:
             return {}
@@ -77,7 +78,7 @@ class SavedModel:
                 safe, lambda: _write(safe, lambda to: _save_safetensors(weights, to))
             ):
                 found["model_safetensors"] = str(safe)
-        if (directory / _BEST).exists():
+        if has_best and (directory / _BEST).exists():
             found["best_model"] = str(directory / _BEST)
         return found
 
@@ -103,8 +104,7 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True)  # so that a tied parameter is one object
     copies: dict[int, Any] = {}
-    held = list(state.items())
-    for name, value in held:
+    for name, value in list(state.items()):  # all values are held, so that an id stays that of one object
         if id(value) not in copies:
             copies[id(value)] = snapshot(value, name)
         state[name] = copies[id(value)]

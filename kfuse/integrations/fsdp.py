@@ -107,6 +107,10 @@ class _Sharded:
     """The square of this rank's shards of the gradient after the latest backward; None while it lacks a part."""
     _leftover: Tensor | None
     """The square of what `.grad` had before the step's first backward."""
+    _left: Tensor | None
+    """The square of the shards' gradients that the latest backward left."""
+    _kept: Tensor | None
+    """Whether these were unchanged when the backward under way began; None for its step's first, and without them."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -123,6 +127,7 @@ class _Sharded:
         if any(_reduced_in_16_bits(group) for group in self._groups):
             self.monitor.low_precision()
         self._gathered, self._pending, self._norms = {}, set(), []
+        self._left = self._kept = None
         self._before = self._after = self._versions()
         self._began = self._carried = False
         self._begin_step()
@@ -167,6 +172,7 @@ class _Sharded:
         at_the_end_of_backward(self._end_backward)  # behind FSDP2's, which was queued with the model's output
         self._before = self._versions()
         gradients = self._gradients()
+        self._kept = None
         if not self.monitor.micro_batches:
             self._leftover = total_square(gradients).to(self.monitor.device) if gradients else None
         elif not gradients and not self._pending:  # dropped, by zero_grad without a step
@@ -175,6 +181,8 @@ class _Sharded:
             self._forwards = 1
         elif self._before != self._after:
             self._unknown = True  # changed since the last backward: set to zero, or clipped
+        elif gradients and self._left is not None:  # torch._foreach functions, as clipping uses, leave the versions
+            self._kept = total_square(gradients) == self._left
 
     def _end_backward(self) -> None:
         self._began = False
@@ -183,7 +191,8 @@ class _Sharded:
         self._backwards += 1
         self.monitor.micro_batch(self._square())
         gradients = self._gradients()
-        self._total = total_square(gradients) if gradients and not self._pending else None
+        self._left = total_square(gradients) if gradients else None
+        self._total = None if self._pending else self._left
 
     def _square(self) -> Tensor | float:
         """|s_j|^2 of the backward that is over, or NaN where it is unknown.
@@ -195,6 +204,8 @@ class _Sharded:
         if self._unknown or self._carried or unseen or self._backwards > self._forwards:
             return math.nan
         square = sum_squares(self._norms)
+        if self._kept is not None:
+            square = torch.where(self._kept.to(square.device), square, math.nan)
         return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
 
     def _before_update(self) -> None:
@@ -226,7 +237,8 @@ class _Sharded:
     def _versions(self) -> list[int]:
         """For each parameter a number that changes with its shard's `.grad`; -1 without one.
 
-        FSDP2 adds to the local tensor; what users do to a DTensor in place counts as a version of that one alone.
+        FSDP2 adds to the local tensor; what users do to a DTensor in place counts as a version of that one alone,
+        and torch._foreach functions count nowhere.
         """
         with torch.no_grad():
             grads = [param.grad for param in self._params]

@@ -22,8 +22,9 @@ from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.session import Session
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
+from kfuse.train.progress import Progress, Stage
 from kfuse.train.reporter import Reporter
-from kfuse.train.state import Progress, Stage, TrainingState
+from kfuse.train.state import TrainingState
 from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
@@ -218,7 +219,10 @@ class Recovery:
         if saved is None:
             self._decisions.begin()
         else:
+            began_with = at.began_with
+            at.refuse_other_beginning(saved["progress"])
             self._restore(saved)
+            at.began_with = began_with
             if self._base_lr is not None:
                 for group in self._opt.param_groups:
                     group["lr"] = self._base_lr
