@@ -80,7 +80,7 @@ class Engine:
         """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
         self.figures = 0
         """Slots of the tail for a step function's figures."""
-        self._new, self._warned = True, False
+        self._new, self._warned, self._warned_of_skipping = True, False, False
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
         self.tree: str | None = None
@@ -261,6 +261,8 @@ class Engine:
             if not bucket.packed:
                 self._hooks.collect_set_by_hand(bucket)
                 self._pack(bucket)
+        if now.plan is not None and self.params and len(now.missed) == len(self.params):
+            self._warn_of_no_backward()
         if len(self.gradient_buckets) < len(self.buckets):
             self.averaged.pack(last, now.leaf, now.scale / now.parts)
         self.measurement.write(last, now, self._digest() if now.done == 0 else None)
@@ -274,6 +276,16 @@ class Engine:
             self.averaged.put_back()  # before the next forward, which no context announces
         if is_last and then_wait:
             self.on_last_micro_batch()
+
+    def _warn_of_no_backward(self) -> None:
+        """Warns once: the samples of a micro-batch that was skipped still count."""
+        if not self._warned_of_skipping:
+            _LOG.warning(
+                "step %d: a micro-batch ended without a backward: its samples count with a gradient of zero, in the "
+                "mean and in the statistics",
+                self.step,
+            )
+        self._warned_of_skipping = True
 
     def _digest(self) -> Tensor | None:
         """Of the parameters and rates, in a step where the ranks compare theirs."""

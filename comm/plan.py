@@ -13,7 +13,7 @@ from kfuse.comm.sum_tree import LeafStep
 from kfuse.comm.tail import NOTHING_ANNOUNCED, Announcement
 
 REMEDY = (
-    "one backward is one micro-batch. For several a step, wrap each in "
+    "one backward is one micro-batch. For several a step, iterate over a step of kf.DataLoader, or wrap each in "
     "`with opt.micro_batch(samples=len(x), last=...)`; call opt.step() and opt.zero_grad() once after the last. "
     "Several losses of the same samples: add them up and call backward once, or give opt.micro_batch (kf.DataLoader) "
     "several_backwards=True. For ACC backwards of loss / ACC: opt.accumulate(ACC)"

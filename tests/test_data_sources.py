@@ -532,6 +532,12 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         r"DataLoader\(sampler=RandomSampler\): kfuse uses each sample once an epoch",
     ),
     (
+        DataLoader(pairs(), 4, sampler=RandomSampler(range(20))),
+        {},
+        DataError,
+        r"DataLoader\(sampler=RandomSampler\): kfuse uses each sample once an epoch",
+    ),
+    (
         DataLoader(pairs(), 4, sampler=DistributedSampler(pairs(), 2, 0)),
         {},
         DataError,
@@ -549,8 +555,13 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (accelerated(), {}, DataError, "prepared by Accelerate: pass the one that was given to"),
     (iter(DataLoader(pairs(), 4)), {}, TypeError, "_SingleProcessDataLoaderIter: can be read once only"),
     ((pair for pair in pairs()), {}, TypeError, "generator: can be read once only"),
-    (Rows(), {}, ValueError, "epochs=1, steps=None: a stream has no epochs; pass steps= alone"),
-    (Rows(), {"epochs": 2, "steps": 5}, ValueError, "epochs=2, steps=5: a stream has no epochs; pass steps= alone"),
+    (Rows(), {}, ValueError, "epochs=1, steps=None: a stream has no epochs; pass steps= and no epochs="),
+    (
+        Rows(),
+        {"epochs": 2, "steps": 5},
+        ValueError,
+        "epochs=2, steps=5: a stream has no epochs; pass steps= and no epochs=",
+    ),
     (Shards(0), {"steps": 5}, DataError, "Shards: shard 0 is empty"),
     (Letters(0), {"steps": 5}, DataError, "Letters: is empty"),
     (Other(made=[1]), {"steps": 5}, TypeError, "must return an iterator, not list"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from typing import Any
@@ -228,6 +229,30 @@ def test_a_target_accuracy_without_held_out_data_is_refused() -> None:
     net = network()
     with pytest.raises(ValueError, match=r"target_accuracy=0\.5: pass heldout="):
         kf.fit(net, problem(), kf.FusedSGD(net.parameters()), target_accuracy=0.5)
+
+
+def test_an_interval_of_evaluations_without_held_out_data_is_refused() -> None:
+    net = network()
+    with pytest.raises(ValueError, match="eval_every=5: pass heldout="):
+        kf.fit(net, problem(), kf.FusedSGD(net.parameters()), eval_every=5)
+
+
+def warnings_of_idle_workers(micro_batch: int) -> list[str]:
+    """What kfuse warns of in a training of batches of 8 samples."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("kfuse").addHandler(handler)
+    net = network()
+    kf.fit(net, problem(), kf.FusedSGD(net.parameters()), batch_size=8, micro_batch=micro_batch, steps=3)
+    return said
+
+
+def test_workers_without_a_micro_batch_are_warned_of_once() -> None:
+    said, silent = run_workers(2, warnings_of_idle_workers, 8)
+    assert len(said) == 1 and not silent
+    assert said[0].startswith("a batch of 8 samples has 1 micro-batches of 8: 1 of the 2 workers have nothing to do")
+    assert run_workers(2, warnings_of_idle_workers, 4) == [[], []]
 
 
 def test_a_data_loader_refuses_what_is_no_policy() -> None:

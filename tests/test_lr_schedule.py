@@ -157,14 +157,14 @@ def test_adascale_progress_follows_the_gain() -> None:
 @pytest.mark.parametrize(
     ("key", "options"),
     [
-        ("lr.scaling=cubic", {"scaling": "cubic"}),
-        ("lr.decay=step", {"decay": "step"}),
-        ("lr.warmup_steps=-3", {"warmup_steps": -3}),
+        ("lr_scaling=cubic", {"scaling": "cubic"}),
+        ("decay=step", {"decay": "step"}),
+        ("warmup_steps=-3", {"warmup_steps": -3}),
         ("base batch size 0", {"base_batch_size": 0}),
-        ("lr.decay=cosine over None", {"decay": "cosine"}),
-        ("lr.decay=cosine over 5", {"decay": "cosine", "warmup_steps": 5, "steps": 5}),
-        ("lr.decay=wsd over 10", {"decay": "wsd", "warmup_steps": 9.5, "steps": 10}),
-        ("lr.decay_fraction=0", {"decay": "wsd", "steps": 10, "decay_fraction": 0}),
+        ("decay=cosine over None", {"decay": "cosine"}),
+        ("decay=cosine over 5", {"decay": "cosine", "warmup_steps": 5, "steps": 5}),
+        ("decay=wsd over 10", {"decay": "wsd", "warmup_steps": 9.5, "steps": 10}),
+        ("decay_fraction=0", {"decay": "wsd", "steps": 10, "decay_fraction": 0}),
     ],
 )
 def test_wrong_values_are_named(key: str, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 from unittest.mock import patch
@@ -151,9 +152,11 @@ def test_an_embedding_that_renormalises_in_forward_is_refused_for_several_worker
     embedding(1.0)  # one worker does it as torch does
 
 
-def warnings_of(caplog: Any, net: nn.Module, data: Any, comm: kf.CommOptions | None = None) -> list[str]:
+def warnings_of(
+    caplog: Any, net: nn.Module, data: Any, comm: kf.CommOptions | None = None, **arguments: Any
+) -> list[str]:
     kf.init(comm)
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=12, micro_batch=3)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=12, micro_batch=3, **arguments)
     return [record.getMessage() for record in caplog.records if record.name == "kfuse"]
 
 
@@ -172,6 +175,35 @@ REPRODUCIBLE = kf.CommOptions(reproducible=True)
 def test_a_generator_that_a_data_set_draws_from_is_named(caplog: Any, data: Any, name: str) -> None:
     [said] = warnings_of(caplog, nn.Linear(4, 3), data, REPRODUCIBLE)
     assert name in said
+
+
+def test_a_generator_that_collating_draws_from_is_named(caplog: Any) -> None:
+    class Masking:
+        def __init__(self) -> None:
+            self.rng = np.random.default_rng(0)
+
+        def collate(self, samples: list[Any]) -> Any:
+            x, y = torch.utils.data.default_collate(samples)
+            return x * float(self.rng.random()), y
+
+    [said] = warnings_of(caplog, nn.Linear(4, 3), Augmented(), REPRODUCIBLE, collate_fn=Masking().collate)
+    assert "Augmented draws from a generator of its own (collate_fn.rng)" in said
+
+
+def test_loader_processes_that_draw_the_same_numbers_are_told_on_one_worker_too(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Each has a copy of the generator. The warning comes from the loader process, so it is in its output."""
+    kf.init()
+    net = nn.Linear(4, 3)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    log = logging.StreamHandler()  # pytest's own keeps what it gets in the loader process
+    logging.getLogger("kfuse").addHandler(log)
+    try:
+        kf.fit(net, OwnGenerator(), opt, batch_size=12, micro_batch=3, num_workers=2)
+    finally:
+        logging.getLogger("kfuse").removeHandler(log)
+    assert "OwnGenerator draws from a generator of its own (rng)" in capfd.readouterr().err
 
 
 def test_a_generator_that_is_not_drawn_from_is_not_warned_of(caplog: Any) -> None:

@@ -670,6 +670,35 @@ def test_a_body_without_a_step_is_an_error_and_one_that_leaves_before_it_has_mad
             model.zero_grad()
 
 
+def test_a_body_that_leaves_out_micro_batches_is_an_error() -> None:
+    """The backward of `next(iter(step))` comes after its micro-batch: alone it would count as the whole step."""
+    model = plain(0)
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="step 0: the loop over its 4 micro-batches ended early"):
+        for step in kf.DataLoader(dataset(), model, opt, batch_size=16):
+            x, y = next(iter(step))
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+
+def test_a_micro_batch_without_a_backward_counts_as_zero_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, reference = plain(0), plain(0)
+    opt, plain_opt = kf.FusedSGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in kf.DataLoader(dataset(), model, opt, batch_size=16, micro_batch=4):
+        for j, (x, y) in enumerate(step):
+            if j == 2:
+                continue
+            F.cross_entropy(model(x), y).backward()
+            (F.cross_entropy(reference(x), y) / 4).backward()
+        for optimizer_ in (opt, plain_opt):
+            optimizer_.step()
+            optimizer_.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert caplog.text.count("a micro-batch ended without a backward") == 1
+
+
 def test_init_again_is_the_same_session_or_a_refusal() -> None:
     session = kf.init(kf.CommOptions(check_every=5), timeout_s=7.0)
     kf.FusedAdamW(plain(0).parameters())

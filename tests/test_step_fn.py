@@ -184,7 +184,7 @@ def words(model: nn.Module, batch: Any) -> Any:
         (number, "step_fn returned float: must return the mean loss"),
         (vector, r"step_fn returned a loss of shape \[16\]: must be its mean"),
         (detached, "step_fn returned a loss without a gradient"),
-        (triple, "step_fn returned tuple"),
+        (triple, r"step_fn returned tuple: must return the mean loss, a scalar tensor, or \(loss, \{name: number\}\)"),
         (changing, r"step_fn returned the figures \['b'\], and \['a'\] before"),
         (seventeen, "step_fn returned 17 figures: must be at most 16"),
         (words, "step_fn's figure 'a' is a str: must be a number"),

@@ -104,8 +104,7 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True)  # so that a tied parameter is one object
     copies: dict[int, Any] = {}
-    held = list(state.items())
-    for name, value in held:
+    for name, value in list(state.items()):  # all values are held, so that an id stays that of one object
         if id(value) not in copies:
             copies[id(value)] = snapshot(value, name)
         state[name] = copies[id(value)]

@@ -213,7 +213,7 @@ def _check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any],
     split = _make("data", node)
     if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
         raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
-    # By its path: kfuse.config does not import kfuse.data.
+    # By its path: kfuse.config imports no other part of kfuse.
     number_of_samples = instantiate.locate("kfuse.data.given.number_of_samples")
     lengths = {}
     for part in ("train", "heldout"):
@@ -250,8 +250,8 @@ def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
     if path is not None:
-        from kfuse.checkpoint.saved_model import mismatch, read_weights
-
+        read_weights = instantiate.locate("kfuse.checkpoint.saved_model.read_weights")
+        mismatch = instantiate.locate("kfuse.checkpoint.saved_model.mismatch")
         try:
             why = mismatch(model, read_weights(path))
         except ValueError as error:
@@ -305,8 +305,7 @@ def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_decay(values: Mapping[str, Any], samples: int | None) -> None:
     """A decay needs steps after the warmup. The run's length is counted in steps of the first batch size."""
-    from kfuse.train.lr_schedule import decay_refusal  # after the cheap checks: it imports torch
-
+    decay_refusal = instantiate.locate("kfuse.train.lr_schedule.decay_refusal")  # here, as it imports torch
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
     total = min(length for length in lengths if length is not None)

@@ -49,10 +49,8 @@ _Message = tuple[int, Task | None, bool]
 """To a loader process: the request's number, its task (None: no longer needed), whether the sender is rank 0. None in
 place of a message: it is to end."""
 
-_IGNORED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-)  # by loader processes: sent to a whole job, where the training worker decides
+_IGNORED = (signal.SIGINT, signal.SIGTERM)
+"""By loader processes: these signals are sent to a whole job, and the training worker decides what to do."""
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its parent
 _END_S = 1.0  # for a loader process to finish what it is fetching, when training is over
@@ -106,6 +104,12 @@ class Feeder(Fetcher):
     """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
     _copy: tuple[Any, torch.cuda.Event] | None
     """The copy of the batch that was fetched last."""
+    _side_stream: torch.cuda.Stream | None
+    """Where batches are copied to the device; None: on the CPU, and without pinned memory."""
+    _requests: int
+    """Requests made so far; the newest one's number."""
+    _lost: int
+    """Loader processes of this training that ended unexpectedly."""
 
     def __init__(
         self,
@@ -122,7 +126,7 @@ class Feeder(Fetcher):
         """
         super().__init__(data, sampler)
         self._loading, self._on_loss, self._watch = loading, on_loss, watch
-        self._side_stream: torch.cuda.Stream | None = None
+        self._side_stream = None
         if device.type == "cuda" and loading.pin_memory:
             self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._loaders, self._plan, self._coming = [], None, iter(())

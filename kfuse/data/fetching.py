@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kfuse.data.batch import to_device
-from kfuse.data.dataset import Dataset, MapData
+from kfuse.data.dataset import Dataset, MapData, NestedData, TensorData
 from kfuse.data.sampler import EpochSampler, StreamSampler, micro_batch_sizes, worker_range
 from kfuse.data.streams import Stream
 
@@ -131,6 +131,8 @@ def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) ->
     Another data set gets a generator seeded from (seed, epoch, indices[0]), and the global generators are seeded from
     the same.
     """
+    if type(data) in (TensorData, NestedData):  # they draw nothing, and seeding takes longer than their fetch
+        return data.fetch(indices)
     if isinstance(data, MapData | Stream):
         return data.fetch(indices, before_sample=lambda i: seed_host(random_key(seed, _FETCHING, epoch, i)))
     key = random_key(seed, _FETCHING, epoch, int(indices[0]))

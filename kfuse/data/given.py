@@ -137,11 +137,12 @@ def _check_batches(loader: DataLoader[Any]) -> None:
 def _check_order(loader: DataLoader[Any]) -> None:
     """Raises DataError unless the order is that of shuffle=True."""
     sampler: Any = loader.sampler
+    data: Any = loader.dataset
     if type(sampler) is SequentialSampler:
         raise DataError(
             "DataLoader(shuffle=False): the order of training is drawn from (seed, epoch); make it with shuffle=True"
         )
-    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(data):
         return
     remedy = "kfuse uses each sample once an epoch; make it with shuffle=True, of a torch Subset if some are left out"
     if isinstance(sampler, DistributedSampler):

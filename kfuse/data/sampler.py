@@ -36,7 +36,7 @@ class EpochSampler:
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
-            raise ValueError(f"length={length}: must be at least 1")
+            raise ValueError(f"length={length}: the data must have at least 1 sample")
         if seed < 0:
             raise ValueError(f"seed={seed}: must be at least 0")
         self.length = length

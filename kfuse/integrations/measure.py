@@ -142,12 +142,24 @@ class Monitor:
     """Steps whose message has arrived."""
     _seen: float
     """Samples of the steps that `log_to` was there for."""
+    _rank: int
+    """This worker's; only rank 0 sends to `log_to`."""
+    _samples: float | None
+    """Samples of each micro-batch: see `samples`."""
+    _divisor: float
+    """What the loop divides each loss by: `accumulate`."""
+    _scaler: Any
+    """The loop's GradScaler, or None."""
+    _scaler_known: bool
+    """Whether a GradScaler was given, or was looked for and not found."""
+    _handles: list[Any]
+    """Of all hooks, which `close` removes."""
 
     def __init__(self, device: torch.device, options: Options, *, workers: int = 1, rank: int = 0) -> None:
         self.name, self.device, self.workers, self._rank = options.name, device, workers, rank
         self._samples, self._divisor, self._scaler = options.samples, float(options.accumulate), options.scaler
         self._statistics = Statistics()
-        self._handles: list[Any] = []
+        self._handles = []
         self._scaler_known = self._scaler is not None
         self._steps, self._seen, self._pending = 0, 0.0, None
         self.drop()

@@ -33,14 +33,11 @@ from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train import load_balance
 from kfuse.train.lr_schedule import LRSchedule
+from kfuse.train.progress import STOP_REASONS, Progress
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
-from kfuse.train.state import Progress
 
 _LOG = logging.getLogger("kfuse")
-
-STOP_REASONS = ("", "interrupted", "terminated")
-"""Announcement.stop is an index into these."""
 
 
 class Decisions:

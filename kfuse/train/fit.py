@@ -44,6 +44,7 @@ def fit(
     batch_size: int | None = None,
     micro_batch: int | None = None,
     max_batch_size: int | None = None,
+    seed: int = 0,
     lr_scaling: Scaling = "sqrt",
     warmup_steps: int = 0,
     decay: Decay = "none",
@@ -54,13 +55,12 @@ def fit(
     loss_fn: LossFunction | None = None,
     step_fn: StepFunction | None = None,
     weight_fn: WeightFunction | None = None,
+    precision: str = "fp32",
     heldout: Any = None,
-    collate_fn: Collate | None = None,
     metrics: Mapping[str, Metric] | None = None,
     eval_every: int | None = None,
     target_accuracy: float | None = None,
-    seed: int = 0,
-    precision: str = "fp32",
+    collate_fn: Collate | None = None,
     num_workers: int | None = None,
     prefetch_factor: int | None = None,
     pin_memory: bool | None = None,
@@ -74,60 +74,101 @@ def fit(
     progress: bool | None = None,
     save_model: bool | None = None,
 ) -> dict[str, Any] | None:
-    """Trains `model` on `data` and returns a summary (None on a worker that left before the end).
+    """Trains `model` on `data`; returns what summary.json holds (None on a worker that left before the end).
 
-    data, heldout: (x, y) tensors or arrays, a dictionary of them, a map-style torch dataset, or a kfuse one. A batch
-    is what `collate_fn` makes of samples (default: torch's default_collate): any nested structure of tensors and plain
-    values. data: also a stream (a `kfuse.data.Source` or a torch IterableDataset), with `steps`, as it has no epochs.
-    A torch DataLoader gives its data set, collate_fn and, as the global one, batch_size, where these are not arguments;
-    its order must be that of shuffle=True. docs/data.md has the details.
-    heldout is evaluated every `eval_every` steps, by default after each epoch; training ends once its accuracy reaches
-    `target_accuracy`.
-    epochs, steps: how far to go, whichever ends first; by default one epoch.
-    batch_size: samples in an optimizer step, over all workers; default that of a DataLoader, else 32. micro_batch:
-    samples in one forward and backward; default a quarter of the batch, so that the noise scale is known on one worker
-    too. max_batch_size: the limit for policies; default 64 times the batch.
-    The learning rate is the optimizer's own, which kfuse never writes. An update multiplies it by what follows a
-    changed batch size (`lr_scaling`: none, linear, sqrt, adascale), by a warm-up over `warmup_steps` (counted in steps
-    of the first batch size), by `decay` and by the policy's lr_scale.
-    decay: none (or constant), cosine, linear, or wsd (constant until the last `decay_fraction` of the run). The others
-    than none reach zero at the end of the run, also where the batch size changes: they follow the part of the run's
-    samples that is used (epochs), or of its steps (steps).
-    scheduler: a torch scheduler made for `opt`, stepped here after each step, or each epoch (`scheduler_interval`).
-    clip_norm: largest norm of the mean gradient in this training; None: as the optimizer was made. seed: of data order
-    and dropout; a second training with the same seed has the same order and the same dropout.
-    Puts the model into training mode, unless it is: then modules that you put into eval mode stay so.
+    All workers start from rank 0's model, optimizer and scheduler. A model in eval mode is put into training mode; one
+    in training mode is left as it is, so modules of it that you put into eval mode stay so.
+
+    What is trained
+
+    model: not wrapped (no DistributedDataParallel, no FSDP), on this worker's device.
+    data: tensors or arrays (x, y), a dictionary of them, a map-style torch data set or a kfuse one. Or a stream (a
+        `kfuse.data.Source` or a torch IterableDataset), with `steps`, as it has no epochs. Or a torch DataLoader of
+        shuffle=True: its data set, collate_fn and loading are taken where these are not arguments here, and its
+        batch_size becomes the global one. docs/data.md has the details.
+    opt: a kfuse optimizer of the model's parameters.
+    hook: `kf.Hook(policy)`.
+
+    Length and order
+
+    epochs, steps: how far to go, whichever ends first. By default one epoch.
+    batch_size: samples of an optimizer step, over all workers. Default: that of a DataLoader, else 32.
+    micro_batch: samples of one forward and backward. Default: a quarter of the batch, so that the noise scale is known
+        on one worker too. Where it is above batch_size / workers, some workers have nothing to do. The same number on
+        all workers.
+    max_batch_size: the limit for policies. Default: 64 times the batch.
+    seed: of data order, augmentation and dropout. A second training with the same seed has the same ones.
+
+    Learning rate
+
+    The rate is the optimizer's own, group["lr"], which kfuse never writes. An update multiplies it by the factors of
+    `lr_scaling`, `warmup_steps` and `decay`, and by the policy's lr_scale.
+
+    lr_scaling: none, linear, sqrt or adascale: how the rate follows a batch size that policies change.
+    warmup_steps: length of the linear warm-up, in steps of the first batch size.
+    decay: none (or constant), cosine, linear, or wsd (constant until the last `decay_fraction` of the run). All but
+        none reach zero at the end of the run, also where the batch size changes: they follow the part of the run's
+        samples that is used (epochs), or of its steps (steps).
+    scheduler: a torch scheduler made for `opt`, stepped here after each optimizer step, or after each epoch:
+        scheduler_interval, "step" or "epoch". It sets group["lr"], which the factors above multiply.
+    clip_norm: largest norm of the mean gradient in this training. None: as the optimizer was made.
+
+    Loss
+
+    A batch is what `collate_fn` makes of samples: any nested structure of tensors and plain values.
+
     loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). The model is
-    called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. By default cross entropy
-    for integer targets, mean squared error for floating ones.
-    step_fn(model, batch): instead of loss_fn, for any batch: the MEAN loss, or (loss, {name: number}), with always the
-    same names, at most 16. These figures are averaged over the step's samples and workers, in the gradients' own
-    messages, and written to metrics.jsonl as `figures`. Evaluation calls it too, without gradients and in eval mode.
-    With neither, and batches that are mappings: `model(**batch)`, whose
-    output has the loss as `.loss` or `["loss"]`, as Hugging Face's models have.
-    weight_fn(batch): a micro-batch's weight in the step's mean gradient and mean loss, a number above 0, such as its
-    number of target tokens; by default its samples. It gets the batch as it was fetched, on the CPU. Statistics stay in
-    units of samples, those of the batch size: S in units of weight is multiplied by the step's samples over its weight.
-    Held-out loss is weighted likewise. Gradients are scaled after the reduction, by one more pass over them.
-    metrics: {name: function(output, target)}, evaluated on heldout in batches of 256 samples: a tensor [B], a value for
-    each sample, or a scalar, the batch's mean. The means over all samples are in the summary, as `eval_metrics`, and
-    in the evaluation's event, beside the figures that step_fn returned. A scalar that is not a mean over samples (F1)
-    becomes the mean over the batches. Where the model computes the loss itself, `target` is the whole batch.
-    num_workers: loader processes of each training worker, which fetch its micro-batches ahead, `prefetch_factor` each
-    (default 2); 0: none, the default. A DataLoader's settings are taken where these are not given. Parameters have the
-    same bits with any number. They are forked when training begins, call worker_init_fn(number) first, and live until
-    training ends: persistent_workers must be True. pin_memory: on CUDA, batches are copied from pinned memory, on a
-    stream of their own.
-    checkpoint: a folder for checkpoints, written every `checkpoint_every` steps, by default after each epoch, and at
-    the end; the newest `keep` are kept. resume: never; auto, from the newest good one in that folder, if there is one;
-    or from a path. The bits are those of a training that was not interrupted.
+        called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. Default: cross
+        entropy for integer targets, mean squared error for floating ones.
+    step_fn(model, batch): instead of loss_fn, for any batch. It returns the MEAN loss, or (loss, {name: number}) with
+        the same names each time, at most 16. These figures are averaged like the loss, over the step's samples and
+        workers, in the gradients' own messages, and written to metrics.jsonl as `figures`. Evaluation calls it too,
+        without gradients and in eval mode.
+    Neither, and batches that are mappings: `model(**batch)`, whose output has the loss as `.loss` or `["loss"]`, as
+        Hugging Face's models have.
+    weight_fn(batch): the weight of a micro-batch in the step's mean gradient and mean loss, a number above 0, such as
+        its target tokens. Default: its samples. It gets the batch as it was fetched, on the CPU. Held-out loss, figures
+        and metrics that are scalars are weighted likewise. Gradients are scaled after the reduction, by one more pass
+        over them. Statistics stay in units of samples: docs/promises.md.
+    precision: fp32, or bf16: forward and loss under autocast to bfloat16.
+
+    Evaluation
+
+    heldout: data as above, but no stream. Its batches must be like those of `data`: `collate_fn` below makes both,
+        while a DataLoader's own one makes the batches of that DataLoader only.
+    metrics: {name: function(output, target)}, evaluated on heldout in batches of 256 samples. A function returns a
+        tensor [B], a value for each sample, or a scalar, the batch's mean; where the model computes the loss itself,
+        `target` is the whole batch. The means over all samples are in the summary, as `eval_metrics`, and in the
+        evaluation's event, beside the figures of step_fn. A scalar that is not a mean over samples (F1) becomes the
+        mean over the batches.
+    eval_every: steps between evaluations. None: one after each epoch. There is one at the end, too.
+    target_accuracy: training ends once an evaluation reaches it. Above 0, at most 1.
+
+    Loading: named as the arguments of torch's DataLoader. Where one is None, that of a DataLoader given as `data` is
+    taken, else the default here. docs/data.md has the details.
+
+    collate_fn(samples): makes a batch of a list of samples. Default: torch's default_collate.
+    num_workers: loader processes of each training worker, which fetch its micro-batches ahead. 0, the default: none.
+        Parameters have the same bits with any number. They are forked when training begins.
+    prefetch_factor: micro-batches that each of them fetches ahead. Default: 2.
+    pin_memory: on CUDA, copy batches from pinned memory, on a stream of their own. Default: True.
+    worker_init_fn(number): called first in each loader process.
+    persistent_workers: must be True: they live until training ends.
+
+    Files and display: docs/checkpoints.md has the details.
+
+    checkpoint: a folder for checkpoints. None: none are written.
+    checkpoint_every: steps between them. None: one after each epoch. One more is written at the end.
+    keep: how many of the newest are kept.
+    resume: "never"; "auto": from the newest good one in `checkpoint`, if there is one; or from a path. The bits are
+        those of a training that was not interrupted.
     run_dir: a new folder (or that of the training that is resumed) for metrics.jsonl, events.jsonl, summary.json and
-    TensorBoard's files, which rank 0 writes; under kfuse-run the job's own run directory is used instead. progress:
-    show the training; by default on a terminal. Under kfuse-run its own display does so.
+        TensorBoard's files, which rank 0 writes. Under kfuse-run the job's own run directory is used instead.
+    progress: show the training. None: on a terminal only. Under kfuse-run its own display does so.
     save_model: write model.pt and, where safetensors is installed, model.safetensors at the end, and best.pt whenever
-    an evaluation is the best so far (by accuracy where it is known, else by loss), to run_dir, else to the folder of
-    the checkpoints. By default where there is such a folder.
-    All workers start from rank 0's model and optimizer, and from rank 0's scheduler.
+        an evaluation is the best so far (by accuracy where it is known, else by loss), to run_dir, else to the folder
+        of the checkpoints. None: where there is such a folder.
+
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or a count that is no whole number,
     ValueError for what is out of range and for a model that cannot be trained so.
     """
@@ -162,6 +203,8 @@ def fit(
         precision=precision,
         loading=user_loading(given, persistent_workers),
     )
+    if eval_every is not None and heldout is None:
+        raise ValueError(f"eval_every={eval_every}: pass heldout=, which is evaluated")
     output = Output(
         current(),
         checkpoint=checkpoint,
@@ -198,10 +241,14 @@ class DataLoader:
             opt.step()
             opt.zero_grad()
 
+    A micro-batch has whatever structure the data set's batches have. `len(step)` is the number of this worker's;
+    `step.number` and `step.epoch` count from 0. Set `step.loss` to the mean loss of a micro-batch, in its body, to have
+    the step's mean loss over all workers in `opt.stats.loss` and in metrics.jsonl.
+
     Workers may join and leave between steps. Where one is lost, `opt.step()` does nothing and the step comes again,
-    with the lost worker's micro-batches spread over the rest: the loop's body must not mind. The random state is keyed
-    by (seed, step, micro-batch), and for fetching data by (seed, epoch, index). On a worker that is asked to leave,
-    iteration ends and `kf.rank()` is -1.
+    with the lost worker's micro-batches spread over the rest: the loop's body must be able to run twice for one step.
+    The random state is keyed by (seed, step, micro-batch), and for fetching data by (seed, epoch, index). On a worker
+    that is asked to leave, iteration ends and `kf.rank()` is -1.
     All workers may `break` at the same step: that ends this training. Where one alone breaks, the others go on without
     it once it has ended, or has kept them waiting for the timeout of kf.init.
     """
@@ -212,11 +259,13 @@ class DataLoader:
         model: nn.Module,
         opt: DistributedOptimizer,
         *,
+        policy: BasePolicy | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
         batch_size: int | None = None,
         micro_batch: int | None = None,
         max_batch_size: int | None = None,
-        epochs: int | None = None,
-        steps: int | None = None,
+        seed: int = 0,
         lr_scaling: Scaling = "sqrt",
         warmup_steps: int = 0,
         decay: Decay = "none",
@@ -224,16 +273,14 @@ class DataLoader:
         scheduler: Any = None,
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
-        seed: int = 0,
+        weight_fn: WeightFunction | None = None,
+        several_backwards: bool = False,
+        collate_fn: Collate | None = None,
         num_workers: int | None = None,
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         worker_init_fn: Callable[[int], object] | None = None,
         persistent_workers: bool = True,
-        policy: BasePolicy | None = None,
-        collate_fn: Collate | None = None,
-        weight_fn: WeightFunction | None = None,
-        several_backwards: bool = False,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         keep: int = 3,
@@ -242,12 +289,17 @@ class DataLoader:
         progress: bool | None = None,
         save_model: bool | None = None,
     ) -> None:
-        """Arguments as for kf.fit, and the same errors. A step yields whatever structure the data set's batches have.
+        """Arguments as kf.fit's, in the same order and with the same errors, but for those of loss and evaluation.
 
-        several_backwards: a micro-batch has several losses with a backward each: see opt.micro_batch.
-
-        A torch scheduler is either given here, and stepped here, or stepped by the loop's body; the latter not in a job
+        What is trained: data, model, opt. policy: a kf.BasePolicy; kf.fit takes it as `kf.Hook(policy)`.
+        Length and order: epochs, steps, batch_size, micro_batch, max_batch_size, seed.
+        Learning rate: lr_scaling, warmup_steps, decay, decay_fraction, clip_norm. scheduler, scheduler_interval: a
+        torch scheduler is either given here, and stepped here, or stepped by the loop's body; the latter not in a job
         whose workers may change.
+        Loss: the loop's body computes it. weight_fn. several_backwards: a micro-batch has several losses with a
+        backward each: see opt.micro_batch.
+        Loading: collate_fn, num_workers, prefetch_factor, pin_memory, worker_init_fn, persistent_workers.
+        Files and display: checkpoint, checkpoint_every, keep, resume, run_dir, progress, save_model.
         """
         if policy is not None and not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
@@ -320,7 +372,7 @@ class DataLoader:
 
         Raises TypeError where the number of samples is unknown and `steps` was not given.
         """
-        return self._trainer.planned_steps()
+        return self._trainer.planned_steps
 
     @property
     def epoch(self) -> int:

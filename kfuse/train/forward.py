@@ -33,7 +33,7 @@ class Forward:
     ) -> None:
         """heldout: data that will be evaluated; their batches are checked too. precision: fp32 | bf16, by autocast."""
         self._model, self._objective, self._heldout = model, objective, heldout
-        self._low, self._device = precision == "bf16", device
+        self._in_bf16, self._device = precision == "bf16", device
         self._statistics, self._checked = opt.statistics, False
         opt.carry_figures(MOST_FIGURES if objective.step_fn is not None else 0)
 
@@ -44,10 +44,11 @@ class Forward:
         """
         if not self._checked:
             self._check(batch)
-        if not self._low and not torch.is_autocast_enabled(self._device.type):  # a context that changes nothing: 20 us
+        if not self._in_bf16 and not torch.is_autocast_enabled(self._device.type):
+            # autocast(enabled=False) would change nothing here, and take 20 us.
             done = self._objective(self._model, batch)
         else:
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._low):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._in_bf16):
                 done = self._objective(self._model, batch)
         step.loss = done.loss
         if self._objective.step_fn is not None:
@@ -64,7 +65,8 @@ class Forward:
             if missing:
                 raise TypeError(
                     f"a batch of heldout is a {describe(heldout)} and one of the data a {describe(batch)}: "
-                    f"{', '.join(missing)} is missing in heldout"
+                    f"{', '.join(missing)} is missing in heldout. collate_fn= makes the batches of both; that of a "
+                    "DataLoader only its own"
                 )
         self._checked = True
 

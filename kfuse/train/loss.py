@@ -227,7 +227,10 @@ def _check_call(model: nn.Module, inputs: Any, source: str) -> None:
 def _checked(source: str, loss: Any) -> Tensor:
     """The loss. Raises TypeError or ValueError if it is not a scalar tensor with a gradient."""
     if not isinstance(loss, Tensor):
-        raise TypeError(f"{source} returned {type(loss).__name__}: must return the mean loss, a scalar tensor")
+        or_figures = ", or (loss, {name: number})" if source == "step_fn" else ""
+        raise TypeError(
+            f"{source} returned {type(loss).__name__}: must return the mean loss, a scalar tensor{or_figures}"
+        )
     if loss.numel() != 1:
         raise ValueError(f"{source} returned a loss of shape {list(loss.shape)}: must be its mean, a scalar")
     if not loss.requires_grad and torch.is_grad_enabled():

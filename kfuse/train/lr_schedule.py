@@ -78,7 +78,7 @@ class LRSchedule:
     warmup_steps: length of the warm-up, in units of progress; >= 0.
     samples, steps: length of the run, whichever ends it first; None: not limited by it. A decay needs one of them.
 
-    Raises ValueError for values out of range.
+    Raises ValueError for values out of range; it calls them as kf.fit does.
     """
 
     scaling: Scaling = "none"
@@ -90,17 +90,17 @@ class LRSchedule:
     decay_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, allowed in (("scaling", get_args(Scaling)), ("decay", get_args(Decay))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"lr.{name}={getattr(self, name)}: must be one of {', '.join(allowed)}")
+        for name, value, allowed in (("lr_scaling", self.scaling, Scaling), ("decay", self.decay, Decay)):
+            if value not in get_args(allowed):
+                raise ValueError(f"{name}={value}: must be one of {', '.join(get_args(allowed))}")
         if not (math.isfinite(self.warmup_steps) and self.warmup_steps >= 0):
-            raise ValueError(f"lr.warmup_steps={self.warmup_steps}: must be a finite number, at least 0")
+            raise ValueError(f"warmup_steps={self.warmup_steps}: must be a finite number, at least 0")
         if not 0 < self.decay_fraction <= 1:
-            raise ValueError(f"lr.decay_fraction={self.decay_fraction}: must be above 0 and at most 1")
+            raise ValueError(f"decay_fraction={self.decay_fraction}: must be above 0 and at most 1")
         if self.base_batch_size < 1:
             raise ValueError(f"base batch size {self.base_batch_size}: must be at least 1")
         if why := decay_refusal(self.decay, self.warmup_steps, self.total, self.decay_fraction):
-            raise ValueError(f"lr.decay={self.decay} over {self.total} steps in all: {why}")
+            raise ValueError(f"decay={self.decay} over {self.total} steps in all: {why}")
 
     @property
     def total(self) -> float | None:
@@ -157,9 +157,9 @@ def decay_refusal(decay: str, warmup_steps: float, total: float | None, decay_fr
     if decay in ("none", "constant"):
         return None
     if total is None or not total > warmup_steps:
-        return f"must be more than lr.warmup_steps={warmup_steps}"
+        return f"must be more than warmup_steps={warmup_steps}"
     if decay == "wsd" and warmup_steps > (1 - decay_fraction) * total:
-        return f"must be at least lr.warmup_steps={warmup_steps} and the decay, {decay_fraction:g} of the run"
+        return f"must be at least warmup_steps={warmup_steps} and the decay, {decay_fraction:g} of the run"
     return None
 
 
@@ -197,12 +197,18 @@ class UserSchedule:
                 "the scheduler was stepped in the loop's body, and scheduler= has kf.DataLoader step it: do one of both"
             )
         if self.interval == "step":
-            self.scheduler.step()
+            self._step()
 
     def after_epoch(self) -> None:
         """Steps the scheduler if its interval is the epoch."""
         if self.interval == "epoch":
-            self.scheduler.step()
+            self._step()
+
+    def _step(self) -> None:
+        # torch warns of a scheduler that steps before its optimizer. The optimizer may have stepped in another process,
+        # whose state this one has taken over.
+        setattr(self.scheduler.optimizer, "_opt_called", True)  # noqa: B010
+        self.scheduler.step()
 
     def _now(self) -> int | None:
         """The scheduler's own count of its steps, where it has one."""

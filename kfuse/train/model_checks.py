@@ -46,18 +46,21 @@ def log_remarks(remarks: Iterable[str]) -> None:
 class GeneratorWatch:
     """Finds, in the first step, the random generators of its own that a data set draws from, and warns of them once.
 
-    What is drawn from one depends on the worker: each has a copy, and draws only for the samples that it fetches. One
-    that only made the data set, and is not drawn from any more, does no harm.
+    So too those of its collate_fn. What is drawn from one depends on the worker and on the loader process: each has a
+    copy, and draws only for the samples that it fetches; several draw the same numbers. One that only made the data
+    set, and is not drawn from any more, does no harm.
     """
 
     def __init__(self, data: Any) -> None:
         self._dataset = getattr(data, "dataset", data)
+        collate_fn = getattr(data, "collate_fn", None)
+        self._parts = {"": self._dataset, "collate_fn": getattr(collate_fn, "__self__", collate_fn)}
         self._before: list[tuple[str, Any, bytes]] | None = None
 
     def before_step(self) -> None:
         """A step begins; the first one is looked at."""
         if self._before is None:
-            self._before = [(path, generator, _state(generator)) for path, generator in _generators(self._dataset)]
+            self._before = [(path, generator, _state(generator)) for path, generator in _generators(self._parts)]
 
     def after_step(self, warns: bool) -> None:
         """The step is complete. warns: whether this worker logs the warning (rank 0 does)."""
@@ -72,13 +75,16 @@ class GeneratorWatch:
         self._before = []
 
 
-def _generators(dataset: Any) -> list[tuple[str, Any]]:
-    """The generators in the data set's attributes, in those of the objects in them, and so on, each with its path."""
+def _generators(parts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The generators in these objects' attributes, in those of the objects in them, and so on, each with its path.
+
+    parts: each object's own path, and the object.
+    """
     kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
     seeded = (np.random.mtrand._rand, random._inst, torch.default_generator)
     found: list[tuple[str, Any]] = []
     seen = {id(generator) for generator in seeded}
-    waiting: deque[tuple[str, Any]] = deque([("", dataset)])
+    waiting: deque[tuple[str, Any]] = deque(parts.items())
     while waiting and len(seen) < _MOST_OBJECTS:
         path, value = waiting.popleft()
         if id(value) in seen or isinstance(value, type | ModuleType | FunctionType | Tensor | np.ndarray):

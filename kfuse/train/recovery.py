@@ -22,8 +22,9 @@ from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.session import Session
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
+from kfuse.train.progress import Progress, Stage
 from kfuse.train.reporter import Reporter
-from kfuse.train.state import Progress, Stage, TrainingState
+from kfuse.train.state import TrainingState
 from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kfuse.train.trainer import Trainer
+from kfuse.train.state import Stateful
 
-_RUNNING: list[Trainer] = []  # in the order in which they began
+_RUNNING: list[Stateful] = []  # in the order in which they began
 _GIVEN: list[Mapping[str, Any]] = []  # at most one: the state that the next training begins from
 
 
 @contextlib.contextmanager
-def active(trainer: Trainer) -> Iterator[None]:
+def active(trainer: Stateful) -> Iterator[None]:
     """Context of a training: `state_dict` returns its state. It begins from the state that was given, if one was."""
     if _GIVEN:
         trainer.load_state_dict(_GIVEN.pop())

@@ -63,7 +63,10 @@ class Settings:
     def schedule(self, samples: int | None) -> LRSchedule:
         """The learning rate's schedule over this training, of `samples` an epoch; None: a stream. Raises ValueError."""
         if samples is None and (self.steps is None or self.epochs is not None):
-            raise ValueError(f"epochs={self.epochs}, steps={self.steps}: a stream has no epochs; pass steps= alone")
+            raise ValueError(
+                f"epochs={self.epochs}, steps={self.steps}: a stream has no epochs; pass steps= and no epochs= "
+                "(without either, epochs is 1)"
+            )
         length = None if self.epochs is None or samples is None else self.epochs * samples
         return LRSchedule(
             self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, length, self.steps, self.decay_fraction

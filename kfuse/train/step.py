@@ -155,6 +155,12 @@ class Step:
             for j in self.mine:
                 with self.micro_batch(j) as batch:
                     yield batch
+        except GeneratorExit:  # `steps` raises it, unless the body leaves the outer loop as well
+            self.error = RuntimeError(
+                f"step {self.number}: the loop over its {len(self)} micro-batches ended early (by `break`, "
+                "`next(iter(step))` or an exception that was caught): a step needs all of them"
+            )
+            raise
         except CommError as error:
             if not self._opt.leave_to_loop(error):
                 raise

@@ -8,7 +8,7 @@ body of the user's own loop.
 from __future__ import annotations
 
 import contextlib
-import math
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,17 +25,20 @@ from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
 from kfuse.train import load_balance, running
-from kfuse.train.decisions import STOP_REASONS, Decisions
+from kfuse.train.decisions import Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
 from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import UserSchedule
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
+from kfuse.train.progress import Progress, Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
-from kfuse.train.state import Progress, Stage, Stateful, Trainable, TrainingState
+from kfuse.train.state import Stateful, Trainable, TrainingState
 from kfuse.train.step import Step, StepSamples
+
+_LOG = logging.getLogger("kfuse")
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
@@ -113,7 +116,7 @@ class Trainer:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
         self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
-        generators = GeneratorWatch(data) if several else None
+        generators = GeneratorWatch(data) if several or settings.loading.workers else None
         self._fetcher = self._new_fetcher(generators)
         if generators is not None and not settings.loading.workers:  # else it watches in a loader process
             self._watches.append(generators)
@@ -143,10 +146,16 @@ class Trainer:
         )
         self._under_way: tuple[Step, int] | None = None
         """The step whose body runs, and how many steps the engine had made before it."""
+        self._idle_is_told = False
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
         """The summary, once training is over."""
+
+    @property
+    def planned_steps(self) -> int:
+        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
+        return self.progress.planned_steps(self.settings, self._sampler.length)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -182,7 +191,7 @@ class Trainer:
             while not (self.over or self.session.left):
                 try:
                     recovery.join()
-                    if at.stage == Stage.BOUNDARY and self.exit_reason() is not None:
+                    if at.stage == Stage.BOUNDARY and at.exit_reason(self.settings) is not None:
                         self._conclude()
                         continue
                     at.once(Stage.BOUNDARY, recovery.cross_boundary)  # a checkpoint, the next view
@@ -240,32 +249,6 @@ class Trainer:
 
     # -- the parts of a step, in order ----------------------------------------------------------------------------
 
-    def exit_reason(self) -> str | None:
-        """Why training is over, or None."""
-        at, settings = self.progress, self.settings
-        if at.stop:
-            return STOP_REASONS[at.stop]
-        target = settings.target_accuracy
-        if target is not None and at.accuracy is not None and at.accuracy >= target:
-            return "target_accuracy"
-        if settings.steps is not None and at.step >= settings.steps:
-            return "steps"
-        if settings.epochs is not None and at.epoch >= settings.epochs:
-            return "epochs"
-        return None
-
-    def planned_steps(self) -> int:
-        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
-        at, settings, length = self.progress, self.settings, self._sampler.length
-        limit = math.inf if settings.steps is None else settings.steps
-        if settings.epochs is not None and length is not None:
-            left = -(-(length - at.cursor) // at.batch_size)
-            left += max(0, settings.epochs - at.epoch - 1) * -(-length // at.batch_size)
-            limit = min(limit, at.step + (left if at.epoch < settings.epochs else 0))
-        if limit == math.inf:
-            raise TypeError("this training has no length: its data tell none, and steps= is not given")
-        return int(limit)
-
     def _before_step(self) -> None:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
         self.decisions.set_learning_rate()
@@ -277,14 +260,16 @@ class Trainer:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, group = self.progress, self.session.group
         samples = self._samples(at.epoch, at.cursor, at.batch_size)
+        if -(-at.batch_size // samples.micro_batch) < samples.workers and not self._idle_is_told:
+            self._tell_of_idle_workers(samples)
         self.decisions.set_learning_rate()
         for watch in self._watches:
             watch.before_step()
         if self._scheduler is not None:
             self._scheduler.before_step()
-        alone = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)
+        local = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)  # a step of local SGD
         weigh = None if self._objective.weight_fn is None else self._objective.weight
-        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if alone else None, weigh is not None))
+        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if local else None, weigh is not None))
         self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         return Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
@@ -296,6 +281,17 @@ class Trainer:
         relative = load_balance.relative_throughput(self.progress.throughput, workers)
         shares = load_balance.shares(relative) if self.settings.balance else None
         return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares)
+
+    def _tell_of_idle_workers(self, samples: StepSamples) -> None:
+        """Warns once: some workers have nothing to do in a step."""
+        self._idle_is_told = True
+        count = -(-self.progress.batch_size // samples.micro_batch)
+        if self.session.group.rank == 0:
+            _LOG.warning(
+                "a batch of %d samples has %d micro-batches of %d: %d of the %d workers have nothing to do; make the "
+                "micro-batch smaller, or the batch larger",
+                *(self.progress.batch_size, count, samples.micro_batch, samples.workers - count, samples.workers),
+            )
 
     def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
@@ -407,13 +403,10 @@ class Trainer:
                 f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "
                 "an integer target"
             )
-        at.accuracy, at.eval_loss, at.eval_metrics, at.evaluated = result.accuracy, result.loss, result.metrics, steps
+        is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
         self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
-        score = -result.loss if result.accuracy is None else result.accuracy
-        if math.isfinite(score) and (at.best is None or score > at.best):
-            at.best = score
-            if self._saved_model is not None:
-                self._saved_model.save_best(self.model)
+        if is_best and self._saved_model is not None:
+            self._saved_model.save_best(self.model)
 
     def _after_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -456,7 +449,7 @@ class Trainer:
             "lr": self.decisions.lr,
             "workers": self.session.group.size,
             "params_sha256": params_sha256(self.model),
-            "exit_reason": self.exit_reason(),
+            "exit_reason": at.exit_reason(self.settings),
             **({} if self._saved_model is None else self._saved_model.save_last(self.model, at.best is not None)),
         }
 

@@ -1,0 +1,159 @@
+"""How far a training is, and when it is over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from kfuse.statistics.figures import StepContext
+from kfuse.train.load_balance import Throughput
+from kfuse.train.settings import Settings
+
+STOP_REASONS = ("", "interrupted", "terminated")
+"""Why training is told to stop; "": it is not. `Announcement.stop` is an index into these."""
+
+
+class Stage(IntEnum):
+    """The parts of a step, in order. If a worker is lost in one of them, that part is repeated: see `Progress.once`."""
+
+    BOUNDARY = 0
+    BEFORE_STEP = 1
+    UPDATE = 2
+    AFTER_STEP = 3
+    DECIDE = 4
+    AVERAGE = 5
+    EVALUATE = 6
+    AFTER_EPOCH = 7
+    END = 8
+
+
+@dataclass
+class Progress:
+    """How far training is, and its settings now. The same on every worker; a new worker receives it with the state."""
+
+    batch_size: int
+    """Samples per optimizer step, over all workers."""
+    sync_every: int = 1
+    """Steps between synchronisations of the workers; above 1, each updates with its own gradients (local SGD)."""
+    drifted: int = 0
+    """Local steps since the workers last had the same parameters (local SGD)."""
+    step: int = 0
+    """Steps completed."""
+    stage: int = Stage.BOUNDARY
+    """The part of this step that comes next."""
+    epoch: int = 0
+    cursor: int = 0
+    """Samples of this epoch that were used so far."""
+    samples: int = 0
+    """Samples used so far, over all epochs."""
+    lr_scale: float = 1.0
+    """The policies' factor on the learning rate."""
+    schedule: float = 0.0
+    """Progress of the learning-rate schedule, in steps of the base batch size."""
+    mean_grad_sq: float | None = None
+    mean_grad_variance: float | None = None
+    throughput: Throughput = field(default_factory=dict)
+    """By worker number: see `load_balance`."""
+    stragglers: tuple[int, ...] = ()
+    """Numbers of the workers that were reported as stragglers."""
+    accuracy: float | None = None
+    eval_loss: float | None = None
+    best: float | None = None
+    """The best evaluation so far: its accuracy where that is known, else minus its loss."""
+    eval_metrics: dict[str, float] = field(default_factory=dict)
+    evaluated: int = 0
+    """Number of steps after which the last evaluation ran."""
+    loss: float | None = None
+    generation: int = 0
+    """Generation of the view to switch to, if above that of the active view."""
+    resumed_at: int = 0
+    """Step at which this run resumed. Views and stops announced before it are ignored: they were another run's."""
+    stop: int = 0
+    """Why to stop: index into `STOP_REASONS`."""
+    began_with: dict[str, Any] = field(default_factory=dict)
+    """Arguments without which the rest would be another training, by name: see `refuse_other_beginning`."""
+    contexts: dict[int, StepContext] = field(default_factory=dict)
+    """By step, for steps whose statistics are not read yet: the settings it was made with."""
+
+    @property
+    def position(self) -> int:
+        """How far this worker is: (step, stage) as one number. A larger one is further."""
+        return self.step * len(Stage) + self.stage
+
+    def once(self, stage: Stage, act: Callable[[], object]) -> None:
+        """Calls `act`, then marks `stage` as done. Does nothing if it is done already. If `act` raises, it is not done.
+
+        After a worker is lost, all continue from the state of the most advanced one: what it has done is not repeated.
+        """
+        if self.stage <= stage:
+            act()
+            self.stage = stage + 1
+
+    def next_step(self) -> None:
+        """All stages are done: moves on to the next step."""
+        self.step, self.stage = self.step + 1, Stage.BOUNDARY
+
+    def exit_reason(self, settings: Settings) -> str | None:
+        """Why training is over, or None."""
+        if self.stop:
+            return STOP_REASONS[self.stop]
+        target = settings.target_accuracy
+        if target is not None and self.accuracy is not None and self.accuracy >= target:
+            return "target_accuracy"
+        if settings.steps is not None and self.step >= settings.steps:
+            return "steps"
+        if settings.epochs is not None and self.epoch >= settings.epochs:
+            return "epochs"
+        return None
+
+    def planned_steps(self, settings: Settings, length: int | None) -> int:
+        """Steps of this training, those done included, if the batch size stays. length: samples of an epoch, if known.
+
+        Raises TypeError if it is unknown.
+        """
+        limit = math.inf if settings.steps is None else settings.steps
+        if settings.epochs is not None and length is not None:
+            left = -(-(length - self.cursor) // self.batch_size)
+            left += max(0, settings.epochs - self.epoch - 1) * -(-length // self.batch_size)
+            limit = min(limit, self.step + (left if self.epoch < settings.epochs else 0))
+        if limit == math.inf:
+            raise TypeError("this training has no length: its data tell none, and steps= is not given")
+        return int(limit)
+
+    def take_evaluation(self, accuracy: float | None, loss: float, metrics: dict[str, float], steps: int) -> bool:
+        """Keeps the result of the evaluation after `steps` steps. Returns whether it is the best one so far.
+
+        By accuracy where it is known, else by loss.
+        """
+        self.accuracy, self.eval_loss, self.eval_metrics, self.evaluated = accuracy, loss, metrics, steps
+        score = -loss if accuracy is None else accuracy
+        best = math.isfinite(score) and (self.best is None or score > self.best)
+        if best:
+            self.best = score
+        return best
+
+    def refuse_other_beginning(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError where a training with other arguments made `saved` (from `state_dict`), to go on from it.
+
+        Learning rates are meant for the first batch size. Within an epoch the order of the samples counts as well:
+        with another one, some of them would be used twice and others not at all.
+        """
+        theirs = saved.get("began_with", {})
+        within_epoch = saved["cursor"] not in (0, theirs.get("dataset size"))
+        for name, value in theirs.items():
+            if value != self.began_with[name] and (within_epoch or name not in ("seed", "dataset size")):
+                raise ValueError(
+                    f"another training's state: it has {name}={value}, not {self.began_with[name]}: must be the same"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields, as plain values."""
+        return asdict(self) | {"stage": int(self.stage)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets all fields, in place."""
+        contexts = {step: StepContext(**context) for step, context in state["contexts"].items()}
+        vars(self).update(vars(Progress(**{**state, "contexts": contexts})))
