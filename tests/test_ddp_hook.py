@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import json
 import math
 import warnings
@@ -350,6 +352,24 @@ def test_torch_autograd_grad_is_no_micro_batch(plain: Plain) -> None:
     assert monitor.stats.grad_variance is not None
 
 
+def check_copies(net: nn.Module, monitor: Monitor) -> None:
+    """Copies of the model, for a moving average or in a file, work and are not monitored."""
+    stored = io.BytesIO()
+    torch.save(net, stored)
+    stored.seek(0)
+    for copied in (copy.deepcopy(net), torch.load(stored, weights_only=False)):
+        for x, y in batches(2):
+            F.mse_loss(copied(x), y).backward()
+        torch.optim.SGD(copied.parameters(), lr=0.1).step()
+    assert monitor.stats is not None and (monitor.stats.step, monitor.micro_batches) == (0, 0)
+
+
+def test_copies_of_a_model_are_not_monitored(plain: Plain) -> None:
+    net, optimizer, monitor = plain
+    step(net, optimizer, 2)
+    check_copies(net, monitor)
+
+
 def test_a_model_that_is_dropped_is_freed() -> None:
     def train() -> weakref.ref[nn.Module]:
         net = nn.Linear(5, 2)
@@ -542,6 +562,10 @@ def wrong_uses() -> dict[str, Any]:
         model(x * (dist.get_rank() + 1)).sum().backward()
     assert monitor.stats is not None
     found["no no_sync"] = (monitor.stats.step, monitor.stats.grad_variance)
+    model = wrapped(nn.Linear(5, 2))
+    monitor = kf.ddp_hook(model)
+    model(x).sum().backward()
+    check_copies(model, monitor)
     # Two groups: the model's own counts.
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = wrapped(nn.Linear(5, 2), process_group=groups[dist.get_rank()])

@@ -35,6 +35,29 @@ def before_updates(params: Sequence[Parameter], act: Callable[[], None]) -> Any:
     return handle
 
 
+class OfOneModel:
+    """A hook of a module that stays behind where the module is copied or pickled: the copy is not monitored."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self._act = act
+        self.__name__, self.__qualname__ = act.__name__, act.__qualname__  # DDP asks for them
+
+    # torch wants this name in DDP's communication hooks, and refuses annotations that are strings.
+    def __call__(self, first, bucket):  # type: ignore[no-untyped-def]
+        return self._act(first, bucket)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _does_nothing
+
+
+def _does_nothing(*arguments: Any) -> None:
+    """In a copy, the place of a hook."""
+
+
 class BackwardWatch:
     """Hooks on the parameters. They see a backward's own gradient, before it is added to `.grad`.
 
@@ -81,7 +104,7 @@ class BackwardWatch:
         self._began = self._measures = self.kept = False
         self._norms, self._first, self._left = [], None, None
         self.step_ended()
-        self.handles = [model.register_forward_pre_hook(self._before_forward)]
+        self.handles = [model.register_forward_pre_hook(OfOneModel(self._before_forward))]
         self.handles += [param.register_hook(self._hook(param)) for param in self._params]  # type: ignore[no-untyped-call]
 
     def square(self) -> Tensor | float:

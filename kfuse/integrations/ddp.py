@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.backward import BackwardWatch
+from kfuse.integrations.backward import BackwardWatch, OfOneModel
 from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
 from kfuse.kernels import BLOCK
 
@@ -84,11 +84,11 @@ class _Hook:
         self._places, self._norms, self._means = {}, [], []
         self._syncs = self._of_buckets = self._reduced = False
         try:
-            ddp.register_comm_hook(None, self._reduce)
+            ddp.register_comm_hook(None, OfOneModel(self._reduce))
         except RuntimeError as error:
             raise RuntimeError(f"kf.ddp_hook: DDP refuses a communication hook: {error}") from error
         self._watch = BackwardWatch(ddp, self._params, self.monitor, self._begins, self._ended)
-        ddp.register_forward_pre_hook(self._before_forward)
+        ddp.register_forward_pre_hook(OfOneModel(self._before_forward))
 
     def _before_forward(self, ddp: DistributedDataParallel, arguments: object) -> None:
         self._syncs = ddp.require_backward_grad_sync  # as DDP, which looks at it in forward
