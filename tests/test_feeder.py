@@ -399,6 +399,8 @@ SCRIPT = """
 import os, signal, sys, time, torch, numpy as np
 import kfuse as kf
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell runs in the background
+
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 10_000
     def __getitem__(self, i): return torch.zeros(2), 0

@@ -135,4 +135,7 @@ def test_the_command_line_shows_training_and_none_of_ray(cluster: Any, tmp_path:
         "workers",
         "params sha256",
         "exit reason",
+        "model",
+        "model safetensors",
+        "best model",
     ]

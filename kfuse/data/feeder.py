@@ -19,6 +19,7 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -30,6 +31,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -314,6 +316,7 @@ def _serve(
 ) -> None:
     """Fetches what is requested, in that order, until told to end. Sends each batch, or why there is none."""
     _die_with(parent)
+    sys.excepthook = _silent_without_parent
     gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
     for number_of_signal in _IGNORED:
         signal.signal(number_of_signal, signal.SIG_IGN)
@@ -383,6 +386,12 @@ def _die_with(parent: int) -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         os._exit(0)
+
+
+def _silent_without_parent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Of a thread of torch's that hands tensors over: a connection breaks as the training worker ends. No news."""
+    if not isinstance(error, ConnectionError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _failure(error: Exception, number: int) -> _Failure:
