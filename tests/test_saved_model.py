@@ -47,6 +47,14 @@ def plain(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
+def test_a_compiled_model_is_saved_under_its_own_names() -> None:
+    model = Tied()
+    weights = model_weights(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    assert list(weights) == list(model.state_dict())
+    Tied().load_state_dict(weights)
+
+
 def tied(folder: Path, **arguments: Any) -> Tied:
     """A model with shared weights, in the flat buffers of a fused optimizer, trained and saved there."""
     torch.manual_seed(0)

@@ -102,7 +102,9 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
 
     Raises TypeError for what torch.load(weights_only=True) would not read.
     """
-    state: dict[str, Any] = model.state_dict(keep_vars=True)  # so that a tied parameter is one object
+    inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps: its names without the wrapper's prefix
+    whole = inner if isinstance(inner, nn.Module) else model
+    state: dict[str, Any] = whole.state_dict(keep_vars=True)  # so that a tied parameter is one object
     copies: dict[int, Any] = {}
     for name, value in list(state.items()):  # all values are held, so that an id stays that of one object
         if id(value) not in copies:
