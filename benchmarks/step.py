@@ -115,7 +115,9 @@ def _worker(rank: int, settings: Settings, schedule: Schedule, port: int, messag
     rounds = [{name: _mean([m[i][name] for m in everyone]) for name in variants} for i in range(schedule.rounds)]
     say(("outcome", {"rounds": rounds, "loss_differences": differences, "parameters": parameters}))
     dist.barrier()
-    dist.destroy_process_group()
+    messages.close()
+    messages.join_thread()
+    os._exit(0)  # the destructors of torch's DDP and gloo have been seen to hang, and to abort the process
 
 
 def _check(variants: dict[str, Variant]) -> dict[str, float]:
