@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap
 import kfuse as kf
 from kfuse.config import instantiate
 from kfuse.config.check import validate
+from kfuse.config.schema import LOADING
 from kfuse.data import DataSplit
 from kfuse.models import GPT
 
@@ -106,7 +107,7 @@ def configured_gpt(*overrides: str) -> tuple[GPT, DataSplit]:
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", [*text, *overrides])
     validate(cfg)
-    split = instantiate.build({name: value for name, value in cfg.data.items() if name not in ("workers", "prefetch")})
+    split = instantiate.build({name: value for name, value in cfg.data.items() if name not in LOADING})
     torch.manual_seed(cfg.seed)
     node, _ = instantiate.initial_weights(cfg.model)
     return instantiate.build(node, **split.spec), split

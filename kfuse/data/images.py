@@ -7,6 +7,7 @@ import io
 import math
 import os
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,7 +72,7 @@ def _digits() -> np.ndarray:
     return np.column_stack([bunch.data, bunch.target])
 
 
-class Images:
+class Images(ABC):
     """Labelled images, uint8 until they are fetched. A subclass reads the pixels."""
 
     def __init__(self, labels: Tensor, pixels: tuple[Sequence[float], Sequence[float]], augment: bool) -> None:
@@ -91,9 +92,9 @@ class Images:
         images = self.pixels(indices, generator if self.augment else None)
         return (images.float() / 255.0 - self.mean) / self.std, self.labels[torch.as_tensor(indices, dtype=torch.int64)]
 
+    @abstractmethod
     def pixels(self, indices: np.ndarray, generator: torch.Generator | None) -> Tensor:
         """Returns images uint8 `[B, 3, H, W]`, contiguous, augmented if there is a generator."""
-        raise NotImplementedError
 
 
 class Cifar10(Images):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ def place(number: int, shards: int, block: int = BLOCK) -> tuple[int, int]:
     return shard, round_ * block + offset
 
 
-class Stream:
+class Stream(ABC):
     """Samples by their number, collated into batches. It has no length: training on it has no epochs."""
 
     warning: str | None = None
@@ -89,11 +90,11 @@ class Stream:
         samples = [self.sample(number, before_sample) for number in indices.tolist()]
         return collate(samples, self.collate_fn, self.dataset)
 
+    @abstractmethod
     def sample(self, number: int, before_sample: BeforeSample) -> Any:
         """Returns the sample of this number."""
-        raise NotImplementedError
 
-    def check_workers(self, num_workers: int) -> None:
+    def check_workers(self, num_workers: int) -> None:  # noqa: B027 (a stream that can seek is read in any process)
         """Raises DataError where so many loader processes cannot read it."""
 
 

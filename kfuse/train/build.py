@@ -12,6 +12,7 @@ from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel, load_weights
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
+from kfuse.config.schema import LOADING
 from kfuse.data import DataSplit
 from kfuse.data.fetching import Loading
 from kfuse.data.given import heldout_data, training_data
@@ -50,7 +51,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     """
     torch.manual_seed(config["seed"])
     data = dict(config["data"])
-    loading = Loading(data.pop("workers"), data.pop("prefetch"))
+    loading = Loading(**{name: data.pop(name) for name in LOADING})
     split: DataSplit = instantiate.build(data)
     node, weights = instantiate.initial_weights(config["model"])
     model: torch.nn.Module = instantiate.build(node, **split.spec)
