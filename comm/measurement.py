@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import StepState
 from kfuse.comm.tail import LOSS, SAMPLES, SUM_SQUARES, Tail
@@ -114,37 +114,23 @@ class Stopwatch:
     """Seconds a micro-batch of the step before this one; 0.0 where none was run, or the device had not finished it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = (
-            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            if device.type == "cuda"
-            else None
-        )
-        self._began = self._seconds = 0.0
+        self._began, self._ended = (devices.of(device).event(timing=True) for _ in range(2))
         self._micro_batches = 0
 
     def start(self) -> None:
         """At the first micro-batch's forward."""
         self.seconds_before = self._seconds_each()
-        if self._events is not None:
-            self._events[0].record()
-        self._began = time.perf_counter()
+        self._began.record()
 
     def stop(self, micro_batches: int) -> None:
         """At the end of the last one's backward; `micro_batches`: how many there were."""
-        if self._events is not None:
-            self._events[1].record()
-        self._seconds = time.perf_counter() - self._began
+        self._ended.record()
         self._micro_batches = micro_batches
 
     def _seconds_each(self) -> float:
-        if not self._micro_batches:
+        if not self._micro_batches or not self._ended.query():
             return 0.0
-        seconds = self._seconds
-        if self._events is not None:
-            if not self._events[1].query():  # type: ignore[no-untyped-call]
-                return 0.0
-            seconds = self._events[0].elapsed_time(self._events[1]) / 1000
-        return seconds / self._micro_batches
+        return self._began.elapsed_time(self._ended) / 1000 / self._micro_batches
 
     def forget(self) -> None:
         """The last step had no micro-batch for this worker."""

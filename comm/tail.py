@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kfuse.comm import devices
+
 SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
 SAMPLES = 1  # sum of b_j
 LOSS = 2  # sum of b_j times the micro-batch's mean loss; NaN where a loss was not given
@@ -114,8 +116,10 @@ class Tail:
         if loss is not None:
             weighted[slots + LOSS] = loss
         digests = {} if digest is None else {own + 1 + k: part for k, part in enumerate(digest_slots(digest))}
-        if place.is_cuda:
-            tail = torch.tensor(values, dtype=torch.float32).pin_memory().to(place.device, non_blocking=True)
+        if (device := devices.of(place.device)).asynchronous:
+            host_values = device.pinned((self.numel,), torch.float32)
+            host_values.copy_(torch.tensor(values, dtype=torch.float32))
+            tail = host_values.to(place.device, non_blocking=True)
             for index, scalar in weighted.items():
                 tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
             for index, part in digests.items():
@@ -138,7 +142,7 @@ class Tail:
         rank alone wrote, then the sums of a step function's figures.
         """
         slots, of_ranks = self._slots, self._of_ranks
-        if tail.is_cuda:
+        if devices.of(tail.device).asynchronous:
             return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
         host = tail.numpy()
         return torch.from_numpy(np.concatenate([host[slots:of_ranks], totals.numpy(), host[of_ranks:]]))

@@ -20,7 +20,8 @@ import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.group import Group
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.transports.tree import TREES, levels, parents
+from kfuse.comm.transports import TREES
+from kfuse.comm.transports.tree import levels, parents
 from kfuse.session import current
 
 TENSORS = [[(1,)], [(5,), (3, 50), (64,)], [(0,), (4097,), (2, 2, 2), (300, 41)]]

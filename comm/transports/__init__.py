@@ -10,11 +10,10 @@ from torch import Tensor
 
 from kfuse.comm.group import Group
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.transports.all_to_all import AllToAll
-from kfuse.comm.transports.allreduce import AllReduce
-from kfuse.comm.transports.tree import TREES, Tree
 
 NAMES = ("allreduce", "all_to_all", "tree")
+TREES = ("binary", "star", "host")
+"""The shapes that the transport `tree` takes."""
 
 
 class Transport(Protocol):
@@ -70,15 +69,18 @@ def make(name: str, group: Group, tree: str = TREES[0]) -> Transport:
 
     A class of the user's own is called with the group. Raises ImportError or AttributeError where there is none.
     """
-    match name:
+    match name:  # imported when used: `import kfuse` is quick
         case "allreduce":
+            from kfuse.comm.transports.allreduce import AllReduce
+
             return AllReduce(group)
         case "all_to_all":
+            from kfuse.comm.transports.all_to_all import AllToAll
+
             return AllToAll(group)
         case "tree":
+            from kfuse.comm.transports.tree import Tree
+
             return Tree(group, tree)
     made: Transport = pkgutil.resolve_name(name)(group)
     return made
-
-
-__all__ = ["NAMES", "TREES", "AllReduce", "AllToAll", "Transport", "Tree", "choose", "make"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
@@ -35,8 +35,8 @@ class AllToAll:
         self._group = group
         self._rows: dict[int, Tensor] = {}  # receive buffers
         self._messages: dict[int, _Message] = {}
-        on_gpu = group.device.type == "cuda"
-        self._stream = torch.cuda.Stream(group.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._device = devices.of(group.device)
+        self._stream = self._device.new_stream()
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Contributions arrive in rounds, one piece of each worker a round; `merges` counts them worker by worker."""
@@ -86,13 +86,12 @@ class AllToAll:
             self._share(key, message)
         assert message.shared is not None
         message.shared.wait()
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self._device.current_stream().wait_stream(self._stream)
         del self._messages[key]
 
     def _share(self, key: int, message: _Message) -> None:
-        """Adds up this rank's shard and starts sharing it, on a stream of its own where there is one."""
-        with torch.cuda.stream(self._stream):
+        """Adds up this rank's shard and starts sharing it, on a stream of its own."""
+        with self._device.on(self._stream):
             for exchange in message.exchanges:
                 exchange.wait()
             flat, shard = message.slots[0], message.shards[self._group.rank]

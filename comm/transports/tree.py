@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
-
-TREES = ("binary", "star", "host")
+from kfuse.comm.transports import TREES
 
 
 def parents(shape: str, hosts: Sequence[str]) -> list[int]:

@@ -39,6 +39,8 @@ import torch.multiprocessing  # for tensors in messages
 from torch import Tensor
 from torch.utils.data._utils import worker as torch_worker
 
+from kfuse.comm import devices
+from kfuse.comm.devices import Device, Event
 from kfuse.data.batch import map_leaves, tensors
 from kfuse.data.dataset import Dataset
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan, Watch
@@ -102,11 +104,12 @@ class Feeder(Fetcher):
     """The tasks after those of `_order`."""
     _order: deque[Task]
     """The next tasks, as they will be asked for. Each is ready, or requested from a loader process."""
-    _ready: dict[Task, tuple[Any, tuple[Any, torch.cuda.Event] | None]]
+    _ready: dict[Task, tuple[Any, tuple[Any, Event] | None]]
     """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
-    _copy: tuple[Any, torch.cuda.Event] | None
+    _copy: tuple[Any, Event] | None
     """The copy of the batch that was fetched last."""
-    _side_stream: torch.cuda.Stream | None
+    _device: Device
+    _side_stream: devices.Stream | None
     """Where batches are copied to the device; None: on the CPU, and without pinned memory."""
     _requests: int
     """Requests made so far; the newest one's number."""
@@ -129,8 +132,9 @@ class Feeder(Fetcher):
         super().__init__(data, sampler)
         self._loading, self._on_loss, self._watch = loading, on_loss, watch
         self._side_stream = None
-        if device.type == "cuda" and loading.pin_memory:
-            self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = devices.of(device)
+        if self._device.asynchronous and loading.pin_memory:
+            self._side_stream = self._device.new_stream()
         self._loaders, self._plan, self._coming = [], None, iter(())
         self._order, self._ready, self._copy = deque(), {}, None
         self._requests = self._lost = 0
@@ -289,23 +293,27 @@ class Feeder(Fetcher):
         if self._copy is None:
             return super().to_device(batch, device)
         copied, event = self._copy
-        stream = torch.cuda.current_stream(device)
-        stream.wait_event(event)
-        for tensor in tensors(copied):
-            tensor.record_stream(stream)
+        event.wait()
+        self._device.keep(list(tensors(copied)), self._device.current_stream())
         return super().to_device(copied, device)  # what is no tensor, and moves by itself
 
-    def _start_copy(self, batch: Any) -> tuple[Any, torch.cuda.Event] | None:
+    def _start_copy(self, batch: Any) -> tuple[Any, Event] | None:
         """Begins to copy a batch to the device, beside what the device does meanwhile: (copy, event after it)."""
         stream = self._side_stream
         if stream is None or isinstance(batch, _Failure):
             return None
 
         def copy(leaf: Any) -> Any:
-            return leaf.pin_memory().to(stream.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            pinned = self._device.pinned(leaf.shape, leaf.dtype).copy_(leaf)
+            return pinned.to(self._device.name, non_blocking=True)
 
-        with torch.cuda.stream(stream):
-            return map_leaves(copy, batch), stream.record_event()
+        event = self._device.event()
+        with self._device.on(stream):
+            copied = map_leaves(copy, batch)
+            event.record()
+        return copied, event
 
 
 # -- the loader process's side ----------------------------------------------------------------------------------------

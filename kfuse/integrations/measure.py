@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfuse.comm import tail
+from kfuse.comm import devices, tail
 from kfuse.integrations import log
 from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
@@ -286,7 +286,7 @@ class Monitor:
         self._statistics.keep_unread = bool(log.targets())
         self._statistics.push(self._steps, "micro-batches" if self._samples is None else "samples", record)
         self._steps += 1
-        self._send(lag=1 if self.device.type == "cuda" else 0)
+        self._send(lag=int(devices.of(self.device).asynchronous))
 
     def low_precision(self) -> None:
         """Gradients travel between workers in 16 bits: S has the rounding error of bf16."""

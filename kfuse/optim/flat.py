@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
+from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import Reduced
 from kfuse.kernels import PackTable
@@ -138,7 +139,7 @@ class FlatOptimizer(DistributedOptimizer):
 
         A CUDA device is not asked, since that would wait for it: a state of zeros gives the first update too.
         """
-        return found_inf is not None and found_inf.device.type != "cuda" and bool(found_inf.item())
+        return found_inf is not None and not devices.of(found_inf.device).asynchronous and bool(found_inf.item())
 
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
         self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)

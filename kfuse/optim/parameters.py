@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from kfuse.comm import devices
+
 
 class ParameterGroups(torch.optim.Optimizer):
     """Mix-in over a torch optimizer. A subclass multiplies each group's learning rate with `lr_factor` in an update."""
@@ -79,7 +81,8 @@ class ParameterGroups(torch.optim.Optimizer):
 
     def _base_rates(self) -> list[float]:
         rates = [group.get("lr", 0.0) for group in self.param_groups]
-        return [0.0 if isinstance(rate, Tensor) and rate.is_cuda else float(rate) for rate in rates]
+        unread = [isinstance(rate, Tensor) and devices.of(rate.device).asynchronous for rate in rates]
+        return [0.0 if skip else float(rate) for skip, rate in zip(unread, rates, strict=True)]
 
 
 def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from kfuse.comm import devices
 from kfuse.comm import tail as t
 from kfuse.comm.plan import Reduced
 from kfuse.statistics.step_stats import Statistics
@@ -67,7 +68,7 @@ def scaling(
         if clip_norm is not None and loss_scale.scale is not None:
             # The scaled norm overflowed where no gradient did: there is no coefficient to clip with.
             skip = torch.maximum(skip, (~torch.isfinite(squared_norm)).to(torch.float32))
-    elif skip_nonfinite and (record.device.type == "cuda" or not finite):
+    elif skip_nonfinite and (devices.of(record.device).asynchronous or not finite):
         skip = (~torch.as_tensor(finite)).to(torch.float32)
     factor = None if loss_scale is None or loss_scale.scale is None else 1.0 / loss_scale.scale.to(torch.float32)
     if clip_norm is not None:
@@ -89,7 +90,7 @@ def _squared_norm(reduced: Reduced, params: Sequence[Parameter]) -> tuple[Tensor
     gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
     """
     record = reduced.record
-    if record.device.type == "cuda":
+    if devices.of(record.device).asynchronous:
         return record[t.GRAD_SQ], torch.isfinite(record[t.SUM_SQUARES] + record[t.GRAD_SQ])
     values = record.numpy()
     if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfuse.comm import devices
 from kfuse.comm.plan import Reduced
 from kfuse.optim.base import DistributedOptimizer
 
@@ -49,7 +50,9 @@ class Optimizer(DistributedOptimizer):
         self.state = optimizer.state
         self._share()
         if skip_nonfinite is None:
-            skip_nonfinite = all(p.device.type != "cuda" for group in self.param_groups for p in group["params"])
+            skip_nonfinite = not any(
+                devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"]
+            )
         self._attach(clip_norm, skip_nonfinite)
 
     def _share(self) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfuse.comm import devices
 from kfuse.comm import tail as t
+from kfuse.comm.devices import Event
 from kfuse.comm.tail import Announcement
 from kfuse.statistics.figures import Measured
 from kfuse.statistics.noise_scale import NoiseScale, moments, rounding_error
@@ -47,7 +49,7 @@ class _InFlight:
     step: int
     unit: str
     host: Tensor
-    arrived: torch.cuda.Event | None
+    arrived: Event | None
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,10 @@ class Statistics:
         unit: "samples" or "micro-batches".
         """
         host, arrived = record, None
-        if record.device.type == "cuda":
-            host = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
+        if (device := devices.of(record.device)).asynchronous:
+            host = device.pinned(record.shape, record.dtype)
             host.copy_(record, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived = device.event()
             arrived.record()
         self._in_flight.append(_InFlight(step, unit, host, arrived))
         self._receive(1)  # the step before has arrived by now, or soon will have

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kfuse.comm import devices
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.tail import Announcement
@@ -169,20 +170,18 @@ class Step:
 def seed_forward(device: torch.device, key: int) -> None:
     """Seeds the global generators of torch (CPU and `device`), numpy and random: a forward draws from them."""
     seed_host(key)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(key)
+    devices.of(device).seed(key)
 
 
 @contextlib.contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
     """On exit, restores the state of the global generators of torch, numpy and random: they belong to the user."""
     cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_device = devices.of(device).random_state()
     try:
         yield
     finally:
         torch.set_rng_state(cpu)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+        devices.of(device).set_random_state(on_device)

@@ -1,0 +1,200 @@
+"""A worker's device: its streams, its events, pinned memory and random numbers. The only place that calls torch.cuda.
+
+On the CPU an operation is over when its call returns, so streams order nothing there and every event has happened.
+On a GPU the host only enqueues work. Code that must wait for it, or order it, asks `of(device)`, and reads the same for
+both kinds of device; tests put a recorder in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in a stream's work: of torch.cuda.Event's methods, those that are used."""
+
+    def record(self, stream: Any = None) -> None:
+        """Puts the event behind the work enqueued so far on `stream` (None: the current stream)."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Later work on `stream` (None: the current stream) begins after the event. The host does not wait."""
+
+    def query(self) -> bool:
+        """Whether the event has happened. The host does not wait."""
+
+    def synchronize(self) -> None:
+        """The host waits for the event."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to `end`, both made with `timing` and both past."""
+
+
+class Stream(Protocol):
+    """A queue of work on the device: of torch.cuda.Stream's methods, those that are used."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Later work on this stream begins after what is enqueued on `stream` so far. The host does not wait."""
+
+
+class Device:
+    """The CPU."""
+
+    name: torch.device
+    asynchronous = False
+    """Work may be under way when the call that started it has returned."""
+
+    def __init__(self, name: torch.device) -> None:
+        self.name = name
+
+    def make_current(self) -> None:
+        """From now on this thread's kernels, streams and events are this device's, unless told otherwise."""
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        """A stream of its own. priority: a lower number goes first where the GPU has a choice; 0 is the default."""
+        return _HostStream()
+
+    def current_stream(self) -> Stream:
+        """The stream that this thread's work is enqueued on."""
+        return _HostStream()
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Context: this thread's work is enqueued on `stream`."""
+        return contextlib.nullcontext()
+
+    def event(self, timing: bool = False) -> Event:
+        """An event that is yet to be recorded. timing: it can tell the time to another one."""
+        return _HostEvent()
+
+    def keep(self, tensors: Sequence[Tensor], stream: Stream) -> None:
+        """`stream` uses these tensors, which another stream's memory holds: once they are dropped, their memory is not
+        used again before the work that `stream` has by then is over (torch.Tensor.record_stream).
+        """
+
+    def synchronize(self) -> None:
+        """The host waits for all work on the device."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory of the host, from and to which the device copies while the host goes on."""
+        return torch.empty(*shape, dtype=dtype)
+
+    def seed(self, key: int) -> None:
+        """Seeds the device's random numbers; those of the CPU are not this method's."""
+
+    def random_state(self) -> Tensor | None:
+        """The state of the device's random numbers; None on the CPU, whose state torch.get_rng_state has."""
+        return None
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        """Takes back what `random_state` returned."""
+
+
+class CudaDevice(Device):
+    """One GPU, by its index: nothing here depends on which device is current."""
+
+    asynchronous = True
+
+    def make_current(self) -> None:
+        torch.cuda.set_device(self.name)
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        return torch.cuda.Stream(self.name, priority)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> Stream:
+        return torch.cuda.current_stream(self.name)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        assert isinstance(stream, torch.cuda.Stream)
+        return torch.cuda.stream(stream)
+
+    def event(self, timing: bool = False) -> Event:
+        return _CudaEvent(self.name, timing)
+
+    def keep(self, tensors: Sequence[Tensor], stream: Stream) -> None:
+        assert isinstance(stream, torch.cuda.Stream)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.name)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+
+    def seed(self, key: int) -> None:
+        with torch.cuda.device(self.name):
+            torch.cuda.manual_seed(key)
+
+    def random_state(self) -> Tensor | None:
+        return torch.cuda.get_rng_state(self.name)
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        assert state is not None
+        torch.cuda.set_rng_state(state, self.name)
+
+
+@cache
+def of(name: torch.device) -> Device:
+    """The device of this name. A GPU without an index is the one that is current at the first call."""
+    if name.type != "cuda":
+        return Device(name)
+    return CudaDevice(name if name.index is not None else torch.device("cuda", torch.cuda.current_device()))
+
+
+class _HostStream:
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+class _HostEvent:
+    """Happens as it is recorded."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._at = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        return 1000 * (end._at - self._at)
+
+
+class _CudaEvent:
+    """Recorded on its own device's current stream, whichever device is current."""
+
+    def __init__(self, device: torch.device, timing: bool) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+
+    def record(self, stream: Any = None) -> None:
+        self._event.record(stream or torch.cuda.current_stream(self._device))
+
+    def wait(self, stream: Any = None) -> None:
+        self._event.wait(stream or torch.cuda.current_stream(self._device))
+
+    def query(self) -> bool:
+        happened: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return happened
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def elapsed_time(self, end: _CudaEvent) -> float:
+        milliseconds: float = self._event.elapsed_time(end._event)
+        return milliseconds
