@@ -227,7 +227,8 @@ def _reduction(answers: Sequence[tuple[Any, str | None]], gpus: int) -> Line:
         remedy += "; NCCL_DEBUG=INFO shows more." if gpus > 1 else "."
         return Line("reduction", "fail", "; ".join(wrong), remedy)
     found = [answer for answer, _ in answers]
-    backend, unsteady = found[0]["backend"], []
+    backend: str = found[0]["backend"]
+    unsteady: list[str] = []
     for cases in zip(*(answer["cases"] for answer in found), strict=True):
         name = cases[0]["name"]
         wrong += [f"{name}: {case['wrong']}" for case in cases[:1] if case["wrong"] is not None]

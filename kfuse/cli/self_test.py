@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +40,10 @@ def main() -> int:
     what, arguments = sys.argv[1], json.loads(sys.argv[2])
     if os.getcwd() not in sys.path:  # of a transport of the user's own
         sys.path.append(os.getcwd())
-    part: Callable[..., Any] = {"devices": devices, "reduction": reduction, "kernels": kernels}[what]
+    parts: dict[str, Callable[..., Any]] = {"devices": devices, "reduction": reduction, "kernels": kernels}
     try:
         _say(at="importing torch")
-        _say(found=part(**arguments))
+        _say(found=parts[what](**arguments))
     except Exception as error:
         text = str(error).strip() or type(error).__name__
         _say(problem=text.splitlines()[0])
@@ -102,7 +102,8 @@ def _start_nccl() -> str:
     torch.cuda.set_device(device)
     _say(at="starting NCCL on GPU 0")
     wait = timedelta(seconds=20)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=wait, device_id=device)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=wait, device_id=device)
     dist.all_reduce(torch.ones(1, device=device))
     torch.cuda.synchronize(device)
     dist.destroy_process_group()
@@ -329,8 +330,10 @@ def _adamw(device: torch.device) -> str | None:
 
     options, step = AdamOptions(1e-2, 0.9, 0.99, 1e-6, 0.1), torch.tensor(3.0)
     theirs, ours = _states(device, 4)
-    adamw(*ours, options, step=step.to(device))
-    adamw_by_torch(AdamWArguments(*theirs, options, step=step))
+    p, g, m, v = ours
+    adamw(p, g, m, v, options, step=step.to(device))
+    p, g, m, v = theirs
+    adamw_by_torch(AdamWArguments(p, g, m, v, options, step=step))
     return _near("the parameter", ours[0], theirs[0]) or _near("exp_avg_sq", ours[3], theirs[3])
 
 
@@ -340,8 +343,10 @@ def _sgd(device: torch.device) -> str | None:
 
     options = SGDOptions(0.1, momentum=0.9, weight_decay=0.01)
     theirs, ours = _states(device, 3)
-    sgd(*ours, options, first_step=False)
-    sgd_by_torch(SGDArguments(*theirs, options, first_step=False))
+    p, g, buffer = ours
+    sgd(p, g, buffer, options, first_step=False)
+    p, g, buffer = theirs
+    sgd_by_torch(SGDArguments(p, g, buffer, options, first_step=False))
     return _near("the parameter", ours[0], theirs[0]) or _near("the momentum", ours[2], theirs[2])
 
 
@@ -354,8 +359,10 @@ def _lamb(device: torch.device) -> str | None:
     options, step = AdamOptions(1e-2, 0.9, 0.99, 1e-6, 0.1), torch.tensor(3.0)
     table, on_cpu = (PackTable.build(_NUMELS, _OFFSETS, each) for each in (device, torch.device("cpu")))
     theirs, ours = _states(device, 4)
-    lamb(*ours, table, options, step=step.to(device))
-    lamb_by_torch(LAMBArguments(*theirs, on_cpu, options, step=step))
+    p, g, m, v = ours
+    lamb(p, g, m, v, table, options, step=step.to(device))
+    p, g, m, v = theirs
+    lamb_by_torch(LAMBArguments(p, g, m, v, on_cpu, options, step=step))
     return _near("the parameter", ours[0], theirs[0]) or _near("exp_avg", ours[2], theirs[2])
 
 
@@ -381,11 +388,6 @@ def _norm(device: torch.device) -> str | None:
         assert ours is not None and his is not None
         wrong = wrong or _near(name, ours, his, 1e-4)
     return wrong
-
-
-def as_arguments(options: CommOptions) -> dict[str, Any]:
-    """`options` as plain values, for the command line of `reduction`."""
-    return asdict(options)
 
 
 if __name__ == "__main__":
