@@ -84,7 +84,7 @@ class KfuseTogether(Kfuse):
 
     def __init__(self, device: torch.device, options: kf.CommOptions) -> None:
         session = new_session(options, TIMEOUT_S, alone=self.alone)
-        if session.group.device.type != device.type:
+        if session.group.device != device:
             raise RuntimeError(f"kfuse has chosen {session.group.device}, not {device}")
         super().__init__(device)
         self.pool = self.pool.roll(dist.get_rank(), 0)
@@ -127,7 +127,7 @@ def main() -> int:
     patience = 1 if options.device == "cuda" else 3
     try:
         with Ranks(count, options.device, measure, options.rounds) as ranks:
-            answers = ranks.next(42.0 * patience)
+            answers = ranks.next(85.0 * patience)
     except RuntimeError as error:
         print(error)
         return 1

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_elastic.py --device cuda --json elastic.json
 
-Every job trains the same 400 steps with reproducible sums. What must happen is read off the supervisor's events.
+Every job trains the same 200 steps with reproducible sums. What must happen is read off the supervisor's events.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from gpu_workers import nccl, place, scratch, supervise
 from machine import machine, versions
 
 import kfuse as kf
-from kfuse import session as kfuse_session
 from kfuse.comm.group import Group
+from kfuse.elastic import rendezvous
 from kfuse.elastic.supervisor import Elasticity
 
 GROW_AT, KILL_AT = 5, 20
@@ -108,23 +108,23 @@ def _run(device: str, limit_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def work(device: str, what: str, killed: str) -> None:
-    """A worker's training script: 400 steps, in which it grows, or dies, or neither."""
-    place(device, int(os.environ["LOCAL_RANK"]), 2)
+    """A worker's training script: 200 steps, in which it grows, or dies, or neither."""
+    expected = place(device, int(os.environ["LOCAL_RANK"]), 2)
     if what == "init" and int(os.environ["KFUSE_WORKER"]) > 0:
         _die_while_a_group_forms(INIT_KILL_S[device])
     session = kf.init(kf.CommOptions(reproducible=True), timeout_s=10)
-    if session.group.device.type != device:
-        raise RuntimeError(f"kfuse has chosen {session.group.device}, not {device}")
+    if session.group.device != expected:
+        raise RuntimeError(f"kfuse has chosen {session.group.device}, not {expected}")
     model = problem(session.group.device)
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
     asked = False
-    loader = kf.DataLoader(samples(960, seed=1), model, opt, batch_size=48, micro_batch=8, epochs=20)
+    loader = kf.DataLoader(samples(960, seed=1), model, opt, batch_size=48, micro_batch=8, epochs=10)
     for index, step in enumerate(loader):
         if what in ("grow", "init") and index >= GROW_AT and kf.size() == 1 and not Path(killed).exists():
             if not asked:
                 kf.resize(2)
                 asked = True
-            time.sleep(0.05)  # leaves the new worker time to start before the run is over
+            time.sleep(0.1)  # leaves the new worker time to start before the run is over
         dies = index == KILL_AT and kf.rank() == 1 and not Path(killed).exists()
         if what == "share" and dies:
             _die_in_share(killed)
@@ -156,17 +156,16 @@ def _die_in_share(killed: str) -> None:
 
 
 def _die_while_a_group_forms(after_s: float) -> None:
-    """The first group of this process: kills it so long after it has begun to form."""
-    original = kfuse_session.form_group
+    """Kills this process so long after it has begun to connect to the others, which are connecting then too."""
+    original, killed = rendezvous.Group, sys.argv[-1]
 
-    def form_group(*arguments: Any, **more: Any) -> Any:
-        killed = sys.argv[-1]
+    def group(*arguments: Any, **more: Any) -> Group:
         if after_s == 0.0:
             _die(killed)
         threading.Timer(after_s, _die, (killed,)).start()
         return original(*arguments, **more)
 
-    kfuse_session.form_group = form_group
+    rendezvous.Group = group  # type: ignore[assignment,misc]
 
 
 if __name__ == "__main__":

@@ -94,14 +94,12 @@ def _compare(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any
 
 def train(device: torch.device, cases: list[Case], timeout_s: float, answer: Callable[[Any], None]) -> None:
     """One rank: each case with the other rank, and alone."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     for schedule, reproducible, dtype in cases:
         options = kf.CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, bucket_mb=0.25)
         found = {}
         for name in ("alone", "together"):
             session = new_session(options, timeout_s, alone=name == "alone")
-            if session.group.device.type != device.type:
+            if session.group.device != device:
                 raise RuntimeError(f"kfuse has chosen {session.group.device}, not {device}")
             found[name] = _train(session)
         answer(found)

@@ -138,10 +138,10 @@ def _growth(device: str, count: int, limit_s: float) -> dict[str, Any]:
 
 def work(name: str, count: int, log: Path) -> None:
     """A worker's training script. It appends to `log` a line with its median step and its peak memory."""
-    place(name, int(os.environ["LOCAL_RANK"]), 2)
+    expected = place(name, int(os.environ["LOCAL_RANK"]), 2)
     device = kf.init(timeout_s=30).group.device
-    if device.type != name:
-        raise RuntimeError(f"kfuse has chosen {device}, not {name}")
+    if device != expected:
+        raise RuntimeError(f"kfuse has chosen {device}, not {expected}")
     model = Numbers(count, device)
     ends: list[float] = []
     together = 0

@@ -100,22 +100,28 @@ class Ranks:
         """The next answer of each rank. Raises RuntimeError when one fails or ends, or after `limit_s`."""
         deadline = time.monotonic() + limit_s
         count = len(self._processes)
+        # A rank may be ahead: what it answered, or failed at, since then is the next call's.
         while not all(self._waiting[rank] for rank in range(count)):
+            for rank, answers in self._waiting.items():
+                if answers and answers[0][0] == "error":
+                    raise RuntimeError(f"rank {rank} of {count}: {answers[0][1]}")
             try:
                 rank, kind, value = self._answers.get(timeout=0.2)
-            except queue.Empty:
-                late = [rank for rank in range(count) if not self._waiting[rank]]
-                ended = [(rank, self._processes[rank].exitcode) for rank in late]
-                for rank, code in ended:
-                    if code is not None:
-                        raise RuntimeError(f"rank {rank} of {count} ended with exit code {code}") from None
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"no answer of rank {late[0]} of {count} within {limit_s:.0f} s") from None
+                self._waiting[rank].append((kind, value))
                 continue
+            except queue.Empty:
+                pass
+            late = [rank for rank in range(count) if not self._waiting[rank]]
+            for rank in late:
+                if self._processes[rank].exitcode is not None:
+                    raise RuntimeError(f"rank {rank} of {count} ended with exit code {self._processes[rank].exitcode}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no answer of rank {late[0]} of {count} within {limit_s:.0f} s")
+        heads = [self._waiting[rank].popleft() for rank in range(count)]
+        for rank, (kind, value) in enumerate(heads):
             if kind == "error":
                 raise RuntimeError(f"rank {rank} of {count}: {value}")
-            self._waiting[rank].append(value)
-        return [self._waiting[rank].popleft() for rank in range(count)]
+        return [value for _, value in heads]
 
 
 def _rank(
