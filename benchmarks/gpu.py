@@ -149,7 +149,7 @@ def parts(device: str, gpus: int, folder: Path, unable: str | None) -> list[Part
     part("kernels beside their peers", 85, "kernels.py", "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s)
     part("a training step", 50, "step_gpu.py")
     part("two workers, every transport", 60, "gpu_ranks.py")
-    part("communication beside DDP", 90, "gpu_ddp.py", absent=one_gpu)
+    part("communication beside DDP", 95, "gpu_ddp.py", absent=one_gpu)
     part("growth, and workers killed", 75, "gpu_elastic.py")
     part("a large state", 60, "gpu_state.py")
     return found

@@ -100,16 +100,26 @@ class KfuseAlone(KfuseTogether):
 
 
 Maker = Callable[[torch.device, kf.CommOptions], Variant]
-VARIANTS: dict[str, tuple[Maker, kf.CommOptions, str]] = {  # class, options, what it is compared with when alone
+VARIANTS: dict[str, tuple[Maker, kf.CommOptions, str]] = {  # class, options, the same without other workers
     "torch alone": (Alone, kf.CommOptions(), "torch alone"),
     "kfuse alone": (KfuseAlone, kf.CommOptions(), "kfuse alone"),
     "ddp": (DDP, kf.CommOptions(), "torch alone"),
     "ddp, bf16 messages": (DDPInBf16, kf.CommOptions(), "torch alone"),
     "kfuse": (KfuseTogether, kf.CommOptions(), "kfuse alone"),
     "kfuse, bf16 messages": (KfuseTogether, kf.CommOptions(dtype="bf16"), "kfuse alone"),
-    "kfuse, reproducible": (KfuseTogether, kf.CommOptions(reproducible=True), "kfuse alone"),
 }
-
+REPRODUCIBLE: dict[str, tuple[Maker, kf.CommOptions, str]] = {
+    "kfuse alone, reproducible": (KfuseAlone, kf.CommOptions(reproducible=True), "kfuse alone, reproducible"),
+    "kfuse, reproducible": (KfuseTogether, kf.CommOptions(reproducible=True), "kfuse alone, reproducible"),
+    "torch alone, deterministic": (Alone, kf.CommOptions(), "torch alone, deterministic"),
+    "ddp, deterministic": (DDP, kf.CommOptions(), "torch alone, deterministic"),
+}
+"""In processes of their own: comm.reproducible=true turns deterministic algorithms on for the whole process."""
+PAIRS = (
+    ("kfuse", "ddp"),
+    ("kfuse, bf16 messages", "ddp, bf16 messages"),
+    ("kfuse, reproducible", "ddp, deterministic"),
+)
 NEEDS_NCCL = ("ddp, bf16 messages",)  # torch's hook refuses gloo
 
 
@@ -125,36 +135,44 @@ def main() -> int:
         print("one GPU: two ranks would wait for each other's turn on it")
         return ABSENT
     patience = 1 if options.device == "cuda" else 3
-    try:
-        with Ranks(count, options.device, measure, options.rounds) as ranks:
-            answers = ranks.next(85.0 * patience)
-    except RuntimeError as error:
-        print(error)
+    answers: list[dict[str, Any]] = [{} for _ in range(count)]
+    failed = False
+    for group in (VARIANTS, REPRODUCIBLE):
+        try:
+            with Ranks(count, options.device, measure, list(group), options.rounds) as ranks:
+                for answer, found in zip(answers, ranks.next(45.0 * patience), strict=True):
+                    answer.update({what: answer.get(what, {}) | values for what, values in found.items()})
+        except RuntimeError as error:
+            print(error)
+            failed = True
+    if not answers[0]:
         return 1
-    return _report(answers, count, options)
+    _report(answers, count, options)
+    return int(failed)
 
 
-def measure(device: torch.device, rounds: int, answer: Callable[[Any], None]) -> None:
+def measure(device: torch.device, names: list[str], rounds: int, answer: Callable[[Any], None]) -> None:
     """One rank: checks, then times, then measures memory. Raises RuntimeError where losses differ."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    chosen = {name: made for name, made in VARIANTS.items() if device.type == "cuda" or name not in NEEDS_NCCL}
+    every = VARIANTS | REPRODUCIBLE
+    chosen = {name: every[name] for name in names if device.type == "cuda" or name not in NEEDS_NCCL}
     variants = {name: make(device, options) for name, (make, options, _) in chosen.items()}
     losses = _check(variants, device)
     order = random.Random(0)
     step_s: dict[str, list[float]] = {name: [] for name in variants}
     host_s: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        names = list(variants)
-        order.shuffle(names)
-        for name in names:
+        turns = list(variants)
+        order.shuffle(turns)
+        for name in turns:
             elapsed, host = _block(variants[name], device)
             step_s[name].append(elapsed)
             host_s[name].append(host)
-    parameters = sum(p.numel() for p in variants["ddp"].parameters)
+    parameters = {name: sum(p.numel() for p in variant.parameters) for name, variant in variants.items()}
     variants.clear()
     peaks = {name: _peak(make, options, device) for name, (make, options, _) in chosen.items()}
     answer({"losses": losses, "step_s": step_s, "host_s": host_s, "peak_bytes": peaks, "parameters": parameters})
@@ -167,13 +185,14 @@ def _check(variants: dict[str, Variant], device: torch.device) -> dict[str, list
         values = torch.stack([variant.step() for _ in range(CHECK_STEPS)]).float()
         dist.all_reduce(values)
         losses[name] = (values / dist.get_world_size()).tolist()
+    [base] = [name for name in losses if name in ("ddp", "ddp, deterministic")]
     for name, values in losses.items():
         allowed = ROUNDED if "bf16" in name else TOLERANCE
-        apart = max(abs(a - b) for a, b in zip(values, losses["ddp"], strict=True))
+        apart = max(abs(a - b) for a, b in zip(values, losses[base], strict=True))
         if "alone" not in name and not apart <= allowed:
             raise RuntimeError(f"{name} does not train what DDP trains: its losses differ by {apart:.1e}")
-    if not losses["ddp"][-1] < losses["ddp"][0]:
-        raise RuntimeError(f"the model does not learn: losses {losses['ddp']}")
+    if not losses[base][-1] < losses[base][0]:
+        raise RuntimeError(f"the model does not learn: losses {losses[base]}")
     return losses
 
 
@@ -211,19 +230,19 @@ def _peak(make: Maker, options: kf.CommOptions, device: torch.device) -> int | N
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _report(answers: list[dict[str, Any]], count: int, options: argparse.Namespace) -> int:
+def _report(answers: list[dict[str, Any]], count: int, options: argparse.Namespace) -> None:
     """Prints a line for each variant: medians over rounds, of the mean over ranks."""
 
     def mean(what: str, name: str) -> list[float]:
         return [sum(values) / count for values in zip(*(answer[what][name] for answer in answers), strict=True)]
 
-    parameters = answers[0]["parameters"]
+    parameters = next(iter(answers[0]["parameters"].values()))
     print(f"GPT of {parameters / 1e6:.1f} M parameters, {count} workers; medians of {options.rounds} rounds")
-    print(f"{'variant':<24} {'step ms':>9} {'exposed ms':>11} {'host ms':>9} {'peak GiB':>9}")
+    print(f"{'variant':<28} {'step ms':>9} {'exposed ms':>11} {'host ms':>9} {'peak GiB':>9}")
     steps = {name: mean("step_s", name) for name in answers[0]["step_s"]}
     results: dict[str, dict[str, Any]] = {}
     for name in steps:
-        alone = VARIANTS[name][2]
+        alone = (VARIANTS | REPRODUCIBLE)[name][2]
         exposed = median(a - b for a, b in zip(steps[name], steps[alone], strict=True))
         peak = max(answer["peak_bytes"][name] or 0 for answer in answers)
         found = {"step_ms": 1e3 * median(steps[name]), "exposed_ms": 1e3 * exposed if name != alone else None}
@@ -231,8 +250,9 @@ def _report(answers: list[dict[str, Any]], count: int, options: argparse.Namespa
         found["peak_gib"] = peak / 2**30 if options.device == "cuda" else None
         results[name] = found
         cells = [f"{found[key]:.2f}" if found[key] is not None else "-" for key in found]
-        print(f"{name:<24} {cells[0]:>9} {cells[1]:>11} {cells[2]:>9} {cells[3]:>9}")
-    ratio = median(a / b for a, b in zip(steps["kfuse"], steps["ddp"], strict=True))
+        print(f"{name:<28} {cells[0]:>9} {cells[1]:>11} {cells[2]:>9} {cells[3]:>9}")
+    pairs = [(a, b) for a, b in PAIRS if a in steps and b in steps]
+    ratios = {f"{a} / {b}": median(x / y for x, y in zip(steps[a], steps[b], strict=True)) for a, b in pairs}
     if options.json is not None:
         record = {
             "benchmark": "gpu_ddp",
@@ -242,13 +262,12 @@ def _report(answers: list[dict[str, Any]], count: int, options: argparse.Namespa
             "workers": count,
             "parameters": parameters,
             "results": results,
-            "kfuse / ddp": ratio,
+            "ratios": ratios,
             "step_ms_by_round": {name: [round(1e3 * s, 3) for s in values] for name, values in steps.items()},
             "losses": answers[0]["losses"],
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{count} workers: a step of kfuse takes {ratio:.3f} times DDP's")
-    return 0
+    print(f"{count} workers: " + ", ".join(f"{pair} {ratio:.3f}" for pair, ratio in ratios.items()))
 
 
 if __name__ == "__main__":

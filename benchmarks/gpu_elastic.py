@@ -26,7 +26,6 @@ from machine import machine, versions
 
 import kfuse as kf
 from kfuse.comm.group import Group
-from kfuse.elastic import rendezvous
 from kfuse.elastic.supervisor import Elasticity
 
 GROW_AT, KILL_AT = 5, 20
@@ -127,7 +126,7 @@ def work(device: str, what: str, killed: str) -> None:
             time.sleep(0.1)  # leaves the new worker time to start before the run is over
         dies = index == KILL_AT and kf.rank() == 1 and not Path(killed).exists()
         if what == "share" and dies:
-            _die_in_share(killed)
+            _die_in_share(type(session.group), killed)
         for x, y in step:
             step.loss = F.cross_entropy(model(x), y)
             if what == "backward" and dies:
@@ -142,9 +141,9 @@ def _die(killed: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_in_share(killed: str) -> None:
+def _die_in_share(kind: type[Group], killed: str) -> None:
     """From now on the second message that shares sums kills this process, with the first one under way."""
-    original, calls = Group.share, [0]
+    original, calls = kind.share, [0]
 
     def share(group: Group, *arguments: Any, **more: Any) -> Any:
         calls[0] += 1
@@ -152,20 +151,21 @@ def _die_in_share(killed: str) -> None:
             _die(killed)
         return original(group, *arguments, **more)
 
-    Group.share = share  # type: ignore[method-assign]
+    kind.share = share  # type: ignore[method-assign]
 
 
 def _die_while_a_group_forms(after_s: float) -> None:
     """Kills this process so long after it has begun to connect to the others, which are connecting then too."""
-    original, killed = rendezvous.Group, sys.argv[-1]
+    original, killed = Group.__init__, sys.argv[-1]
 
-    def group(*arguments: Any, **more: Any) -> Group:
-        if after_s == 0.0:
+    def begin(group: Group, rank: int = 0, size: int = 1, *arguments: Any, **more: Any) -> None:
+        if size > 1 and after_s == 0.0:
             _die(killed)
-        threading.Timer(after_s, _die, (killed,)).start()
-        return original(*arguments, **more)
+        elif size > 1:
+            threading.Timer(after_s, _die, (killed,)).start()
+        original(group, rank, size, *arguments, **more)
 
-    rendezvous.Group = group  # type: ignore[assignment,misc]
+    Group.__init__ = begin  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def place(device: str, rank: int, count: int) -> torch.device:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for reproducible sums, before the GPU is used
     if torch.cuda.device_count() >= count:
         os.environ["LOCAL_RANK"] = str(rank)
         return torch.device("cuda", rank)
@@ -164,6 +165,12 @@ class Recorder:
         self.lines.append(text)
 
 
+class _Launcher(LocalLauncher):
+    """Workers get their GPU from `place`: where they share one, a supervisor that counts GPUs would refuse the second."""
+
+    gpus = 0
+
+
 def supervise(script: str, arguments: Sequence[str], elasticity: Elasticity, limit_s: float, folder: str) -> Recorder:
     """Runs an elastic job whose workers run `script ARGUMENTS` to its end.
 
@@ -173,7 +180,7 @@ def supervise(script: str, arguments: Sequence[str], elasticity: Elasticity, lim
 
     async def run() -> None:
         command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-        launcher = LocalLauncher(command, parent_end_signal=signal.SIGKILL)
+        launcher = _Launcher(command, parent_end_signal=signal.SIGKILL)
         supervisor = Supervisor(launcher, {"run_dir": folder}, recorder, elasticity)
         await asyncio.wait_for(supervisor.run(), limit_s)
 

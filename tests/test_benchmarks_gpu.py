@@ -151,6 +151,7 @@ def test_workers_have_a_gpu_each_where_there_are_enough(
     monkeypatch.setattr(workers.torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(workers, "nccl", lambda: version)
     assert workers.place("cuda", 1, 2) == torch.device("cuda", 1 if gpus > 1 else 0)
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
     if gpus > 1:
         assert os.environ == {"LOCAL_RANK": "1"}, "NVLink, and NCCL as it comes"
     elif version >= (2, 30):
@@ -279,7 +280,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("gpu_check", ["--large", "--elements", "70037"], "5 of 5 checks passed"),
         ("step_gpu", ["--rounds", "3"], "times torch's without any"),
         ("gpu_ranks", [], "5 of 5 transports give what one worker gives"),
-        ("gpu_ddp", ["--rounds", "3"], "2 workers: a step of kfuse takes"),
+        ("gpu_ddp", ["--rounds", "3"], "2 workers: kfuse / ddp"),
         ("gpu_elastic", [], "5 of 5 jobs end with one worker's parameters"),
         ("gpu_state", ["--parameters", "2e6"], "2 M parameters: regroup"),
     ],
