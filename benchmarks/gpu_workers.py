@@ -166,7 +166,7 @@ class Recorder:
 
 
 class _Launcher(LocalLauncher):
-    """Workers get their GPU from `place`: where they share one, a supervisor that counts GPUs would refuse the second."""
+    """Workers get their GPU from `place`. A supervisor that counts GPUs would refuse two workers on one."""
 
     gpus = 0
 
