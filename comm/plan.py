@@ -19,6 +19,9 @@ REMEDY = (
     "several_backwards=True. For ACC backwards of loss / ACC: opt.accumulate(ACC)"
 )
 
+CTA_POLICIES = ("default", "efficiency", "zero")
+"""What `nccl_cta_policy` may be, in the order of NCCL's numbers for them (NCCL_CTA_POLICY_* in nccl.h)."""
+
 
 @dataclass(frozen=True)
 class CommOptions:
@@ -30,6 +33,11 @@ class CommOptions:
     reproducible: bool = False  # the same bits for any number of workers
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
     check_every: int | None = 100  # steps between comparisons of all ranks' parameters; None: never
+    nccl_high_priority: bool = True  # messages go before kernels that wait for a place on the GPU
+    nccl_min_ctas: int | None = None  # thread blocks of a message's kernel, at least; None: as NCCL chooses
+    nccl_max_ctas: int | None = None  # at most
+    nccl_cga_cluster_size: int | None = None  # thread blocks in a cluster
+    nccl_cta_policy: str | None = None  # default | efficiency | zero
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
@@ -38,6 +46,17 @@ class CommOptions:
             raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.reproducible=true")
         if self.check_every is not None and self.check_every < 1:
             raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
+        least, most, cluster = self.nccl_min_ctas, self.nccl_max_ctas, self.nccl_cga_cluster_size
+        if least is not None and least < 1:
+            raise ValueError(f"comm.nccl_min_ctas={least!r}: must be at least 1, or None for NCCL's own choice")
+        if most is not None and most < (least or 1):
+            raise ValueError(
+                f"comm.nccl_max_ctas={most!r}: must be at least {least or 1}, or None for NCCL's own choice"
+            )
+        if cluster is not None and not 0 <= cluster <= 8:
+            raise ValueError(f"comm.nccl_cga_cluster_size={cluster!r}: must be 0 to 8, or None for NCCL's own choice")
+        if (policy := self.nccl_cta_policy) not in (None, *CTA_POLICIES):
+            raise ValueError(f"comm.nccl_cta_policy={policy!r}: must be one of {', '.join(CTA_POLICIES)}, or None")
         if not self.bucket_mb > 0:
             raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0")
 

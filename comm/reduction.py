@@ -39,7 +39,7 @@ class Reduction:
     def reset(self) -> None:
         """Prepares a step without a plan: one contribution from each worker, added up in rank order."""
         self._complete = [False] * len(self._buckets)
-        self.launched = 0
+        self.launched = self._step = 0
         if self._canonical:
             size = self._group.size
             self._transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
@@ -48,26 +48,35 @@ class Reduction:
     def launch(self, complete: Sequence[Bucket], step: int, local: bool) -> None:
         """`complete` have this worker's whole sum: starts each bucket whose predecessors are complete too.
 
-        local: gradients stay with their worker; only the tail is reduced.
+        Where the messages of several optimizers need one order on all ranks, `wait` starts them: backward may reach
+        the optimizers' parameters in another order on another rank. local: gradients stay with their worker; only the
+        tail is reduced.
         """
         for bucket in complete:
             self._complete[bucket.index] = True
+        self._step = step
+        if not self._group.in_one_order:
+            self._start(local)
+        self._transport.poll()
+
+    def _start(self, local: bool) -> None:
         while self.launched < len(self._buckets) and self._complete[self.launched]:
             bucket = self._buckets[self.launched]
             if self._travels(bucket, local):
                 outgoing = self._outgoing(bucket, local)
-                self._transport.launch(bucket.index, outgoing, f"step {step}, {bucket.name}")
+                self._transport.launch(bucket.index, outgoing, f"step {self._step}, {bucket.name}")
             self.launched += 1
-        self._transport.poll()
 
     def wait(self, local: bool) -> None:
         """Returns when slot 0 of each bucket holds the sum over all workers. Raises CommError."""
+        self._start(local)
         for bucket in self._buckets if self._group.size > 1 else ():
             if self._travels(bucket, local):
                 self._transport.wait(bucket.index)
                 if bucket.index in self._wire and not local:
                     bucket.slots[0].copy_(self._wire[bucket.index])
             self._transport.poll()
+        self._group.settle()
 
     def abandon(self) -> bool:
         """The step is aborted. Returns whether messages are under way.
