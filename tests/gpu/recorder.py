@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -201,8 +202,6 @@ class Recorder:
     """Each wait of the host for the device: what waited, and where."""
     current: RecordedStream
     """The current stream."""
-    current_device: int
-    """torch.cuda.current_device(): 0 until somebody sets another."""
     lag: int | None
     """The device is so many steps behind the host (`end_step`). None: nothing happens unless the host waits."""
 
@@ -210,7 +209,8 @@ class Recorder:
         self.errors, self.host_waits, self.lag = [], [], lag
         self.streams: list[RecordedStream] = []
         self.host: Clock = {}
-        self.step, self.current_device = 0, 0
+        self.step, self._thread = 0, threading.get_ident()
+        self._current_devices: dict[int, int] = {}
         self.main = self.current = RecordedStream(self, "the default stream")
         self.device = RecordedDevice(self)
         self._memories: dict[int, _Memory] = {}
@@ -219,23 +219,32 @@ class Recorder:
         self._communicators: dict[int, RecordedStream] = {}
         self._making: str | None = None
         self._asked, self._slept = 0, False
-        self._exit = contextlib.ExitStack()
+        self._exit, self._plain_sleep = contextlib.ExitStack(), time.sleep
 
     def __enter__(self) -> Recorder:
-        self._exit.enter_context(_patched(devices, "of", self._of))
+        self._exit.enter_context(patched(devices, "of", self._of))
         for name in _FACTORIES:
-            self._exit.enter_context(_patched(torch, name, self._factory(name, getattr(torch, name))))
+            self._exit.enter_context(patched(torch, name, self._factory(name, getattr(torch, name))))
         for name in ("to", "cpu", "tolist", "numpy"):
-            self._exit.enter_context(_patched(Tensor, name, getattr(self, f"_{name}")(getattr(Tensor, name))))
+            self._exit.enter_context(patched(Tensor, name, getattr(self, f"_{name}")(getattr(Tensor, name))))
         for name in _BARE:
-            self._exit.enter_context(_patched(torch.cuda, name, self._bare(name)))
-        self._exit.enter_context(_patched(time, "sleep", self._sleep))
+            self._exit.enter_context(patched(torch.cuda, name, self._bare(name)))
+        self._exit.enter_context(patched(time, "sleep", self._sleep))
         self._exit.enter_context(_Operations(self))
         return self
 
     def __exit__(self, *error: object) -> None:
         self.look_for_freed()
         self._exit.close()
+
+    @property
+    def current_device(self) -> int:
+        """This thread's torch.cuda.current_device(): 0 until the thread sets another."""
+        return self._current_devices.get(threading.get_ident(), 0)
+
+    @current_device.setter
+    def current_device(self, index: int) -> None:
+        self._current_devices[threading.get_ident()] = index
 
     # -- what tests ask -------------------------------------------------------------------------------------------
 
@@ -252,7 +261,7 @@ class Recorder:
 
     def on(self, stream: RecordedStream) -> AbstractContextManager[None]:
         """Context: as torch.cuda.stream."""
-        return _patched(self, "current", stream)
+        return patched(self, "current", stream)
 
     def error(self, text: str) -> None:
         """Takes note of an error."""
@@ -297,7 +306,9 @@ class Recorder:
         _join(self.current.clock, self.host)
 
     def happened(self, clock: Clock, step: int) -> bool:
-        """Whether the host may know that what `clock` says has happened, without waiting."""
+        """Whether the host may know that what `clock` says has happened, without waiting. Other threads never do."""
+        if threading.get_ident() != self._thread:
+            return False
         past = all(self.host.get(stream, 0) >= number for stream, number in clock.items())
         if past or self._slept or (self.lag is not None and self.step - step >= self.lag):
             _join(self.host, clock)
@@ -311,6 +322,9 @@ class Recorder:
 
     def _sleep(self, seconds: float) -> None:
         """In place of time.sleep: what is asked for next has happened meanwhile."""
+        if threading.get_ident() != self._thread:
+            self._plain_sleep(seconds)
+            return
         if not self._slept:
             self.host_waits_for({}, "polling")
         self._slept = True
@@ -339,10 +353,11 @@ class Recorder:
             memory = self._memories.pop(key)
             if memory.kind != "device":
                 continue
-            clock = dict(self.streams[memory.owner - 1].clock)
-            _join(clock, self.host)
+            clock = dict(self.host)
+            for number in (memory.owner, *memory.kept):  # record_stream: it is given away after what those have by now
+                _join(clock, self.streams[number - 1].clock)
             for use in memory.accesses:
-                if use.stream not in (_HOST, memory.owner, *memory.kept) and clock.get(use.stream, 0) < use.number:
+                if clock.get(use.stream, 0) < use.number:
                     self.error(f"memory is dropped, and its own stream does not wait for {self._tell(use)}")
 
     def _use(self, tensor: Tensor, write: bool, stream: int, clock: Clock, what: str) -> None:
@@ -354,9 +369,9 @@ class Recorder:
         use = _Access(stream, clock[stream], write, start, start + span * tensor.element_size(), what)
         left = []
         for old in memory.accesses:
-            if (write or old.write) and old.start < use.end and use.start < old.end:
-                if old.stream != stream and clock.get(old.stream, 0) < old.number:
-                    self.error(f"no order between {self._tell(old)} and {self._tell(use)}, on the same memory")
+            conflicts = (write or old.write) and old.start < use.end and use.start < old.end
+            if conflicts and old.stream != stream and clock.get(old.stream, 0) < old.number:
+                self.error(f"no order between {self._tell(old)} and {self._tell(use)}, on the same memory")
             covered = use.start <= old.start and old.end <= use.end
             if not covered or not (write or (old.stream == stream and not old.write)):
                 left.append(old)
@@ -400,10 +415,9 @@ class Recorder:
         what = f"{name} ({site})"
         given = [t for t in (*reads, *writes) if t.numel()]
         on_host = [t for t in given if self.memory_of(t).kind != "device"]
-        if given:
-            kind = "host" if len(on_host) == len(given) else "device"
-        else:
-            kind = self._making or "device"
+        kind = "host" if given and len(on_host) == len(given) else "device"
+        if not given and self._making is not None:
+            kind = self._making
         for tensor in fresh:
             self.memory_of(tensor, kind)
         if kind == "host":
@@ -594,9 +608,10 @@ def _place(file: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context: owner.name is `value`, whether the owner, its class or nothing has that name."""
     own = name in vars(owner)
-    before = getattr(owner, name)
+    before = getattr(owner, name, None)
     setattr(owner, name, value)
     try:
         yield
