@@ -394,6 +394,9 @@ class Recorder:
         for name, value in [*enumerate(args), *kwargs.items()]:
             (writes if name in written else reads).extend(_tensors(value))
         result = function(*args, **kwargs)
+        if function._schema.name == "aten::set_":  # unpickled: the memory came from another process
+            self.memory_of(result, "host")
+            return result
         known = {t.untyped_storage()._cdata for t in (*reads, *writes)}
         fresh = [t for t in _tensors(result) if t.untyped_storage()._cdata not in known]
         if not (reads or writes or fresh):

@@ -156,8 +156,8 @@ def job(
 ) -> Iterator[Job]:
     """Context: what runs in it is recorded. At its end there must be no error, unless the test has taken them away.
 
-    batch_norm: the model has BatchNorm, whose buffers are averaged. all_used: it uses all of its parameters. current: the
-    session makes its device the current one. comm: CommOptions.
+    batch_norm: the model has BatchNorm, whose buffers are averaged. all_used: it uses all of its parameters.
+    current: the session makes its device the current one. comm: CommOptions.
     """
     session.reset()
     model = Net(batch_norm, all_used)
