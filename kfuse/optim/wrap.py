@@ -89,6 +89,8 @@ class Optimizer(DistributedOptimizer):
         if found_inf is not None and not on_device and found_inf.item():
             return
         if scale is not None:
+            if on_device and found_inf is not None:  # by NaN or inf the buckets' padding would be NaN from then on
+                scale = torch.where(found_inf != 0, 1.0, scale)
             for bucket in self.engine.gradient_buckets:
                 bucket.mean.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in self._in_doubt if (p := self.engine.params[i]).grad is not None}
