@@ -84,7 +84,6 @@ class _Access:
 class _Memory:
     """One allocation."""
 
-    alive: StorageWeakRef
     start: int
     """Its address."""
     end: int
@@ -213,7 +212,9 @@ class Recorder:
         self._current_devices: dict[int, int] = {}
         self.main = self.current = RecordedStream(self, "the default stream")
         self.device = RecordedDevice(self)
-        self._memories: dict[int, _Memory] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, _Memory]] = {}  # by address of torch's StorageImpl
+        self._used_elsewhere: set[int] = set()  # storages that another stream than their own has used
+        self._crowd = 100
         self._works: weakref.WeakKeyDictionary[Any, tuple[Clock, int]] = weakref.WeakKeyDictionary()
         self._stashed: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
         self._communicators: dict[int, RecordedStream] = {}
@@ -234,7 +235,7 @@ class Recorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.look_for_freed()
+        self.look_for_freed(everywhere=True)
         self._exit.close()
 
     @property
@@ -334,24 +335,35 @@ class Recorder:
     def memory_of(self, tensor: Tensor, kind: str | None = None) -> _Memory:
         """The memory of a tensor. kind: what it is if it is not known yet; None: the device's."""
         storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        known = self._storages.get(storage._cdata)
+        if known is not None:
+            return known[1]
+        if len(self._storages) > self._crowd:
+            self.look_for_freed(everywhere=True)
+            self._crowd = 2 * len(self._storages) + 100
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        memory = self._over(start, end)
+        if memory is not None:  # one that was dropped, or another storage over the same memory, from dlpack
+            self.look_for_freed(everywhere=True)
+            memory = self._over(start, end)
         if memory is None:
-            start, size = storage.data_ptr(), storage.nbytes()
-            if size and any(m.start < start + size and start < m.end for m in self._memories.values()):
-                self.look_for_freed()
-                for other in self._memories.values():  # another storage over the same memory, from dlpack
-                    if other.start <= start < other.end:
-                        self._memories[storage._cdata] = other
-                        return other
-            memory = _Memory(StorageWeakRef(storage), start, start + size, kind or "device", self.current.number)
-            self._memories[storage._cdata] = memory
+            memory = _Memory(start, end, kind or "device", self.current.number)
+        self._storages[storage._cdata] = StorageWeakRef(storage), memory
         return memory
 
-    def look_for_freed(self) -> None:
-        """Memory that was dropped: its owner may use it from now on."""
-        for key in [key for key, memory in self._memories.items() if memory.alive.expired()]:
-            memory = self._memories.pop(key)
-            if memory.kind != "device":
+    def _over(self, start: int, end: int) -> _Memory | None:
+        """The memory that these addresses lie in."""
+        return next(
+            (memory for _, memory in self._storages.values() if memory.start < end and start < memory.end), None
+        )
+
+    def look_for_freed(self, everywhere: bool = False) -> None:
+        """Memory that was dropped: its owner may use it from now on. Else only what other streams have used matters."""
+        looked_at = self._storages if everywhere else self._used_elsewhere
+        for key in [key for key in looked_at if self._storages[key][0].expired()]:
+            memory = self._storages.pop(key)[1]
+            self._used_elsewhere.discard(key)
+            if memory.kind != "device" or any(other is memory for _, other in self._storages.values()):
                 continue
             clock = dict(self.host)
             for number in (memory.owner, *memory.kept):  # record_stream: it is given away after what those have by now
@@ -364,6 +376,8 @@ class Recorder:
         if not tensor.numel():
             return
         memory = self.memory_of(tensor)
+        if stream != memory.owner:
+            self._used_elsewhere.add(tensor.untyped_storage()._cdata)
         span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         start = tensor.data_ptr() - memory.start
         use = _Access(stream, clock[stream], write, start, start + span * tensor.element_size(), what)
@@ -432,7 +446,7 @@ class Recorder:
             )
         if on_host and name in ("copy_", "_foreach_copy_"):
             non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-            self.transfer(reads[0], writes[0], bool(non_blocking), what)
+            self.transfer(reads[0], writes[0], bool(non_blocking), name)
             return
         for tensor in on_host:
             if tensor.dim() or any(tensor is w for w in writes):
@@ -444,11 +458,11 @@ class Recorder:
         if (name in _WAITING or mask) and not in_kernel:
             self.host_waits_for(self.current.clock, name)
 
-    def transfer(self, source: Tensor, target: Tensor, non_blocking: bool, what: str) -> None:
+    def transfer(self, source: Tensor, target: Tensor, non_blocking: bool, name: str) -> None:
         """A copy between host and device, on the current stream."""
-        self._enqueue(self.current, [source], [target], what)
+        self._enqueue(self.current, [source], [target], f"{name} ({_site()[0]})")
         if not (non_blocking and "pinned" in (self.memory_of(source).kind, self.memory_of(target).kind)):
-            self.host_waits_for(self.current.clock, what)
+            self.host_waits_for(self.current.clock, name)
 
     def _enqueue(self, stream: RecordedStream, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
         self._slept = False
@@ -510,7 +524,7 @@ class Recorder:
             with _disable_current_modes():
                 copy = original(tensor, *args, **kwargs).clone()
             recorder.memory_of(copy, target)
-            recorder.transfer(tensor, copy, non_blocking, f"Tensor.to ({_site()[0]})")
+            recorder.transfer(tensor, copy, non_blocking, "Tensor.to")
             return copy
 
         return to
