@@ -87,8 +87,10 @@ class Reduced:
     record: Tensor
     """float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `kfuse.comm.tail.Tail.record`."""
     used: Tensor | None
-    """fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient. None: all of this
-    worker's micro-batches gave every parameter one."""
+    """fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient. None: this worker's gave
+    every parameter one."""
+    unused: frozenset[int]
+    """Parameters that none of this worker's micro-batches gave a gradient: what the host knows without the device."""
     implicit: bool
     """From bare backwards: no sample counts were given."""
     local: bool
@@ -157,8 +159,8 @@ class StepState:
     """The last one is finished, or under way with all of its buckets packed."""
     missed: set[int] = field(default_factory=set)
     """Parameters that the current micro-batch gave no gradient."""
-    all_fired: bool = True
-    """No micro-batch so far missed a parameter."""
+    unused: set[int] = field(default_factory=set)
+    """Parameters that none of the finished micro-batches gave a gradient."""
 
     def open(self, micro_batch: MicroBatch, size: int, untaken: bool) -> None:
         """Begins a micro-batch on one of `size` workers. untaken: the optimizer has not taken the last step's result.
@@ -193,7 +195,7 @@ class StepState:
         """The current micro-batch has all of its gradients. Raises RuntimeError if the plan has more than were run."""
         assert self.current is not None
         self.weight += self.current.weight
-        self.all_fired = self.all_fired and not self.missed
+        self.unused = self.unused & self.missed if self.done else self.missed
         self.missed = set()
         self.done += 1
         self.closed = last
