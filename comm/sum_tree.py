@@ -52,8 +52,8 @@ def _siblings(left: Node, right: Node) -> bool:
 def plan_range(first: int, count: int, total: int) -> RangePlan:
     """The order in which a worker sums leaves first..first+count-1 of `total`, as a binary counter does.
 
-    A slot is a position of the counter's stack, so at most log2(count) + 1 slots hold unfinished sums beside the
-    finished pieces to their left. Raises ValueError if the range does not lie inside the tree.
+    A slot is a position of the counter's stack. A subtree of 2^d leaves needs d slots (at least one), beside those of
+    the finished pieces to its left: a leaf on the right is added to its sibling in place. Raises ValueError if the range does not lie inside the tree.
     """
     if not (first >= 0 and count >= 0 and first + count <= total):
         raise ValueError(f"micro-batches {first}..{first + count - 1} do not lie in 0..{total - 1}")
@@ -61,11 +61,12 @@ def plan_range(first: int, count: int, total: int) -> RangePlan:
     steps: list[LeafStep] = []
     slots = 1
     for leaf in range(first, first + count):
-        accumulate = leaf % 2 == 1 and bool(stack) and stack[-1] == (0, leaf - 1)
+        node = _promote((0, leaf), total)
+        accumulate = bool(stack) and _siblings(stack[-1], node)  # the last leaf's sibling may be a whole subtree
         if accumulate:
-            stack[-1] = _promote((1, leaf // 2), total)
+            stack[-1] = _promote((node[0] + 1, node[1] // 2), total)
         else:
-            stack.append(_promote((0, leaf), total))
+            stack.append(node)
         slot = len(stack) - 1
         slots = max(slots, len(stack))
         merges: list[Merge] = []

@@ -61,6 +61,11 @@ def test_powers_of_two_send_one_piece_each() -> None:
             assert len(plan_range(rank * 8 // workers, 8 // workers, 8).pieces) == 1
 
 
+def test_a_complete_tree_needs_its_depth_in_slots() -> None:
+    """The last leaf is added in place to the subtree that is its sibling: it needs no slot of its own."""
+    assert [plan_range(0, total, total).slots for total in (1, 2, 3, 4, 5, 8, 9, 63, 64)] == [1, 1, 1, 2, 2, 3, 3, 5, 6]
+
+
 def test_a_plain_left_to_right_sum_has_other_bits() -> None:
     """Guards the oracle: the order matters for these numbers, so equality above says something."""
     leaves = np.float32([1e8, 1.0, -1e8, 1.0])
