@@ -53,7 +53,8 @@ def plan_range(first: int, count: int, total: int) -> RangePlan:
     """The order in which a worker sums leaves first..first+count-1 of `total`, as a binary counter does.
 
     A slot is a position of the counter's stack. A subtree of 2^d leaves needs d slots (at least one), beside those of
-    the finished pieces to its left: a leaf on the right is added to its sibling in place. Raises ValueError if the range does not lie inside the tree.
+    the finished pieces to its left: a leaf on the right is added to its sibling in place. Raises ValueError if the
+    range does not lie inside the tree.
     """
     if not (first >= 0 and count >= 0 and first + count <= total):
         raise ValueError(f"micro-batches {first}..{first + count - 1} do not lie in 0..{total - 1}")
