@@ -53,8 +53,9 @@ class Slow(Pending):
 class StandIn(Group):
     """One of `size` workers, the only one there is: a collective sends nothing, and brings zeros."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, message: type[Pending] = Slow) -> None:
         super().__init__()
+        self.message = message
         self.rank, self.size, self.hosts = rank, size, [""] * size
         self.most = 0
         """Bytes of all tensors at the collective where they were the most."""
@@ -62,7 +63,7 @@ class StandIn(Group):
     def _count(self, what: str) -> Pending:
         storages = [found.untyped_storage() for found in gc.get_objects() if issubclass(type(found), Tensor)]
         self.most = max(self.most, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
-        return Slow(self, what, [])
+        return self.message(self, what, [])
 
     def lane(self, number: int) -> Group:
         return self
@@ -81,13 +82,16 @@ class StandIn(Group):
         return self._count(what)
 
 
-def measure(options: kf.CommOptions, ranges: Sequence[range], rank: int) -> float:
-    """Bytes a parameter on worker `rank` of a job whose workers sum these ranges of micro-batches, rank after rank."""
+def measure(options: kf.CommOptions, ranges: Sequence[range], rank: int, message: type[Pending] = Slow) -> float:
+    """Bytes a parameter on worker `rank` of a job whose workers sum these ranges of micro-batches, rank after rank.
+
+    message: Slow: all messages are under way at once; Pending: each arrives at once.
+    """
     reset()
     gc.collect()
     gc.freeze()  # the collector then knows of what is made from now on
     kf.init(kf.CommOptions(**{**vars(options), "bucket_mb": 4 * NUMEL / 2**20}))
-    group = StandIn(rank, len(ranges))
+    group = StandIn(rank, len(ranges), message)
     opt = kf.FusedAdamW([nn.Parameter(torch.zeros(NUMEL)) for _ in range(TENSORS)])
     opt.engine.set_group(group)
     for _ in range(2):  # the first step makes the moments and the buffers

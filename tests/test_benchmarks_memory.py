@@ -8,7 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from kfuse.comm.group import Pending
 from kfuse.comm.ranges import aligned_ranges, bound, bytes_a_parameter
+from kfuse.comm.sum_tree import plan_range
 from kfuse.data import worker_range
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -36,6 +38,14 @@ def test_equal_ranges_hold_what_the_formula_says(memory: ModuleType) -> None:
     counted = max(memory.measure(memory.REPRODUCIBLE, ranges, rank) for rank in range(3))
     assert counted == pytest.approx(bytes_a_parameter(ranges), abs=PADDING)
     assert counted > bound(21, 3)
+
+
+def test_buckets_share_their_receive_buffers(memory: ModuleType) -> None:
+    """As many as there are messages under way: all four buckets' rows, or those of one."""
+    ranges = aligned_ranges(40, 4)
+    rows = 4 * sum(len(plan_range(r.start, len(r), 40).pieces) for r in ranges) / 4
+    slow, quick = (memory.measure(memory.REPRODUCIBLE, ranges, 0, message) for message in (memory.Slow, Pending))
+    assert slow - quick == pytest.approx(3 / 4 * rows, abs=PADDING)
 
 
 def test_other_transports_hold_one_gradient_and_their_messages(memory: ModuleType) -> None:

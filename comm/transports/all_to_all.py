@@ -23,6 +23,7 @@ from kfuse.kernels import reduce
 class _Message:
     what: str
     slots: Sequence[Tensor]
+    received: Tensor
     shards: list[slice]
     exchanges: list[Pending]
     shared: Pending | None = None
@@ -33,7 +34,7 @@ class AllToAll:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._rows: dict[int, Tensor] = {}  # receive buffers
+        self._free: list[Tensor] = []  # receive buffers that no message uses
         self._messages: dict[int, _Message] = {}
         self._device = devices.of(group.device)
         self._stream = self._device.new_stream()
@@ -52,7 +53,8 @@ class AllToAll:
         rank, size = self._group.rank, self._group.size
         shards = cut(slots[0].numel(), size)
         sizes = [shard.stop - shard.start for shard in shards]
-        rows = self._receive_rows(key, sizes[rank], slots[0])
+        received = self._take(sum(self._pieces) * sizes[rank], slots[0])
+        rows = self._rows(received, sizes[rank])
         exchanges = []
         first = 0
         for k in range(max(self._pieces)):
@@ -69,42 +71,54 @@ class AllToAll:
                 )
             )
             first = last
-        self._messages[key] = _Message(what, slots, shards, exchanges)
+        self._messages[key] = _Message(what, slots, received, shards, exchanges)
 
     def poll(self) -> None:
         """Starts sharing the sums of buckets whose exchange is through."""
-        for key, message in self._messages.items():
+        for message in self._messages.values():
             if message.shared is None:
                 if self._group.polls and not all(e.done() for e in message.exchanges):
                     break  # shards are shared in the order of launches on every rank
-                self._share(key, message)
+                self._share(message)
 
     def wait(self, key: int) -> None:
         """Returns when slot 0 of `key` holds the sum. Raises CommError."""
         message = self._messages[key]
         if message.shared is None:
-            self._share(key, message)
+            self._share(message)
         assert message.shared is not None
         message.shared.wait()
         self._device.current_stream().wait_stream(self._stream)
         del self._messages[key]
 
-    def _share(self, key: int, message: _Message) -> None:
+    def _share(self, message: _Message) -> None:
         """Adds up this rank's shard and starts sharing it, on a stream of its own."""
         with self._device.on(self._stream):
             for exchange in message.exchanges:
                 exchange.wait()
             flat, shard = message.slots[0], message.shards[self._group.rank]
-            rows = self._receive_rows(key, shard.stop - shard.start, flat)
-            reduce(rows, self._merges, flat[shard])
+            reduce(self._rows(message.received, shard.stop - shard.start), self._merges, flat[shard])
+            # A later exchange may write there: on a GPU it is behind this share, which is behind the reduction.
+            self._free.append(message.received)
             message.shared = self._group.share([flat[s] for s in message.shards], f"{message.what} (all_to_all, share)")
 
-    def _receive_rows(self, key: int, width: int, like: Tensor) -> Tensor:
-        """[contributions, width], reused from step to step."""
-        numel = sum(self._pieces) * width
-        if key not in self._rows or self._rows[key].numel() < numel:
-            self._rows[key] = like.new_empty(numel)
-        return self._rows[key][:numel].view(sum(self._pieces), width)
+    def _take(self, numel: int, like: Tensor) -> Tensor:
+        """A receive buffer of at least `numel` elements that no other message uses: the smallest, or a new one.
+
+        So there are as many as messages are under way at once, and not one for each bucket.
+        """
+        free = sorted((b.numel(), k) for k, b in enumerate(self._free) if b.dtype == like.dtype)
+        fitting = [k for size, k in free if size >= numel]
+        if fitting:
+            return self._free.pop(fitting[0])
+        if free:
+            del self._free[free[-1][1]]  # too small: the new one takes its place
+        return like.new_empty(numel)
+
+    def _rows(self, received: Tensor, width: int) -> Tensor:
+        """[contributions, width], the first elements of a receive buffer."""
+        count = sum(self._pieces)
+        return received[: count * width].view(count, width)
 
 
 def cut(numel: int, workers: int) -> list[slice]:
