@@ -24,6 +24,7 @@ from machine import command, machine, versions
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.ranges import bound, bytes_a_parameter
@@ -75,7 +76,11 @@ class StandIn(Group):
         out.zero_()
         return self._count(what)
 
-    def share(self, parts: Sequence[Tensor], what: str) -> Pending:
+    def shards(self, numel: int) -> list[slice]:
+        step = -(-numel // (self.size * ALIGN)) * ALIGN
+        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(self.size)]
+
+    def share(self, flat: Tensor, what: str) -> Pending:
         return self._count(what)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:

@@ -24,6 +24,7 @@ class Reduction:
         """dtype: of gradients in messages, fp32 or bf16. The last bucket, with the tail, is always sent in fp32."""
         self._buckets, self._group, self._transport = buckets, group, transport
         self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
+        self._abandoned: list[Tensor] = []
         self._canonical = True
         self.reset()
 
@@ -38,7 +39,7 @@ class Reduction:
     def reset(self) -> None:
         """Prepares a step without a plan: one contribution from each worker, added up in rank order."""
         self._complete = [False] * len(self._buckets)
-        self.launched = 0
+        self.launched = self._step = 0
         if self._canonical:
             size = self._group.size
             self._transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
@@ -47,34 +48,46 @@ class Reduction:
     def launch(self, complete: Sequence[Bucket], step: int, local: bool) -> None:
         """`complete` have this worker's whole sum: starts each bucket whose predecessors are complete too.
 
-        local: gradients stay with their worker; only the tail is reduced.
+        Where the messages of several optimizers need one order on all ranks, `wait` starts them: backward may reach
+        the optimizers' parameters in another order on another rank. local: gradients stay with their worker; only the
+        tail is reduced.
         """
         for bucket in complete:
             self._complete[bucket.index] = True
+        self._step = step
+        if not self._group.in_one_order:
+            self._start(local)
+        self._transport.poll()
+
+    def _start(self, local: bool) -> None:
         while self.launched < len(self._buckets) and self._complete[self.launched]:
             bucket = self._buckets[self.launched]
             if self._travels(bucket, local):
                 outgoing = self._outgoing(bucket, local)
-                self._transport.launch(bucket.index, outgoing, f"step {step}, {bucket.name}")
+                self._transport.launch(bucket.index, outgoing, f"step {self._step}, {bucket.name}")
             self.launched += 1
-        self._transport.poll()
 
     def wait(self, local: bool) -> None:
         """Returns when slot 0 of each bucket holds the sum over all workers. Raises CommError."""
+        self._start(local)
         for bucket in self._buckets if self._group.size > 1 else ():
             if self._travels(bucket, local):
                 self._transport.wait(bucket.index)
                 if bucket.index in self._wire and not local:
                     bucket.slots[0].copy_(self._wire[bucket.index])
             self._transport.poll()
+        self._group.settle()
 
     def abandon(self) -> bool:
         """The step is aborted. Returns whether messages are under way.
 
-        These may still write to their buffers at any time, so the buckets get new ones.
+        These may still write to their buffers at any time, so the buckets get new ones. The old ones are held until
+        the next group takes this object's place, when the communicator has been aborted: a GPU would use their memory
+        again at once.
         """
         under_way = self.launched > 0 and self._group.size > 1
         if under_way:
+            self._abandoned += [*(slot for bucket in self._buckets for slot in bucket.slots), *self._wire.values()]
             self._wire = {index: torch.empty(0) for index in self._wire}
             for bucket in self._buckets:
                 bucket.renew()

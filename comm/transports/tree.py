@@ -88,7 +88,7 @@ class Tree:
 
     @staticmethod
     def _add(flat: Tensor, pending: Pending, rows: Tensor) -> None:
-        pending.wait()
+        pending.wait_on_stream()
         for row in rows.view(-1, flat.numel()) if rows.numel() else ():
             flat.add_(row)
 
@@ -98,4 +98,4 @@ class Tree:
         cut = [numel if r in children and self._parent[r] == rank else 0 for r in range(self._group.size)]
         into = [numel if rank in children and r == self._parent[rank] else 0 for r in range(self._group.size)]
         out = flat if sum(into) else flat[:0]
-        self._group.all_to_all(out, into, flat.repeat(sum(map(bool, cut))), cut, what).wait()
+        self._group.all_to_all(out, into, flat.repeat(sum(map(bool, cut))), cut, what).wait_on_stream()

@@ -30,7 +30,8 @@ def comm_options(config: dict[str, Any]) -> CommOptions:
     comm = config["comm"]
     schedule = comm["_target_"] or comm["schedule"]
     names = ("dtype", "bucket_mb", "reproducible", "tree", "check_every")
-    return CommOptions(schedule, **{name: comm[name] for name in names})
+    nccl = [name for name in comm if name.startswith("nccl_")]
+    return CommOptions(schedule, **{name: comm[name] for name in (*names, *nccl)})
 
 
 def set_threads(config: dict[str, Any]) -> None:
