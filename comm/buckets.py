@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -111,8 +110,8 @@ class Bucket:
 
     def merge(self, leaf: LeafStep) -> None:
         """After the leaf was written: adds up partial sums, older ones with what the host has of them."""
-        for (destination, source), place in zip_longest(leaf.merges, leaf.loads):
-            if place is not None:
+        for k, (destination, source) in enumerate(leaf.merges):
+            if leaf.loads and (place := leaf.loads[k]) is not None:
                 self.slot(destination).copy_(self._on_host[place], non_blocking=True)
             self.slot(destination).add_(self.slot(source))
 

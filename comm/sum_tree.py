@@ -28,7 +28,9 @@ class LeafStep:
     saves: tuple[tuple[int, int], ...] = ()
     """Before all else: (slot, place) pairs, the slot is copied to this place on the host."""
     loads: tuple[int | None, ...] = ()
-    """For each merge: the place on the host from which its destination is copied first; None: it is in its slot."""
+    """For each merge: the place on the host from which its destination is copied first; None: it is in its slot.
+
+    Empty: they all are."""
 
 
 @dataclass(frozen=True)
