@@ -30,7 +30,7 @@ class LeafStep:
     loads: tuple[int | None, ...] = ()
     """For each merge: the place on the host from which its destination is copied first; None: it is in its slot.
 
-    Empty: they all are."""
+    Empty: each is in its slot."""
 
 
 @dataclass(frozen=True)
