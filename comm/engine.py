@@ -139,7 +139,8 @@ class Engine:
         self.group = group.lane(self.lane)
         self.transport_name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
         made = transports.make(self.transport_name, self.group, self.tree or self.options.tree)
-        self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype)
+        on_host = self.options.slots_on_host and devices.of(self.device).asynchronous
+        self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype, on_host)
         self.measurement.set_group(group.rank, group.size)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
@@ -248,6 +249,7 @@ class Engine:
         self._streams.go_on_here(reads=bucket.grads)
         if bucket.missing:
             now.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
+        bucket.save(now.leaf)
         flat, sumsq = bucket.slot(now.leaf.slot), self.measurement.sumsq_of[bucket.index]
         pack(bucket.grads, flat, bucket.table, scale=now.scale, accumulate=now.leaf.accumulate, sumsq=sumsq)
         bucket.grads = []
@@ -269,6 +271,7 @@ class Engine:
         if now.plan is not None and self.params and len(now.missed) == len(self.params):
             self._warn_of_no_backward()
         if len(self.gradient_buckets) < len(self.buckets):
+            last.save(now.leaf)
             self.averaged.pack(last, now.leaf, now.scale / now.parts)
         self.measurement.write(last, now, self._digest() if now.done == 0 else None)
         is_last = now.current.last
@@ -304,8 +307,7 @@ class Engine:
         """The bucket has this micro-batch: merges partial sums; after the last one, launches what is due."""
         now = self._now
         assert now.current is not None
-        for destination, source in now.leaf.merges:
-            bucket.slot(destination).add_(bucket.slot(source))
+        bucket.merge(now.leaf)
         if now.current.last:
             self._reduction.launch([bucket], self.step, now.is_local)
 
