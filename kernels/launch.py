@@ -59,19 +59,6 @@ class Launch:
         """The runtime arguments, in the kernel's order."""
         return {name: self.given[name] for name in self.kernel.arg_names if name not in self.constants}
 
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors lie. Raises ValueError where they lie on several devices."""
-        tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
-        first, *others = tensors
-        for name in others:
-            if tensors[name].device != tensors[first].device:
-                raise ValueError(
-                    f"{self.kernel.__name__}: {name} is on {tensors[name].device}, "
-                    f"{first} on {tensors[first].device}: must be the same"
-                )
-        return tensors[first].device
-
     def run(self) -> None:
         """Starts the kernel on its tensors' device, on the stream that is current there. An empty grid starts nothing.
 
@@ -79,21 +66,31 @@ class Launch:
         """
         if not all(self.grid):
             return
-        device = self.device
+        arguments = self.arguments
+        device = self._device(arguments)
         # Triton starts a kernel on the current device, whichever its tensors' is (triton 3.7.1, runtime/jit.py:713).
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            self._start()
+            self._start(arguments)
         else:
             with torch.cuda.device(device):
-                self._start()
+                self._start(arguments)
 
-    def _start(self) -> None:
+    def _device(self, arguments: dict[str, Any]) -> torch.device:
+        """Where the tensors lie. Raises ValueError where they lie on several devices."""
+        tensors = {name: value.device for name, value in arguments.items() if isinstance(value, Tensor)}
+        first, device = next(iter(tensors.items()))
+        for name, other in tensors.items():
+            if other != device:
+                raise ValueError(f"{self.kernel.__name__}: {name} is on {other}, {first} on {device}: must be the same")
+        return device
+
+    def _start(self, arguments: dict[str, Any]) -> None:
         settings = options(self.threads, registers=self.registers)
-        binary = self.kernel[self.grid](**self.arguments, **self.constants, **settings)
+        binary = self.kernel[self.grid](**arguments, **self.constants, **settings)
         if self.later and binary not in _FOLLOWED:
             _FOLLOWED.add(binary)
             for changes in self.later if binary is not None else ():  # None: in the interpreter
-                others = {name: changes.get(name, value) for name, value in self.arguments.items()}
+                others = {name: changes.get(name, value) for name, value in arguments.items()}
                 constants = {name: changes.get(name, value) for name, value in self.constants.items()}
                 self.kernel.run(grid=self.grid, warmup=True, **others, **constants, **settings)
 

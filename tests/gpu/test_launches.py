@@ -109,7 +109,7 @@ def test_a_launch_is_made_on_its_tensors_device(kernel: str) -> None:
 
 def test_without_the_guard_launches_are_found_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness catches what it is for."""
-    monkeypatch.setattr(Launch, "run", Launch._start)
+    monkeypatch.setattr(Launch, "run", lambda launch: launch._start(launch.arguments))
     with recorded() as seen:
         call_pack()
     with pytest.raises(AssertionError, match=r"pack_kernel: device 0, tensors on \{1\}"):
@@ -220,6 +220,39 @@ def test_after_the_first_step_nothing_is_compiled(optimizer: str, reproducible: 
         check_devices(seen.started)
         assert {"pack_kernel", "sum_partials_kernel"} <= {each.kernel for each in seen.started}
         assert ("sum_rows_kernel" in {each.kernel for each in seen.started}) == reproducible
+
+
+class Growing(kf.BasePolicy):
+    """Another batch size every few steps. `compiled` gets how many binaries there were after each step."""
+
+    def __init__(self, compiled: Callable[[], int]) -> None:
+        self.count, self.compiled, self.steps = compiled, list[int](), 0
+
+    def after_step(self) -> None:
+        self.compiled.append(self.count())
+        self.steps += 1
+        if self.steps % 5 == 0:
+            kf.set_batch_size(4 + 3 * self.steps)
+
+
+def test_a_decision_compiles_nothing_in_the_steps_that_it_applies_to() -> None:
+    """A whole training with kf.fit: from one micro-batch a step to seven."""
+    with recorded() as seen:
+        current().comm = CommOptions(reproducible=True)
+        net = network()
+        opt = kf.FusedSGD(net.parameters(), lr=1e-3, momentum=0.9, clip_norm=1.0)
+        policy = Growing(lambda: len(seen.compiled))
+        data = torch.utils.data.TensorDataset(torch.ones(400, 20), torch.zeros(400, dtype=torch.int64))
+        sizes = []
+        for step in kf.DataLoader(data, net, opt, batch_size=4, micro_batch=4, epochs=1, policy=policy):
+            sizes.append(len(step))
+            for x, y in step:
+                torch.nn.functional.cross_entropy(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    assert sizes[0] == 1 and max(sizes) > 6
+    assert policy.compiled[0] > 0
+    assert set(policy.compiled) == {policy.compiled[0]}
 
 
 def test_a_job_that_grows_from_one_worker_compiles_nothing_in_a_step() -> None:
