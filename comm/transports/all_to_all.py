@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices
+from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.kernels import reduce
