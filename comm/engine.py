@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from kfuse.comm import gradients, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_buckets
-from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward
+from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_outer_backward
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
@@ -203,7 +203,7 @@ class Engine:
             if self.reduced is None and self._still_there():
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
-            at_the_end_of_backward(self._close_implicit)
+            at_the_end_of_outer_backward(self._close_implicit)
         return current is None or not current.several_backwards
 
     def _still_there(self) -> bool:

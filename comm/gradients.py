@@ -161,8 +161,16 @@ def check_owner(engine: Owner) -> None:
 def at_the_end_of_backward(act: Callable[[], None]) -> None:
     """Runs `act` when the backward under way is over, after the callbacks that were queued before.
 
-    Reentrant activation checkpointing runs a backward for each segment inside a node of the outer backward. Autograd
-    would call back at the end of that inner one. So there `act` is queued as that node is over.
+    Where that is an inner backward of another one, as in reentrant activation checkpointing, the inner one counts.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def at_the_end_of_outer_backward(act: Callable[[], None]) -> None:
+    """Runs `act` when the outermost backward under way is over.
+
+    Reentrant activation checkpointing runs a backward for each segment inside a node of the outer backward. There `act`
+    is queued as that node is over: then the outer backward is the one under way.
     Raises RuntimeError under compiled autograd, which has no such callbacks.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # where it is not imported, it is not in use
@@ -173,12 +181,12 @@ def at_the_end_of_backward(act: Callable[[], None]) -> None:
         )
     node = _outer_node()
     if node is None:
-        torch.autograd.Variable._execution_engine.queue_callback(act)
+        at_the_end_of_backward(act)
         return
 
     def queue(*_: object) -> None:
         handle.remove()  # the graph may be retained for another backward
-        at_the_end_of_backward(act)
+        at_the_end_of_outer_backward(act)
 
     # Autograd calls the hooks that a node has when it is over, also those that came while it ran (torch 2.13,
     # torch/csrc/autograd/engine.cpp: call_post_hooks).
