@@ -282,7 +282,8 @@ class Trainer:
         workers = self.session.workers
         relative = load_balance.relative_throughput(self.progress.throughput, workers)
         shares = load_balance.shares(relative) if self.settings.balance else None
-        return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares)
+        aligned = self.opt.engine.options.reproducible
+        return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares, aligned)
 
     def _tell_of_idle_workers(self, samples: StepSamples) -> None:
         """Warns once: some workers have nothing to do in a step."""
