@@ -19,10 +19,10 @@ from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_buckets
-from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward
+from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward, in_inner_backward
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.plan import REENTRANT, REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
 from kfuse.comm.tail import digest
 from kfuse.kernels import pack
@@ -139,7 +139,8 @@ class Engine:
         self.group = group.lane(self.lane)
         self.transport_name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
         made = transports.make(self.transport_name, self.group, self.tree or self.options.tree)
-        self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype)
+        on_host = self.options.slots_on_host and devices.of(self.device).asynchronous
+        self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype, on_host)
         self.measurement.set_group(group.rank, group.size)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
@@ -227,6 +228,9 @@ class Engine:
         current = self._now.current
         if current is None:
             return  # the backward failed, and was aborted before its callback ran
+        if self.parts > 1 and not all(bucket.packed for bucket in self.gradient_buckets) and in_inner_backward():
+            # The outer one goes on. What it brings would count as another of the parts.
+            raise RuntimeError(f"opt.accumulate({self.parts}): {REENTRANT}")
         if current.last:
             gradients.close_together(self)
         else:
@@ -248,6 +252,7 @@ class Engine:
         self._streams.go_on_here(reads=bucket.grads)
         if bucket.missing:
             now.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
+        bucket.save(now.leaf)
         flat, sumsq = bucket.slot(now.leaf.slot), self.measurement.sumsq_of[bucket.index]
         pack(bucket.grads, flat, bucket.table, scale=now.scale, accumulate=now.leaf.accumulate, sumsq=sumsq)
         bucket.grads = []
@@ -269,6 +274,7 @@ class Engine:
         if now.plan is not None and self.params and len(now.missed) == len(self.params):
             self._warn_of_no_backward()
         if len(self.gradient_buckets) < len(self.buckets):
+            last.save(now.leaf)
             self.averaged.pack(last, now.leaf, now.scale / now.parts)
         self.measurement.write(last, now, self._digest() if now.done == 0 else None)
         is_last = now.current.last
@@ -304,8 +310,7 @@ class Engine:
         """The bucket has this micro-batch: merges partial sums; after the last one, launches what is due."""
         now = self._now
         assert now.current is not None
-        for destination, source in now.leaf.merges:
-            bucket.slot(destination).add_(bucket.slot(source))
+        bucket.merge(now.leaf)
         if now.current.last:
             self._reduction.launch([bucket], self.step, now.is_local)
 

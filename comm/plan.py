@@ -19,6 +19,11 @@ REMEDY = (
     "several_backwards=True. For ACC backwards of loss / ACC: opt.accumulate(ACC)"
 )
 
+REENTRANT = (
+    "Reentrant activation checkpointing runs backwards in a backward: give checkpoint() use_reentrant=False, or use "
+    "opt.micro_batch"
+)
+
 CTA_POLICIES = ("default", "efficiency", "zero")
 """What `nccl_cta_policy` may be, in the order of NCCL's numbers for them (NCCL_CTA_POLICY_* in nccl.h)."""
 
@@ -31,6 +36,7 @@ class CommOptions:
     dtype: str = "fp32"  # of gradients in messages: fp32 | bf16; sums on a worker are always fp32
     bucket_mb: float = 25.0  # MiB of fp32 gradients in a bucket, at most
     reproducible: bool = False  # the same bits for any number of workers
+    slots_on_host: bool = False  # reproducible sums on a GPU: older partial sums lie in pinned memory of the host
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
     check_every: int | None = 100  # steps between comparisons of all ranks' parameters; None: never
     nccl_high_priority: bool = True  # messages go before kernels that wait for a place on the GPU
@@ -44,6 +50,8 @@ class CommOptions:
             raise ValueError(f"comm.dtype={self.dtype!r}: must be one of fp32, bf16")
         if self.reproducible and self.dtype != "fp32":
             raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.reproducible=true")
+        if self.slots_on_host and not self.reproducible:
+            raise ValueError("comm.slots_on_host=true: must be false with comm.reproducible=false")
         if self.check_every is not None and self.check_every < 1:
             raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
         least, most, cluster = self.nccl_min_ctas, self.nccl_max_ctas, self.nccl_cga_cluster_size
@@ -175,8 +183,7 @@ class StepState:
         if untaken or self.closed:
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
-                "GAN's generator's is, call opt.zero_grad() before this one. Reentrant activation checkpointing runs "
-                "backwards in a backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
+                f"GAN's generator's is, call opt.zero_grad() before this one. {REENTRANT}"
             )
         if self.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")

@@ -20,9 +20,14 @@ class Reduction:
     So every rank starts its messages in the same order, whichever bucket backward completes first.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group: Group, transport: Transport, dtype: str) -> None:
-        """dtype: of gradients in messages, fp32 or bf16. The last bucket, with the tail, is always sent in fp32."""
-        self._buckets, self._group, self._transport = buckets, group, transport
+    def __init__(
+        self, buckets: Sequence[Bucket], group: Group, transport: Transport, dtype: str, on_host: bool
+    ) -> None:
+        """dtype: of gradients in messages, fp32 or bf16. The last bucket, with the tail, is always sent in fp32.
+
+        on_host: older partial sums of the canonical tree lie on the host.
+        """
+        self._buckets, self._group, self._transport, self._on_host = buckets, group, transport, on_host
         self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
         self._canonical = True
         self.reset()
@@ -33,7 +38,8 @@ class Reduction:
         nodes = [node for r in ranges for node in r.pieces]
         self._transport.plan([len(r.pieces) for r in ranges], plan_merges(nodes, plan.micro_batches))
         self._canonical = True
-        return ranges[self._group.rank].steps
+        mine = plan.ranges[self._group.rank]
+        return plan_range(mine.start, len(mine), plan.micro_batches, self._on_host).steps
 
     def reset(self) -> None:
         """Prepares a step without a plan: one contribution from each worker, added up in rank order."""

@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kfuse.comm import devices
+from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.kernels import reduce
@@ -29,7 +31,7 @@ from kfuse.kernels import reduce
 class _Message:
     what: str
     slots: Sequence[Tensor]
-    rows: Tensor
+    received: Tensor
     shard: slice
     exchanges: list[Pending]
     shared: Pending | None = None
@@ -40,10 +42,13 @@ class AllToAll:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._rows: dict[int, Tensor] = {}  # receive buffers
+        self._free: list[Tensor] = []  # receive buffers that no message uses
         self._messages: dict[int, _Message] = {}  # in the order of launches
         self._device = devices.of(group.device)
         self._stream = self._device.new_stream()
+        if self._device.asynchronous:  # compiled here, between steps, for the orders of all later plans
+            rows = torch.zeros(2, ALIGN, device=group.device)
+            reduce(rows, ((0, 1),), rows[0])
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Contributions arrive in rounds, one piece of each worker a round; `merges` counts them worker by worker."""
@@ -59,7 +64,8 @@ class AllToAll:
         rank, size = self._group.rank, self._group.size
         shards = self._group.shards(slots[0].numel())
         sizes = [shard.stop - shard.start for shard in shards]
-        rows = self._receive_rows(key, sizes[rank], slots[0])
+        received = self._take(sum(self._pieces) * sizes[rank], slots[0])
+        rows = self._rows(received, sizes[rank])
         exchanges = []
         first = 0
         for k in range(max(self._pieces)):
@@ -78,7 +84,7 @@ class AllToAll:
             first = last
         if self._device.asynchronous:
             self._share_all()
-        self._messages[key] = _Message(what, slots, rows, shards[rank], exchanges)
+        self._messages[key] = _Message(what, slots, received, shards[rank], exchanges)
 
     def poll(self) -> None:
         """With gloo: starts sharing the sums of buckets whose exchange is through."""
@@ -115,13 +121,27 @@ class AllToAll:
             for exchange in message.exchanges:
                 exchange.wait_on_stream()
             # After an abort both may be dropped while the reduction still runs.
-            self._device.keep([message.rows, flat], self._stream)
-            reduce(message.rows, self._merges, flat[message.shard])
+            self._device.keep([message.received, flat], self._stream)
+            width = message.shard.stop - message.shard.start
+            reduce(self._rows(message.received, width), self._merges, flat[message.shard])
+            # A later exchange may write there: on a GPU it is behind this share, which is behind the reduction.
+            self._free.append(message.received)
             message.shared = self._group.share(flat, f"{message.what} (all_to_all, share)")
 
-    def _receive_rows(self, key: int, width: int, like: Tensor) -> Tensor:
-        """[contributions, width], reused from step to step."""
-        numel = sum(self._pieces) * width
-        if key not in self._rows or self._rows[key].numel() < numel:
-            self._rows[key] = like.new_empty(numel)
-        return self._rows[key][:numel].view(sum(self._pieces), width)
+    def _take(self, numel: int, like: Tensor) -> Tensor:
+        """A receive buffer of at least `numel` elements that no other message uses: the smallest, or a new one.
+
+        So there are as many as messages are under way at once, and not one for each bucket.
+        """
+        free = sorted((b.numel(), k) for k, b in enumerate(self._free) if b.dtype == like.dtype)
+        fitting = [k for size, k in free if size >= numel]
+        if fitting:
+            return self._free.pop(fitting[0])
+        if free:
+            del self._free[free[-1][1]]  # too small: the new one takes its place
+        return like.new_empty(numel)
+
+    def _rows(self, received: Tensor, width: int) -> Tensor:
+        """[contributions, width], the first elements of a receive buffer."""
+        count = sum(self._pieces)
+        return received[: count * width].view(count, width)
