@@ -35,6 +35,8 @@ from typing import Any
 
 import torch
 from gpu.order import OURS, Order, RecordedDevice, patched, site
+from gpu.order import RecordedEvent as RecordedEvent
+from gpu.order import RecordedStream as RecordedStream
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
