@@ -71,6 +71,25 @@ def test_a_receive_buffer_that_is_free_too_early_is_found(monkeypatch: pytest.Mo
     assert any("no order between" in error for error in errors)
 
 
+def test_two_receive_buffers_do_for_any_number_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of messages that NCCL needs a bucket's rows are added up before the exchange of the next but one."""
+    taken: list[int] = []
+    take = AllToAll._take
+
+    def take_and_tell(transport: AllToAll, numel: int, like: Tensor) -> Tensor:
+        buffer = take(transport, numel, like)
+        taken.append(buffer.data_ptr())
+        return buffer
+
+    monkeypatch.setattr(AllToAll, "_take", take_and_tell)
+    with job(reproducible=True) as it:
+        for _ in range(3):  # the first steps find out how large they must be
+            taken.clear()
+            it.planned_step(aligned_ranges(4, 2))
+        assert len(taken) == len(it.opt.engine.buckets) > 4
+    assert len(set(taken)) == 2
+
+
 def test_on_the_cpu_nothing_changes() -> None:
     """There a copy would be in the same memory."""
     kf.init(kf.CommOptions(reproducible=True, slots_on_host=True))
