@@ -19,10 +19,10 @@ from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_buckets
-from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward
+from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward, in_inner_backward
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.plan import REENTRANT, REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
 from kfuse.comm.tail import digest
 from kfuse.kernels import pack
@@ -228,6 +228,9 @@ class Engine:
         current = self._now.current
         if current is None:
             return  # the backward failed, and was aborted before its callback ran
+        if self.parts > 1 and not all(bucket.packed for bucket in self.gradient_buckets) and in_inner_backward():
+            # The outer one goes on. What it brings would count as another of the parts.
+            raise RuntimeError(f"opt.accumulate({self.parts}): {REENTRANT}")
         if current.last:
             gradients.close_together(self)
         else:

@@ -19,6 +19,11 @@ REMEDY = (
     "several_backwards=True. For ACC backwards of loss / ACC: opt.accumulate(ACC)"
 )
 
+REENTRANT = (
+    "Reentrant activation checkpointing runs backwards in a backward: give checkpoint() use_reentrant=False, or use "
+    "opt.micro_batch"
+)
+
 CTA_POLICIES = ("default", "efficiency", "zero")
 """What `nccl_cta_policy` may be, in the order of NCCL's numbers for them (NCCL_CTA_POLICY_* in nccl.h)."""
 
@@ -178,8 +183,7 @@ class StepState:
         if untaken or self.closed:
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
-                "GAN's generator's is, call opt.zero_grad() before this one. Reentrant activation checkpointing runs "
-                "backwards in a backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
+                f"GAN's generator's is, call opt.zero_grad() before this one. {REENTRANT}"
             )
         if self.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")

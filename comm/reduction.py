@@ -29,7 +29,6 @@ class Reduction:
         """
         self._buckets, self._group, self._transport, self._on_host = buckets, group, transport, on_host
         self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
-        self._abandoned: list[Tensor] = []
         self._canonical = True
         self.reset()
 
@@ -87,13 +86,10 @@ class Reduction:
     def abandon(self) -> bool:
         """The step is aborted. Returns whether messages are under way.
 
-        These may still write to their buffers at any time, so the buckets get new ones. The old ones are held until
-        the next group takes this object's place, when the communicator has been aborted: a GPU would use their memory
-        again at once.
+        These may still write to their buffers at any time, so the buckets get new ones.
         """
         under_way = self.launched > 0 and self._group.size > 1
         if under_way:
-            self._abandoned += [*(slot for bucket in self._buckets for slot in bucket.slots), *self._wire.values()]
             self._wire = {index: torch.empty(0) for index in self._wire}
             for bucket in self._buckets:
                 bucket.renew()

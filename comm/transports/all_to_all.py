@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kfuse.comm import devices
+from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.kernels import reduce
@@ -44,6 +46,9 @@ class AllToAll:
         self._messages: dict[int, _Message] = {}  # in the order of launches
         self._device = devices.of(group.device)
         self._stream = self._device.new_stream()
+        if self._device.asynchronous:  # compiled here, between steps, for the orders of all later plans
+            rows = torch.zeros(2, ALIGN, device=group.device)
+            reduce(rows, ((0, 1),), rows[0])
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Contributions arrive in rounds, one piece of each worker a round; `merges` counts them worker by worker."""

@@ -61,7 +61,6 @@ class FlatOptimizer(DistributedOptimizer):
 
     _moment_names: tuple[str, ...]
     """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
-    _skips_on_device = True
     _warned_of_shared_memory = False
 
     def _check_layout(self) -> None:
@@ -133,6 +132,10 @@ class FlatOptimizer(DistributedOptimizer):
                     raise ValueError(
                         f"{label} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
                     )
+
+    @property
+    def _skips_on_device(self) -> bool:
+        return True
 
     def _keeps_state(self, group: dict[str, Any]) -> bool:
         """Whether an update with this group's settings makes state, or needs the state that is there."""

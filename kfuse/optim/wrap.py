@@ -79,7 +79,7 @@ class Optimizer(DistributedOptimizer):
         self._load_statistics(state_dict)
 
     @property
-    def _skips_on_device(self) -> bool:  # type: ignore[override]
+    def _skips_on_device(self) -> bool:
         """Its fused kernel takes `found_inf`, from the device, and its state begins with zeros."""
         known = type(self.inner) in (torch.optim.Adam, torch.optim.AdamW)
         return known and all(group.get("fused") for group in self.param_groups)
@@ -89,6 +89,8 @@ class Optimizer(DistributedOptimizer):
         if found_inf is not None and not on_device and found_inf.item():
             return
         if scale is not None:
+            if on_device and found_inf is not None:  # by NaN or inf the buckets' padding would be NaN from then on
+                scale = torch.where(found_inf != 0, 1.0, scale)
             for bucket in self.engine.gradient_buckets:
                 bucket.mean.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in self._in_doubt if (p := self.engine.params[i]).grad is not None}

@@ -121,8 +121,10 @@ class Trainer:
         if generators is not None and not settings.loading.workers:  # else it watches in a loader process
             self._watches.append(generators)
         # The training state; `Recovery` keeps it the same on all workers.
+        from kfuse.checkpoint.saved_model import uncompiled
+
         parts: dict[str, Stateful] = {
-            "model": model,
+            "model": uncompiled(model),
             "trainable": Trainable(opt),
             "optimizer": opt,
             "statistics": opt.statistics,

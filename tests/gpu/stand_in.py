@@ -1,113 +1,99 @@
-"""A double of a group of workers in one process: its other ranks contribute what this one does. For the recorder.
+"""A double of ProcessGroupNCCL in one process, for the recorder: the other ranks contribute what this one does.
 
-Only the order of work is of interest, so values are finite and mean nothing. A message belongs to the communicator's own
-stream, as NCCL's does. Where the group may change (`check`), the host polls it, as `kfuse.comm.group` promises.
+Only the order of work is of interest, so values are finite and mean nothing. `kfuse.comm.nccl` runs over it as it is.
+A message has come through when the recorder says so: the host has polled it, with a pause between.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from gpu.order import patched
 from gpu.recorder import Recorder
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-
-from kfuse.comm.group import Group, Pending
 
 
 class StandInWork:
     """Double of a Work of ProcessGroupNCCL."""
 
-    def __init__(self, communicator: object) -> None:
-        self.communicator = communicator
+    def __init__(self, recorder: Recorder, communicator: object) -> None:
+        self._recorder, self.communicator = recorder, communicator
+
+    def is_completed(self) -> bool:
+        """Whether the host may know that it is."""
+        return self._recorder.completed(self)
+
+    def synchronize(self) -> None:
+        """The current stream waits."""
+        self._recorder.synchronized(self)
+
+    def get_future_result(self) -> Any:
+        """Never set: nothing fails."""
+        return SimpleNamespace(done=lambda: False)
 
 
-class StandInPending(Pending):
-    """A message under way."""
-
-    def __init__(self, group: StandInGroup, what: str, work: StandInWork) -> None:
-        super().__init__(group, what, [])
-        self._recorder, self._work = group.recorder, work
-
-    def done(self) -> bool:
-        """As Pending's."""
-        return self._recorder.completed(self._work)
-
-    def wait_on_stream(self) -> None:
-        """As Pending's."""
-        self._recorder.synchronized(self._work)
-
-    def wait(self) -> None:
-        """As Pending's."""
-        self.wait_on_stream()
-        self.poll()
-
-    def poll(self) -> None:
-        """The host waits until the message is through."""
-        while not self.done():
-            self.group.check()
-            time.sleep(20e-6)
-
-
-class StandInGroup(Group):
+class StandInProcessGroup:
     """Rank 0 of `size` workers."""
 
-    def __init__(self, recorder: Recorder, size: int, check: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self.recorder, self.size, self.hosts = recorder, size, [""] * size
-        self.waits_each_step = self.polls = check is not None
-        self.check = check or (lambda: None)
-        self._last: StandInPending | None = None
+    recorder: Recorder
 
-    def lane(self, number: int) -> Group:
-        """One lane, as with NCCL."""
-        return self
+    class Options:
+        """Of torch: what is set is of no interest."""
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self._size = size
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Connects."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> StandInWork:
+        """In place: the sum of equal contributions."""
+        with _disable_current_modes():
+            tensors[0].mul_(self._size)
+        return self._enqueue(tensors, tensors)
+
+    def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int], options: Any) -> StandInWork:
+        """The other ranks send zeros."""
+        with _disable_current_modes():
+            out.zero_()
+            out[: into[0]].copy_(tensor[: into[0]])
+        return self._enqueue([tensor], [out])
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> StandInWork:
+        """The tensors stay as they are."""
+        mine = options.rootRank == 0
+        return self._enqueue(tensors if mine else [], [] if mine else tensors)
+
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> StandInWork:
+        """The other ranks' parts are as this one's."""
+        with _disable_current_modes():
+            out.view(self._size, -1).copy_(tensor.clone())
+        return self._enqueue([tensor], [out])
 
     def abort(self) -> None:
         """Ends what is under way."""
         self.recorder.aborted()
 
-    def settle(self) -> None:
-        """At the end of a step's reduction: where the group may change, the host waits for the last message."""
-        if self.waits_each_step and self._last is not None:
-            self._last.poll()
+    def shutdown(self) -> None:
+        """Ends."""
 
-    def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
-        """As Group's."""
-        with _disable_current_modes():
-            tensor.mul_(self.size if op in ("sum", "avg") else 1)
-        return self._enqueue(what, [tensor], [tensor])
-
-    def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
-        """As Group's."""
-        with _disable_current_modes():
-            out.zero_()
-            if into[0]:
-                out[: into[0]].copy_(tensor[: cut[0]])
-        return self._enqueue(what, [tensor], [out])
-
-    def share(self, parts: Sequence[Tensor], what: str) -> Pending:
-        """As Group's."""
-        return self._enqueue(what, [parts[self.rank]], [part for r, part in enumerate(parts) if r != self.rank])
-
-    def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
-        """As Group's."""
-        mine = source == self.rank
-        return self._enqueue(what, [tensor] if mine else [], [] if mine else [tensor])
-
-    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """As Group's."""
-        out = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for _ in range(self.size)]
-        for part in out:
-            part.copy_(tensor)
-        self.share(out, what).wait()
-        return out
-
-    def _enqueue(self, what: str, reads: list[Tensor], writes: list[Any]) -> Pending:
-        work = StandInWork(self)
+    def _enqueue(self, reads: list[Tensor], writes: list[Tensor]) -> StandInWork:
+        work = StandInWork(self.recorder, self)
         self.recorder.enqueued(work, reads, writes)
-        self._last = StandInPending(self, what, work)
-        return self._last
+        return work
+
+
+@contextmanager
+def nccl_stood_in(recorder: Recorder) -> Iterator[None]:
+    """Context: torch.distributed.ProcessGroupNCCL, which a torch for CPUs does not have, is the double."""
+    stand_in = type("ProcessGroupNCCL", (StandInProcessGroup,), {"recorder": recorder})
+    with patched(dist, "ProcessGroupNCCL", stand_in):
+        yield

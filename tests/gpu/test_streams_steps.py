@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.steps import OPTIMIZERS, job
+from gpu.steps import OPTIMIZERS, TINY_BUCKETS, job
 
 import kfuse as kf
 
 SCHEDULES = ("allreduce", "all_to_all", "tree")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "elastic", "optimizer"),
+    [
+        *((schedule, elastic, "adamw") for schedule in SCHEDULES for elastic in (False, True)),
+        *(("allreduce", False, optimizer) for optimizer in OPTIMIZERS if optimizer != "adamw"),
+    ],
+)
 def test_bare_loops_and_micro_batches(schedule: str, elastic: bool, optimizer: str) -> None:
     with job(OPTIMIZERS[optimizer], 3, elastic, schedule=schedule) as it:
         for _ in range(3):
@@ -102,7 +106,7 @@ def test_accumulated_backwards_and_gradients_set_by_hand() -> None:
 
 
 def test_two_optimizers_of_one_backward() -> None:
-    with job(lambda params: None) as it:
+    with job(lambda params: None, elastic=True) as it:
         first = kf.FusedAdamW(it.model.first.parameters())
         second = kf.FusedSGD([*it.model.middle.parameters(), *it.model.last.parameters()], lr=0.1)
         for _ in range(3):
@@ -137,3 +141,15 @@ def test_an_aborted_step(where: str, schedule: str) -> None:
         torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
         it.next_group()
         it.step()
+
+
+@pytest.mark.parametrize("bucket_mb", [TINY_BUCKETS, 25.0])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_forwards_on_several_streams(schedule: str, bucket_mb: float) -> None:
+    """Hooks of one bucket then run on different streams."""
+    with job(schedule=schedule, bucket_mb=bucket_mb, all_used=True) as it:
+        it.forwards_on_two_streams()
+        for _ in range(2):
+            it.bare_step()
+            it.step()
+            it.planned_step([range(0, 2), range(2, 3)])
