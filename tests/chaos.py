@@ -229,7 +229,7 @@ class Chaos(BasePolicy):
             if key == 0:
                 self._reached("mid_reduction", session.current().group.rank)
 
-        def share(group: Any, source: int, _: Any) -> None:
+        def share(group: Any, source: int, *_: Any) -> None:
             self._reached("source" if group.rank == source else "receiver", group.rank)
 
         def form(view: Any, rank: int, *_: Any) -> None:

@@ -55,6 +55,8 @@ class Recovery:
         self._arguments, self._base_lr = dict(arguments), base_lr
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
         self._joined = self._has_state = False
+        self._torn = False
+        """This worker's tensors are a part of one state and a part of another: the worker that sent it was lost."""
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -142,13 +144,14 @@ class Recovery:
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
         newest = max(positions)
         if min(positions) < newest:
-            source = positions.index(newest)
-            shared = training_state.share(group, source, lambda: [self._arguments, self._state.capture()])
-            if positions[group.rank] < newest:
-                arguments, state = training_state.decode(shared, group.device)
+            room = self._make_room if positions[group.rank] < newest else None
+            capture = lambda: [self._arguments, self._state.capture()]  # noqa: E731
+            received = training_state.share(group, positions.index(newest), capture, room)
+            if received is not None:
+                arguments, state = received
                 self._refuse_other_arguments(arguments)
                 self._restore(state)
-        self._has_state = True
+        self._has_state, self._torn = True, False
         if begins:
             self._decisions.workers_requested = self._decisions.workers_requested or view.size
             self._reporter.start(self._progress.step, self._restarts)
@@ -157,6 +160,15 @@ class Recovery:
         if begins or group.rank == 0:
             self._reporter.resend(events=not begins)
         self._reporter.view(self._progress.step, view, regroup_s, time.perf_counter() - started)
+
+    def _make_room(self, structure: Any) -> list[Any]:
+        """The newest state is about to arrive, in place of this worker's own: the tensors to be overwritten.
+
+        Until all has arrived this worker has no state: its position must not say that what it has is any step's.
+        """
+        _, state = structure
+        self._has_state, self._torn = False, True
+        return [None, self._state.room_for(state)]
 
     def save_last(self) -> None:
         """Training is over: writes a last checkpoint, if checkpoints are enabled."""
@@ -216,6 +228,11 @@ class Recovery:
         at = self._progress
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
         saved = self._given if saved is None else saved
+        if saved is None and self._torn:
+            raise RuntimeError(
+                "the training state is lost: the only worker that had the newest one was lost while it sent it to the "
+                "others, and there is no checkpoint to go on from"
+            )
         if saved is None:
             self._decisions.begin()
         else:
@@ -230,7 +247,7 @@ class Recovery:
             at.resumed_at = at.step
             if self._session.view is not None:
                 self._decisions.workers_requested = 0  # that was asked of another job
-        self._has_state = True
+        self._has_state, self._torn = True, False
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._state.restore(state)
