@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,9 +145,10 @@ class Recovery:
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
         newest = max(positions)
         if min(positions) < newest:
-            room = self._make_room if positions[group.rank] < newest else None
-            capture = lambda: [self._arguments, self._state.capture()]  # noqa: E731
-            received = training_state.share(group, positions.index(newest), capture, room)
+            source = positions.index(newest)
+            make_room = partial(self._make_room, intact=self._has_tensors_of(source, positions))
+            room = make_room if positions[group.rank] < newest else None
+            received = training_state.share(group, source, lambda: [self._arguments, self._state.capture()], room)
             if received is not None:
                 arguments, state = received
                 self._refuse_other_arguments(arguments)
@@ -161,13 +163,27 @@ class Recovery:
             self._reporter.resend(events=not begins)
         self._reporter.view(self._progress.step, view, regroup_s, time.perf_counter() - started)
 
-    def _make_room(self, structure: Any) -> list[Any]:
+    def _has_tensors_of(self, source: int, positions: list[int]) -> bool:
+        """Whether this worker has the tensors of the newest state, that of rank `source`, bit by bit.
+
+        So it is where it has made the newest update, and is behind in a later part of the step only. Every rank calls.
+        """
+        group = self._session.group
+        if not any(0 <= position < max(positions) for position in positions):
+            return False  # those that are behind have no state at all
+        own = self._state.fingerprint() if self._has_state else torch.zeros((), dtype=torch.int64)
+        fingerprints = group.all_gather(own.to(group.device), "fingerprints of the workers' states")
+        return self._has_state and bool(fingerprints[group.rank] == fingerprints[source])
+
+    def _make_room(self, structure: Any, intact: bool) -> list[Any]:
         """The newest state is about to arrive, in place of this worker's own: the tensors to be overwritten.
 
-        Until all has arrived this worker has no state: its position must not say that what it has is any step's.
+        intact: by the same bits, so that what this worker has stays the state of its position. Else it has no state
+        until all has arrived: its position must not say that a part of one state and a part of another is a state.
         """
         _, state = structure
-        self._has_state, self._torn = False, True
+        if not intact:
+            self._has_state, self._torn = False, True
         return [None, self._state.room_for(state)]
 
     def save_last(self) -> None:
