@@ -87,6 +87,12 @@ def memory(tensor: Tensor) -> Tensor | None:
     return ordered.reshape(-1).view(torch.uint8) if ordered.is_contiguous() else None
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, detached, where it has a `memory`; else a copy that has one."""
+    tensor = tensor.detach()
+    return tensor if memory(tensor) is not None else tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def gather(memories: Sequence[Tensor], chunk: Chunk, buffer: Tensor) -> None:
     """Copies the chunk's bytes from the tensors' memories to `buffer`, uint8 [at least chunk.size]."""
     torch._foreach_copy_(_places(chunk, buffer), _sources(memories, chunk))

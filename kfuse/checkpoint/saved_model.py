@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfuse.checkpoint.format import fsync_directory, one_line, snapshot
+from kfuse.checkpoint.format import fsync_directory, one_line
+from kfuse.checkpoint.snapshot import snapshot
 from kfuse.session import Record, Session
 
 _MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
@@ -105,12 +106,8 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
     inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps: its names without the wrapper's prefix
     whole = inner if isinstance(inner, nn.Module) else model
     state: dict[str, Any] = whole.state_dict(keep_vars=True)  # so that a tied parameter is one object
-    copies: dict[int, Any] = {}
-    for name, value in list(state.items()):  # all values are held, so that an id stays that of one object
-        if id(value) not in copies:
-            copies[id(value)] = snapshot(value, name)
-        state[name] = copies[id(value)]
-    return state
+    copy: dict[str, Any] = snapshot(state, "model")
+    return copy
 
 
 def load_weights(model: nn.Module, path: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.checkpoint.format import snapshot
+from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlError

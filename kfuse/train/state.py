@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from kfuse.comm.chunks import cut, gather, memory, scatter
+from kfuse.comm.chunks import cut, dense, gather, memory, scatter
 from kfuse.comm.group import Group
 from kfuse.optim import DistributedOptimizer
 
@@ -159,8 +159,7 @@ def _take_apart(value: Any) -> tuple[Any, list[Tensor]]:
         key = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in described:
             return described[key]
-        if memory(tensor) is None:
-            tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        tensor = dense(tensor)
         tensors.append(tensor)
         described[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return described[key]
