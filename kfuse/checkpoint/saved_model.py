@@ -103,11 +103,18 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
 
     Raises TypeError for what torch.load(weights_only=True) would not read.
     """
-    inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps: its names without the wrapper's prefix
-    whole = inner if isinstance(inner, nn.Module) else model
-    state: dict[str, Any] = whole.state_dict(keep_vars=True)  # so that a tied parameter is one object
-    copy: dict[str, Any] = snapshot(state, "model")
+    # Variables are kept, so that a tied parameter is one object.
+    copy: dict[str, Any] = snapshot(uncompiled(model).state_dict(keep_vars=True), "model")
     return copy
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What `torch.compile(model)` wraps, whose parameters' names have no prefix; any other model itself.
+
+    So files do not depend on whether a run compiles its model.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -115,6 +122,7 @@ def load_weights(model: nn.Module, path: str) -> None:
 
     Raises ValueError, in one line, for a file that cannot be read, and for keys or shapes that differ.
     """
+    model = uncompiled(model)
     weights = read_weights(path)
     if why := mismatch(model, weights):
         raise ValueError(f"{path}: {why}")

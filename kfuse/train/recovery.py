@@ -58,6 +58,8 @@ class Recovery:
         self._joined = self._has_state = False
         self._torn = False
         """This worker's tensors are a part of one state and a part of another: the worker that sent it was lost."""
+        if checkpoints is not None and not session.elastic:
+            session.group.waits_each_step = True  # a last checkpoint must not hold an update by an incomplete sum
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
