@@ -20,7 +20,7 @@ from typing import Any
 
 from kfuse import BasePolicy, session
 from kfuse.comm import chunks
-from kfuse.comm.group import CommError, Group
+from kfuse.comm.group import CommError
 from kfuse.elastic import protocol
 from kfuse.policies import GNSPolicy, SchedulePolicy
 from kfuse.policies.signals import Decision, Signals
@@ -255,9 +255,10 @@ class Chaos(BasePolicy):
                 self._reached(role, None if role == "sending" else group.rank)  # the source is one, whichever it is
                 self._messages += 1
 
-            if not hasattr(Group.broadcast, "patched"):
-                before(Group, "broadcast", lambda *arguments: self._sent(*arguments))
-                Group.broadcast.patched = True  # type: ignore[attr-defined]
+            kind = type(group)
+            if not hasattr(kind.broadcast, "patched"):
+                before(kind, "broadcast", lambda *arguments: self._sent(*arguments))
+                kind.broadcast.patched = True
             self._sent = sent
 
         def shared(*_: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,8 @@ class _Landing:
     stream: Stream
     buffer: Tensor
     """uint8, pinned, as large as the largest state so far."""
+    place: np.ndarray
+    """The same memory, for numpy."""
 
 
 class Snapshots:
@@ -92,13 +95,14 @@ class Snapshots:
             arrived.record()
         arrived.wait()  # the present stream: what it does next may change the tensors
         starts = {part.tensor: chunk.start + part.at - part.start for chunk in chunks for part in chunk.parts}
-        return [_at(landing.buffer, starts.get(number, 0), tensor) for number, tensor in enumerate(tensors)], arrived
+        return [_at(landing.place, starts.get(number, 0), tensor) for number, tensor in enumerate(tensors)], arrived
 
     def _landing(self, device: Device, size: int) -> _Landing:
         found = self._landings.get(device.name)
         if found is None or found.buffer.numel() < size:
             stream = device.new_stream() if found is None else found.stream
-            found = self._landings[device.name] = _Landing(stream, device.pinned((size,), torch.uint8))
+            buffer = device.pinned((size,), torch.uint8)
+            found = self._landings[device.name] = _Landing(stream, buffer, buffer.numpy())
         return found
 
 
@@ -110,14 +114,14 @@ def snapshot(value: Any, where: str) -> Any:
     return copy.value
 
 
-def _at(buffer: Tensor, start: int, like: Tensor) -> Tensor:
-    """The tensor at byte `start` of a buffer on the host, with the shape, strides and type of `like`.
+def _at(place: np.ndarray, start: int, like: Tensor) -> Tensor:
+    """The tensor at byte `start` of memory on the host, with the shape, strides and type of `like`.
 
     Its storage begins and ends with it, since what writes a tensor writes its storage.
     """
     if not like.numel():
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    own = torch.from_numpy(buffer.numpy()[start : start + like.nbytes])
+    own = torch.from_numpy(place[start : start + like.nbytes])
     return own.view(like.dtype).as_strided(like.shape, like.stride())
 
 
