@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 
+class DeviceError(RuntimeError):
+    """This worker's GPU is not there, or cannot be set up as the options ask. The message is one line."""
+
+
 class Event(Protocol):
     """A point in a stream's work: of torch.cuda.Event's methods, those that are used."""
 
@@ -138,6 +142,21 @@ class CudaDevice(Device):
     def set_random_state(self, state: Tensor | None) -> None:
         assert state is not None
         torch.cuda.set_rng_state(state, self.name)
+
+
+def count() -> int:
+    """How many GPUs this process sees (CUDA_VISIBLE_DEVICES chooses them). 0: its device is the CPU."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def started() -> bool:
+    """Whether this process has used a GPU: some settings of the environment are too late then."""
+    return torch.cuda.is_initialized()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def current() -> int:
+    """The number of the GPU that this thread uses unless told otherwise; no GPU is used to find out."""
+    return torch.cuda.current_device() if started() else 0
 
 
 class StreamOrder:

@@ -40,7 +40,7 @@ class Workers:
 
     count: int = setting(1, "worker processes of the first steps; policies may change it", least=1, most=2**20)
     min: int = setting(1, "worker processes; lost ones are replaced up to it in any case", least=1, most=2**20)
-    max: int = setting(2, "worker processes; policies never go above", least=1, most=2**20)
+    max: int = setting(2, "worker processes; policies never go above; at most as many as GPUs", least=1, most=2**20)
     balance: bool = setting(True, "give slower workers fewer micro-batches, so that none waits long")
     threads: int | None = setting(
         None,

@@ -41,7 +41,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, Event
-from kfuse.data.batch import map_leaves, tensors
+from kfuse.data.batch import copy_to, map_leaves, tensors
 from kfuse.data.dataset import Dataset
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan, Watch
 from kfuse.data.sampler import EpochSampler, StreamSampler
@@ -129,7 +129,7 @@ class Feeder(Fetcher):
 
         watch: looks at the first micro-batch in the first loader process.
         """
-        super().__init__(data, sampler)
+        super().__init__(data, sampler, loading.pin_memory)
         self._loading, self._on_loss, self._watch = loading, on_loss, watch
         self._side_stream = None
         self._device = devices.of(device)
@@ -306,8 +306,7 @@ class Feeder(Fetcher):
         def copy(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            pinned = self._device.pinned(leaf.shape, leaf.dtype).copy_(leaf)
-            return pinned.to(self._device.name, non_blocking=True)
+            return copy_to(self._device, leaf, pin=True)
 
         event = self._device.event()
         with self._device.on(stream):

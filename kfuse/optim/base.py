@@ -171,6 +171,12 @@ class DistributedOptimizer(ParameterGroups, ABC):
         super().load_state_dict(state_dict)
         self._load_statistics(state_dict)
 
+    def make_room(self, state_dict: dict[str, Any]) -> None:
+        """Makes the state tensors that `state_dict` has and this optimizer has not, where its class knows how.
+
+        So a state that arrives from another worker is written where it stays. It is loaded once all has arrived.
+        """
+
     def _with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, _KFUSE: self.statistics.state_dict()}
 

@@ -221,7 +221,7 @@ class Trainer:
         if isinstance(self._data, Stream):
             self._data.check_workers(self.settings.loading.workers)
         if not self.settings.loading.workers:
-            return Fetcher(self._data, self._sampler)
+            return Fetcher(self._data, self._sampler, self.settings.loading.pin_memory)
         from kfuse.data.feeder import Feeder
 
         def report(pid: int, how: str) -> None:
