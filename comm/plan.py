@@ -30,6 +30,7 @@ class CommOptions:
     reproducible: bool = False  # the same bits for any number of workers
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
     check_every: int | None = 100  # steps between comparisons of all ranks' parameters; None: never
+    audit_every: int | None = None  # steps between runs of a micro-batch on a second worker, to compare; None: never
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
@@ -38,6 +39,10 @@ class CommOptions:
             raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.reproducible=true")
         if self.check_every is not None and self.check_every < 1:
             raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
+        if self.audit_every is not None and self.audit_every < 1:
+            raise ValueError(f"comm.audit_every={self.audit_every!r}: must be at least 1, or None for never")
+        if self.audit_every is not None and not self.reproducible:
+            raise ValueError(f"comm.audit_every={self.audit_every}: must be None without comm.reproducible=true")
         if not self.bucket_mb > 0:
             raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0")
 
@@ -54,6 +59,8 @@ class StepPlan:
     """What this worker would announce; only rank 0's is sent."""
     by_weight: bool = False
     """Micro-batches weigh otherwise than by their samples; the sum of the weights is known once the step is reduced."""
+    audited: int | None = None
+    """The micro-batch of the step whose gradient's digest its worker takes (`Engine.gradient_digest`); None: none."""
 
     @property
     def micro_batches(self) -> int:
@@ -123,6 +130,8 @@ class StepState:
     """With the canonical tree: how this worker sums its micro-batches."""
     expected: int | None = None
     """Micro-batches that this worker has in the plan."""
+    audited: int | None = None
+    """Which of this worker's micro-batches, from 0, has the digest of its gradient taken."""
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
     parts: int = 1
