@@ -119,6 +119,12 @@ class Comm:
     )
     reproducible: bool = setting(False, "the same bits for any number of workers")
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
+    audit_every: int | None = setting(
+        None,
+        "steps between audits: a micro-batch is run again on another worker, and the gradients are compared; null: "
+        "never; needs comm.reproducible=true",
+        least=1,
+    )
     timeout_s: float = setting(
         30.0, "seconds without an answer, after which a worker counts as lost", above=0, most=10**6
     )
