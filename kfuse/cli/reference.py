@@ -31,7 +31,7 @@ EVENTS = {
     "straggler": ("A worker has become slow", "worker, rank, throughput (over the median worker's)"),
     "corruption": (
         "A micro-batch was run again on another worker, with other gradients (`comm.audit_every`)",
-        "micro_batch; worker, rank, pid, host: of the one that computes wrongly, null where that is unknown; note; "
+        "micro_batch; worker and rank of the one that computes wrongly, null where that is unknown; note; "
         "runs (worker, rank, pid, host and digest of each)",
     ),
     "ready": ("A worker is ready to join", "worker, boot_s"),

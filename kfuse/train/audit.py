@@ -209,7 +209,7 @@ class Audit:
         pairs = zip(ranks, digests, strict=True)
         runs = [self._who(rank) | {"digest": f"{digest % 2**64:016x}"} for rank, digest in pairs]
         wrong = culprit(digests)
-        named = {name: None if wrong is None else runs[wrong][name] for name in ("worker", "rank", "pid", "host")}
+        named = {name: None if wrong is None else runs[wrong][name] for name in ("worker", "rank")}
         note = _note(micro_batch, runs, wrong)
         self._reporter.event(step, "corruption", micro_batch=micro_batch, **named, note=note, runs=runs)
         at = self._progress
