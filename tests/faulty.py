@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +40,10 @@ class Faulty(nn.Module):
 
 
 class ReplaceCorrupt(kf.BasePolicy):
-    """A new worker for each that an audit has named."""
+    """A new worker for each that an audit has named. Until it is there, steps are slow: training must not end first."""
 
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        return kf.Decision(replace=signals.corrupt_workers[0]) if signals.corrupt_workers else None
+        if not signals.corrupt_workers:
+            return None
+        time.sleep(0.1)
+        return kf.Decision(replace=signals.corrupt_workers[0])

@@ -410,9 +410,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_job(directory / "run", [*ELASTIC, "train.steps=60", *chaos(directory)])
 
 
+@pytest.mark.full
+@pytest.mark.jobs
 def test_an_elastic_job_names_the_worker_and_a_policy_replaces_it(tmp_path: Path) -> None:
     """The new worker computes rightly: no audit names anybody once it is there."""
-    settings = ["comm.audit_every=2", "workers.count=3", "+model.worker=1", "train.steps=80"]
+    settings = ["comm.audit_every=2", "workers.count=3", "+model.worker=1", "train.steps=200"]
     policy = "policy._target_=faulty.ReplaceCorrupt"
     job = run_job(tmp_path / "run", [*ELASTIC, *settings, policy])
     assert job.error is None, job.told()
