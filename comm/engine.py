@@ -320,7 +320,9 @@ class Engine:
 
         int64 scalar on the device, without a wait. Once that micro-batch is over, until the next step begins.
         """
-        return digest([torch.stack([self._digests[bucket.index] for bucket in self.gradient_buckets])])
+        digests = [self._digests[bucket.index] for bucket in self.gradient_buckets]
+        self._keep_here(digests)  # forwards on other streams have their hooks there
+        return digest([torch.stack(digests)])
 
     def digest_again(self, backward: Callable[[], object]) -> Tensor:
         """Runs the backward of a micro-batch that is not part of this worker's step; returns its `gradient_digest`.
@@ -333,7 +335,13 @@ class Engine:
         finally:
             self._repeats = False
         grads = [[self.params[index].grad for index in bucket.layout.params] for bucket in self.gradient_buckets]
+        self._keep_here([grad for each in grads for grad in each if grad is not None])
         return digest([torch.stack([self._digest_of(each) for each in grads])])
+
+    def _keep_here(self, tensors: Sequence[Tensor]) -> None:
+        """The current stream reads these, whose memory may be another stream's."""
+        device = devices.of(self.device)
+        device.keep(tensors, device.current_stream())
 
     def _digest_of(self, grads: Sequence[Tensor | None]) -> Tensor:
         return digest([grad for grad in grads if grad is not None]).to(self.device)

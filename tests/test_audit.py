@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, IterableDataset
 import kfuse as kf
 from kfuse.comm.tail import digest
 from kfuse.config.schema import ConfigError
-from kfuse.data import worker_range
 from kfuse.train.audit import choose, culprit
 from kfuse.train.step import StepSamples
 
@@ -159,7 +158,7 @@ def test_owners_take_turns_and_the_second_run_is_on_another_worker(
     micro_batches: int, workers: int, every: int, seed: int, start: int
 ) -> None:
     samples = StepSamples(0, 0, np.arange(micro_batches), 1, workers)
-    with_work = [rank for rank in range(workers) if worker_range(micro_batches, workers, rank)]
+    with_work = [rank for rank in range(workers) if samples.range_of(rank)]
     owners = []
     for step in range(start * every, (start + len(with_work)) * every):
         chosen = choose(step, every, samples, seed)
