@@ -122,6 +122,12 @@ class Comm:
         False, "with comm.reproducible=true on GPUs: older partial sums of gradients lie in the host's memory"
     )
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
+    audit_every: int | None = setting(
+        None,
+        "steps between audits: a micro-batch is run again on another worker, and the gradients are compared; null: "
+        "never; needs comm.reproducible=true",
+        least=1,
+    )
     nccl_high_priority: bool = setting(True, "on GPUs: messages go before kernels that wait for a place on the GPU")
     nccl_min_ctas: int | None = setting(None, "NCCL's least thread blocks a message; null: its own choice", least=1)
     nccl_max_ctas: int | None = setting(
