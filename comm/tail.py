@@ -152,15 +152,19 @@ class Tail:
         return tail[: self._slots]
 
 
-def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
-    """The sum of the tensors' bits as 32-bit integers, modulo 2^64: int64 scalar on their device, without a wait.
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""The integer type that holds the bits of an element of so many bytes."""
 
-    Any single difference changes it; another order of the same elements does not. tensors: of 4-byte elements. salt:
-    added, for values on the host.
+
+def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
+    """The sum of the elements' bits as integers, modulo 2^64: int64 scalar on their device, without a wait.
+
+    Any single difference changes it; another order of the same elements does not. tensors: of 4-byte or 2-byte
+    elements. salt: added, for values on the host.
     """
     total = torch.full((), _signed(salt), dtype=torch.int64, device=tensors[0].device if tensors else None)
     for tensor in tensors:
-        total += tensor.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64)
+        total += tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
     return total
 
 

@@ -1,7 +1,8 @@
 """What every kfuse optimizer does: reduce gradients over the workers, measure them, clip, and keep statistics.
 
 After the last micro-batch's backward the reduction is waited for and each `p.grad` is the mean gradient over the
-global batch (a view of its bucket), as with DistributedDataParallel. `step()` then updates.
+global batch (a view of its bucket), as with DistributedDataParallel; of a bf16 parameter rounded to bf16, as torch
+wants it, while the bucket has it in fp32. `step()` then updates.
 """
 
 from __future__ import annotations
@@ -280,6 +281,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
         used = None if reduced.used is None else reduced.used.tolist()
         self._had_gradients = self._had_gradients or used is None or any(used)
         for bucket in self.engine.gradient_buckets:
+            bucket.show_mean()
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if used is None or used[index] > 0:
                     self.engine.params[index].grad = view
@@ -359,13 +361,20 @@ class DistributedOptimizer(ParameterGroups, ABC):
         Between steps, on every worker. All of it or nothing is replaced. Raises CommError.
         """
         group = self._session.group
+        average(group, [*self._weights(), *self._state_tensors(), *self.engine.averaged.tensors])
+        self._weights_averaged()
+
+    def _weights(self) -> list[Tensor]:
+        """What `average_models` averages of the model: the parameters, or what they are computed from."""
+        return list(self.engine.params)
+
+    def _weights_averaged(self) -> None:
+        """The tensors that `_weights` returned have other values now."""
+
+    def _state_tensors(self) -> list[Tensor]:
+        """The optimizer's state, without what is among `_weights`, in the same order on all workers."""
         held = [state[name] for p in self.engine.params if (state := self.state.get(p)) for name in sorted(state)]
-        values = [
-            *self.engine.params,
-            *(value for value in held if isinstance(value, Tensor)),
-            *self.engine.averaged.tensors,
-        ]
-        average(group, values)
+        return [value for value in held if isinstance(value, Tensor)]
 
     def _take_gradients_set_by_hand(self) -> None:
         if self.engine.begun:
@@ -405,7 +414,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
 
     @abstractmethod
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Updates all parameters whose `.grad` is set (their mean gradient, fp32).
+        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32).
 
         scale: fp32 scalar on the device, by which gradients are multiplied; None: 1. found_inf: fp32 scalar on the
         device; if it is not 0, nothing may change; None: the update is made.

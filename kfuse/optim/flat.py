@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -17,18 +19,25 @@ from torch.utils.dlpack import from_dlpack
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import Reduced
-from kfuse.kernels import PackTable
+from kfuse.kernels import PackTable, take_changed
 from kfuse.optim.base import DistributedOptimizer
 
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
 _OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which AdamW sets to True as it loads
 
 
+_MASTER = "master"
+"""The name in `state` of a 16-bit parameter's fp32 weights."""
+
+
 @dataclass
 class Flat:
-    """A bucket's parameters and optimizer state."""
+    """A bucket's parameters and optimizer state. Tensors are flat, in the bucket's layout."""
 
     param: Tensor
+    """In the parameters' dtype: their own memory."""
+    master: Tensor | None
+    """The weights that are updated where `param` is 16-bit: fp32, of which `param` holds the rounded values."""
     moments: dict[str, Tensor]
     """State tensors shaped like the parameter, by torch's names; empty until an update needs them."""
     steps: Tensor
@@ -40,11 +49,15 @@ class Flat:
 
 
 class Piece(NamedTuple):
-    """What one call updates: a bucket, or one parameter of it. All tensors are flat fp32 of one length."""
+    """What one call updates: a bucket, or one parameter of it.
+
+    All tensors are flat and of one length, and fp32, but for 16-bit parameters, which have a master.
+    """
 
     table: PackTable
     """How the piece is cut into parameters."""
     param: Tensor
+    master: Tensor | None
     grad: Tensor
     moments: dict[str, Tensor]
     step: Tensor
@@ -56,12 +69,15 @@ class Piece(NamedTuple):
 class FlatOptimizer(DistributedOptimizer):
     """Keeps torch's per-parameter `state` as views of flat buffers, so that state_dict is torch's own.
 
+    A 16-bit parameter's moments are fp32, and `state` has its fp32 weights too, as "master". torch's optimizers leave
+    that entry alone, and round the moments to the parameter's dtype as they load them.
+
     A subclass sets `_moment_names` and implements `_update_piece`.
     """
 
     _moment_names: tuple[str, ...]
     """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
-    _warned_of_shared_memory = False
+    _warned_of_shared_memory = _warned_of_layout = False
 
     def _check_layout(self) -> None:
         """Raises ValueError if two parameters share memory: in flat buffers each has its own place."""
@@ -87,19 +103,23 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _flatten(self, bucket: Bucket) -> Flat:
         params = self._params_of(bucket)
-        param = _gather(bucket, [p.data for p in params])
+        param = _gather(bucket, [p.data for p in params], bucket.layout.dtype)
         for p, view in zip(params, bucket.view(param), strict=True):
             p.data = _with_own_storage(view)
         states: list[dict[str, Any]] = [self.state.get(p, {}) for p in params]
+        master = None
+        if param.dtype != torch.float32:  # another optimizer, torch's above all, has saved no master
+            weights = [state.get(_MASTER, p.data) for state, p in zip(states, params, strict=True)]
+            master = _gather(bucket, weights)
         steps = torch.tensor([float(state.get("step", 0.0)) for state in states], device=bucket.device)
         known = [any(state.get(name) is not None for name in self._moment_names) for state in states]
         moments = {}
         for name in self._moment_names if any(known) else ():
             moments[name] = _gather(bucket, [state.get(name) for state in states])
         together = len(set(known)) == 1 and len(set(steps.tolist())) == 1
-        flat = Flat(param, moments, steps, known, together)
+        flat = Flat(param, master, moments, steps, known, together)
         for k, p in enumerate(params):
-            if known[k]:
+            if known[k] or _MASTER in states[k]:
                 self._publish(p, flat, bucket, k)
         return flat
 
@@ -108,7 +128,11 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _publish(self, p: Parameter, flat: Flat, bucket: Bucket, k: int) -> None:
         """Makes the flat state visible as torch's `state[p]`."""
-        self.state[p].update({name: bucket.view(moment)[k] for name, moment in flat.moments.items()})
+        state = self.state[p]
+        state.update({name: bucket.view(moment)[k] for name, moment in flat.moments.items()})
+        state.pop(_MASTER, None)  # saved where the parameter was 16-bit
+        if flat.master is not None:
+            state[_MASTER] = bucket.view(flat.master)[k]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what this class, or torch's optimizer of the same kind, saved.
@@ -117,13 +141,44 @@ class FlatOptimizer(DistributedOptimizer):
         """
         self._refuse_options(state_dict["param_groups"], _NEVER_LOADED)
         self._check_shapes(state_dict)
-        super().load_state_dict(state_dict)
+        with self._state_kept_fp32():
+            super().load_state_dict(state_dict)
         self._layout_changed()
+
+    @contextmanager
+    def _state_kept_fp32(self) -> Iterator[None]:
+        """Context in which load_state_dict leaves moments and masters as they are.
+
+        torch rounds a state tensor to its parameter's dtype. It leaves objects alone that it does not know, and it asks
+        the hook that was registered last, which sees what other hooks made of the state.
+        """
+        kept = {*self._moment_names, _MASTER}
+
+        def hide(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            states = {
+                key: {name: _Kept(value) if name in kept and value is not None else value for name, value in of.items()}
+                for key, of in state_dict["state"].items()
+            }
+            return state_dict | {"state": states}
+
+        def show(_: Any) -> None:
+            for p, state in self.state.items():
+                for name, value in state.items():
+                    if isinstance(value, _Kept):
+                        state[name] = value.tensor.to(p.device, torch.float32)
+
+        before = self.register_load_state_dict_pre_hook(hide)
+        after = self.register_load_state_dict_post_hook(show, prepend=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, (p, label) in zip(saved, self._named_parameters(), strict=False):  # torch's own checks the numbers
-            for name in self._moment_names:
+            for name in (*self._moment_names, _MASTER):
                 value = state_dict["state"].get(key, {}).get(name)
                 if value is not None and value.shape != p.shape:
                     raise ValueError(
@@ -145,6 +200,7 @@ class FlatOptimizer(DistributedOptimizer):
         self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)
         self._keep_flat()
         for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
+            bucket.take_visible()
             params = self._params_of(bucket)
             group = self.param_groups[self._group_of[bucket.layout.params[0]]]
             keeps = self._keeps_state(group)
@@ -154,10 +210,10 @@ class FlatOptimizer(DistributedOptimizer):
                 first = keeps and not flat.known[0]
                 if first and self._skips_first(group, found_inf):
                     continue
-                if first:
-                    self._first_update(params, flat, bucket, range(len(params)))
+                if first or self._lacks_master(params, flat):
+                    self._first_update(params, flat, bucket, range(len(params)), keeps)
                 flat.steps.add_(advance)
-                whole = Piece(bucket.table, flat.param, bucket.mean, flat.moments, flat.steps[0], first)
+                whole = Piece(bucket.table, flat.param, flat.master, bucket.mean, flat.moments, flat.steps[0], first)
                 self._update_piece(whole, group, scale, found_inf)
                 continue
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
@@ -166,21 +222,28 @@ class FlatOptimizer(DistributedOptimizer):
                 first = keeps and not flat.known[k]
                 if first and self._skips_first(group, found_inf):
                     continue
-                if first:
-                    self._first_update(params, flat, bucket, [k])
+                if first or self._lacks_master([params[k]], flat):
+                    self._first_update(params, flat, bucket, [k], keeps)
                 flat.steps[k].add_(advance)
-                moments = {name: bucket.view(moment)[k].view(-1) for name, moment in flat.moments.items()}
-                param, grad = bucket.view(flat.param)[k].view(-1), bucket.views[k].view(-1)
+                moments = {name: bucket.place(moment, k) for name, moment in flat.moments.items()}
+                master = None if flat.master is None else bucket.place(flat.master, k)
+                param, grad = bucket.place(flat.param, k), bucket.place(bucket.mean, k)
                 table = _one_tensor(param.numel(), param.device)
-                alone = Piece(table, param, grad, moments, flat.steps[k], first)
+                alone = Piece(table, param, master, grad, moments, flat.steps[k], first)
                 self._update_piece(alone, group, scale, found_inf)
 
-    def _first_update(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: range | list[int]) -> None:
-        if not flat.moments:
+    def _lacks_master(self, params: list[Parameter], flat: Flat) -> bool:
+        """Whether `state` lacks the master of one of these: where a first update makes no moments, it has none yet."""
+        return flat.master is not None and any(_MASTER not in self.state.get(p, {}) for p in params)
+
+    def _first_update(
+        self, params: list[Parameter], flat: Flat, bucket: Bucket, which: range | list[int], keeps: bool
+    ) -> None:
+        if keeps and not flat.moments:
             flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
         for k in which:
             self._publish(params[k], flat, bucket, k)
-            flat.known[k] = True
+            flat.known[k] = flat.known[k] or keeps
 
     def _keep_flat(self) -> None:
         """Copies parameters whose `.data` was replaced since the last step back into the flat buffers.
@@ -192,10 +255,12 @@ class FlatOptimizer(DistributedOptimizer):
             start = flat.param.data_ptr()
             for index, offset in zip(bucket.layout.params, bucket.layout.offsets, strict=True):
                 p = self.engine.params[index]
-                if p.data_ptr() != start + 4 * offset and p.numel():
+                if p.data_ptr() != start + flat.param.element_size() * offset and p.numel():
                     place = bucket.view(flat.param)[bucket.layout.params.index(index)]
                     _check_replaced(self.engine.names[index], place, p)
                     moved.append((p, place))
+                    if p.stride() != place.stride():
+                        self._warn_of_layout(self.engine.names[index])
                     if p.device.type == "cpu" and p.is_shared():  # type: ignore[no-untyped-call]
                         self._warn_of_shared_memory(self.engine.names[index])
         if moved:
@@ -204,6 +269,34 @@ class FlatOptimizer(DistributedOptimizer):
             for (p, place), value in zip(moved, values, strict=True):
                 place.copy_(value)
                 p.data = _with_own_storage(place)
+
+    def _weights(self) -> list[Tensor]:
+        """The masters in place of 16-bit parameters, with the changes that were made to the parameters since."""
+        self._keep_flat()
+        for flat in self._flats:
+            if flat.master is not None:
+                take_changed(flat.param, flat.master)
+        return [flat.param if flat.master is None else flat.master for flat in self._flats]
+
+    def _state_tensors(self) -> list[Tensor]:
+        masters = {flat.master.untyped_storage().data_ptr() for flat in self._flats if flat.master is not None}
+        return [value for value in super()._state_tensors() if value.untyped_storage().data_ptr() not in masters]
+
+    def _weights_averaged(self) -> None:
+        for flat in self._flats:
+            if flat.master is not None:
+                flat.param.copy_(flat.master)
+
+    def _warn_of_layout(self, name: str) -> None:
+        """Warns once."""
+        if not self._warned_of_layout:
+            self._warned_of_layout = True
+            logging.getLogger("kfuse").warning(
+                "%s has another memory layout than when %s was made, which puts the former one back: call "
+                "model.to(memory_format=...) before making the optimizer",
+                name,
+                type(self).__name__,
+            )
 
     def _warn_of_shared_memory(self, name: str) -> None:
         """Warns once."""
@@ -222,7 +315,7 @@ class FlatOptimizer(DistributedOptimizer):
     ) -> None:
         """Updates a piece's parameters and moments in place. group: the settings of its parameter group.
 
-        scale, found_inf: as for `_update`. All tensors of the piece are flat fp32 of one length.
+        scale, found_inf: as for `_update`.
         """
 
 
@@ -232,12 +325,19 @@ def _one_tensor(numel: int, device: torch.device) -> PackTable:
     return PackTable.build([numel], [0], device)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A state tensor that torch's load_state_dict does not see."""
+
+    tensor: Tensor
+
+
 def _with_own_storage(view: Tensor) -> Tensor:
     """The same memory as a tensor whose storage begins and ends with it (and keeps the whole buffer alive).
 
     What writes a tensor writes its storage: torch.save of one layer would write the whole buffer.
     """
-    return from_dlpack(view) if view.numel() else view
+    return from_dlpack(view).as_strided(view.shape, view.stride()) if view.numel() else view
 
 
 def _check_replaced(name: str, place: Tensor, p: Parameter) -> None:
@@ -259,9 +359,9 @@ def _refuse_overlaps(named: list[tuple[Parameter, str]]) -> None:
             )
 
 
-def _gather(bucket: Bucket, tensors: list[Any]) -> Tensor:
+def _gather(bucket: Bucket, tensors: list[Any], dtype: torch.dtype = torch.float32) -> Tensor:
     """A flat buffer in the bucket's layout with these values (None: zeros)."""
-    flat = torch.zeros(bucket.body, device=bucket.device)
+    flat = torch.zeros(bucket.body, dtype=dtype, device=bucket.device)
     for view, tensor in zip(bucket.view(flat), tensors, strict=True):
         if tensor is not None:
             view.copy_(tensor)

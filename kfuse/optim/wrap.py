@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.plan import Reduced
 from kfuse.optim.base import DistributedOptimizer
+
+
+_LOG = logging.getLogger("kfuse")
 
 
 class Optimizer(DistributedOptimizer):
@@ -34,6 +38,10 @@ class Optimizer(DistributedOptimizer):
         clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
         finite; rank 0 warns either way. None is True on the CPU, and False on CUDA, where the host would have to wait
         for the device at each step, since not every optimizer can skip a step on the device.
+
+        bf16 parameters are updated as torch does it: in bf16, from gradients that were averaged in fp32 and rounded.
+        There are no fp32 master weights, so an update smaller than the spacing of bf16 numbers is lost; a warning says
+        so. FusedAdamW, FusedSGD and FusedLAMB keep masters.
         """
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -54,6 +62,17 @@ class Optimizer(DistributedOptimizer):
                 devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"]
             )
         self._attach(clip_norm, skip_nonfinite)
+        self._warn_of_bf16(name)
+
+    def _warn_of_bf16(self, name: str) -> None:
+        """Warns on one worker."""
+        params = self.engine.params
+        if self._session.group.rank == 0 and any(p.dtype == torch.bfloat16 for p in params):
+            _LOG.warning(
+                "bf16 parameters with kf.Optimizer(%s): updates are made in bf16, which loses those below 1/256 of a "
+                "weight; kf.FusedAdamW, FusedSGD and FusedLAMB keep fp32 master weights",
+                name,
+            )
 
     def _share(self) -> None:
         self.inner.param_groups = self.param_groups
@@ -80,9 +99,23 @@ class Optimizer(DistributedOptimizer):
             return
         if scale is not None:
             for bucket in self.engine.gradient_buckets:
-                bucket.mean.mul_(scale)
-        with self._scaled_rates():
+                bucket.visible.mul_(scale)
+        with self._scaled_rates(), self._gradients_laid_out():
             self.inner.step()
+
+    @contextmanager
+    def _gradients_laid_out(self) -> Iterator[None]:
+        """Each gradient has its parameter's strides, also where these have changed since the buckets were made.
+
+        torch's fused updates on the CPU take the elements of both in the order of their memory, and check nothing.
+        """
+        params = [p for p in self.engine.params if p.grad is not None and p.grad.stride() != p.stride()]
+        views = [p.grad for p in params]
+        for p, view in zip(params, views, strict=True):
+            p.grad = torch.empty_like(p).copy_(view)
+        yield
+        for p, view in zip(params, views, strict=True):
+            p.grad = view
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
 from kfuse.optim import DistributedOptimizer
+from kfuse.optim.consistency import parameter_layout
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
@@ -141,7 +142,13 @@ class Trainer:
             TrainingState(parts),
             checkpoints if output is None else output.checkpoints,
             self._reporter,
-            arguments=settings.shared() | {"samples of data": self._sampler.length},
+            arguments=settings.shared()
+            | {
+                "samples of data": self._sampler.length,
+                "types and memory layouts of parameters": parameter_layout(
+                    p for group in opt.param_groups for p in group["params"]
+                ),
+            },
             base_lr=settings.base_lr,
         )
         self._under_way: tuple[Step, int] | None = None
