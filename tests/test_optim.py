@@ -799,7 +799,7 @@ def test_parameters_must_be_fp32_or_bf16(dtype: torch.dtype) -> None:
     "values", [torch.randn(4, 5)[:, :3], torch.randn(4, 1).expand(4, 3), torch.randn(9).as_strided((4, 3), (2, 1))]
 )
 def test_parameters_must_be_dense(values: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"parameter 0 is not dense in memory: .* shape \(4, 3\) leave gaps or overlap"):
+    with pytest.raises(ValueError, match=r"parameter 0 is not dense in memory: .*\(4, 3\) leave gaps or overlap"):
         kf.FusedSGD([nn.Parameter(values)])
 
 

@@ -63,10 +63,15 @@ def parameter_layout(params: Iterable[Tensor]) -> str:
     element would be added to another one.
     """
     params = list(params)
-    orders = [None if p.is_contiguous() else sorted(range(p.dim()), key=lambda dim: -p.stride(dim)) for p in params]
     types = [str(p.dtype).removeprefix("torch.") for p in params]
-    digest = hashlib.sha256(repr([*zip(types, orders, strict=True)]).encode()).hexdigest()
+    digest = hashlib.sha256(repr([*zip(types, map(_order, params), strict=True)]).encode()).hexdigest()
     return f"{', '.join(sorted(set(types)))} {digest[:8]}"
+
+
+def _order(tensor: Tensor) -> list[int] | None:
+    """The dimensions from the largest stride to the smallest; None for a contiguous tensor."""
+    strides: tuple[int, ...] = tensor.stride()
+    return None if tensor.is_contiguous() else sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
 def _each_element_once(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +25,15 @@ from kfuse.optim.base import DistributedOptimizer
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
 _OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which AdamW sets to True as it loads
 
+
+_SHARED_MEMORY = (
+    "%s was moved to shared memory after %s was made, which moves it back: other processes do not see its updates. "
+    "kf.Optimizer leaves parameters where they are."
+)
+_OTHER_LAYOUT = (
+    "%s has another memory layout than when %s was made, which puts the former one back: call "
+    "model.to(memory_format=...) before making the optimizer"
+)
 
 _MASTER = "master"
 """The name in `state` of a 16-bit parameter's fp32 weights."""
@@ -77,7 +86,7 @@ class FlatOptimizer(DistributedOptimizer):
 
     _moment_names: tuple[str, ...]
     """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
-    _warned_of_shared_memory = _warned_of_layout = False
+    _warned: tuple[str, ...] = ()
 
     def _check_layout(self) -> None:
         """Raises ValueError if two parameters share memory: in flat buffers each has its own place."""
@@ -119,8 +128,12 @@ class FlatOptimizer(DistributedOptimizer):
         together = len(set(known)) == 1 and len(set(steps.tolist())) == 1
         flat = Flat(param, master, moments, steps, known, together)
         for k, p in enumerate(params):
-            if known[k] or _MASTER in states[k]:
+            has_master = _MASTER in states[k]
+            states[k].pop(_MASTER, None)
+            if known[k]:
                 self._publish(p, flat, bucket, k)
+            if known[k] or has_master:
+                self._publish_masters(params, flat, bucket, [k])
         return flat
 
     def _params_of(self, bucket: Bucket) -> list[Parameter]:
@@ -128,11 +141,14 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _publish(self, p: Parameter, flat: Flat, bucket: Bucket, k: int) -> None:
         """Makes the flat state visible as torch's `state[p]`."""
-        state = self.state[p]
-        state.update({name: bucket.view(moment)[k] for name, moment in flat.moments.items()})
-        state.pop(_MASTER, None)  # saved where the parameter was 16-bit
-        if flat.master is not None:
-            state[_MASTER] = bucket.view(flat.master)[k]
+        self.state[p].update({name: bucket.view(moment)[k] for name, moment in flat.moments.items()})
+
+    def _publish_masters(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
+        """Makes the masters of these parameters visible in `state`: from the first update on, as torch makes state."""
+        if flat.master is not None and any(_MASTER not in self.state.get(params[k], {}) for k in which):
+            views = bucket.view(flat.master)
+            for k in which:
+                self.state[params[k]][_MASTER] = views[k]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what this class, or torch's optimizer of the same kind, saved.
@@ -210,8 +226,9 @@ class FlatOptimizer(DistributedOptimizer):
                 first = keeps and not flat.known[0]
                 if first and self._skips_first(group, found_inf):
                     continue
-                if first or self._lacks_master(params, flat):
-                    self._first_update(params, flat, bucket, range(len(params)), keeps)
+                if first:
+                    self._first_update(params, flat, bucket, range(len(params)))
+                self._publish_masters(params, flat, bucket, range(len(params)))
                 flat.steps.add_(advance)
                 whole = Piece(bucket.table, flat.param, flat.master, bucket.mean, flat.moments, flat.steps[0], first)
                 self._update_piece(whole, group, scale, found_inf)
@@ -222,8 +239,9 @@ class FlatOptimizer(DistributedOptimizer):
                 first = keeps and not flat.known[k]
                 if first and self._skips_first(group, found_inf):
                     continue
-                if first or self._lacks_master([params[k]], flat):
-                    self._first_update(params, flat, bucket, [k], keeps)
+                if first:
+                    self._first_update(params, flat, bucket, [k])
+                self._publish_masters(params, flat, bucket, [k])
                 flat.steps[k].add_(advance)
                 moments = {name: bucket.place(moment, k) for name, moment in flat.moments.items()}
                 master = None if flat.master is None else bucket.place(flat.master, k)
@@ -232,18 +250,12 @@ class FlatOptimizer(DistributedOptimizer):
                 alone = Piece(table, param, master, grad, moments, flat.steps[k], first)
                 self._update_piece(alone, group, scale, found_inf)
 
-    def _lacks_master(self, params: list[Parameter], flat: Flat) -> bool:
-        """Whether `state` lacks the master of one of these: where a first update makes no moments, it has none yet."""
-        return flat.master is not None and any(_MASTER not in self.state.get(p, {}) for p in params)
-
-    def _first_update(
-        self, params: list[Parameter], flat: Flat, bucket: Bucket, which: range | list[int], keeps: bool
-    ) -> None:
-        if keeps and not flat.moments:
+    def _first_update(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
+        if not flat.moments:
             flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
         for k in which:
             self._publish(params[k], flat, bucket, k)
-            flat.known[k] = flat.known[k] or keeps
+            flat.known[k] = True
 
     def _keep_flat(self) -> None:
         """Copies parameters whose `.data` was replaced since the last step back into the flat buffers.
@@ -260,9 +272,9 @@ class FlatOptimizer(DistributedOptimizer):
                     _check_replaced(self.engine.names[index], place, p)
                     moved.append((p, place))
                     if p.stride() != place.stride():
-                        self._warn_of_layout(self.engine.names[index])
+                        self._warn_once(_OTHER_LAYOUT, self.engine.names[index])
                     if p.device.type == "cpu" and p.is_shared():  # type: ignore[no-untyped-call]
-                        self._warn_of_shared_memory(self.engine.names[index])
+                        self._warn_once(_SHARED_MEMORY, self.engine.names[index])
         if moved:
             self._check_layout()
             values = [p.data.clone() for p, _ in moved]  # they may lie in each other's places
@@ -287,27 +299,10 @@ class FlatOptimizer(DistributedOptimizer):
             if flat.master is not None:
                 flat.param.copy_(flat.master)
 
-    def _warn_of_layout(self, name: str) -> None:
-        """Warns once."""
-        if not self._warned_of_layout:
-            self._warned_of_layout = True
-            logging.getLogger("kfuse").warning(
-                "%s has another memory layout than when %s was made, which puts the former one back: call "
-                "model.to(memory_format=...) before making the optimizer",
-                name,
-                type(self).__name__,
-            )
-
-    def _warn_of_shared_memory(self, name: str) -> None:
-        """Warns once."""
-        if not self._warned_of_shared_memory:
-            self._warned_of_shared_memory = True
-            logging.getLogger("kfuse").warning(
-                "%s was moved to shared memory after %s was made, which moves it back: other processes do not see its "
-                "updates. kf.Optimizer leaves parameters where they are.",
-                name,
-                type(self).__name__,
-            )
+    def _warn_once(self, message: str, name: str) -> None:
+        if message not in self._warned:
+            self._warned = (*self._warned, message)
+            logging.getLogger("kfuse").warning(message, name, type(self).__name__)
 
     @abstractmethod
     def _update_piece(

@@ -64,8 +64,17 @@ class FusedAdamW(AdamMoments, torch.optim.AdamW):
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         options, (m, v) = self._options(group), piece.moments.values()
-        guards = {"grad_scale": scale, "found_inf": found_inf, "master": piece.master}
-        adamw(piece.param, piece.grad, m, v, options, step=piece.step, **guards)
+        adamw(
+            piece.param,
+            piece.grad,
+            m,
+            v,
+            options,
+            step=piece.step,
+            grad_scale=scale,
+            found_inf=found_inf,
+            master=piece.master,
+        )
 
 
 class FusedLAMB(AdamMoments, torch.optim.Optimizer):

@@ -15,7 +15,6 @@ from kfuse.comm import devices
 from kfuse.comm.plan import Reduced
 from kfuse.optim.base import DistributedOptimizer
 
-
 _LOG = logging.getLogger("kfuse")
 
 
@@ -109,13 +108,12 @@ class Optimizer(DistributedOptimizer):
 
         torch's fused updates on the CPU take the elements of both in the order of their memory, and check nothing.
         """
-        params = [p for p in self.engine.params if p.grad is not None and p.grad.stride() != p.stride()]
-        views = [p.grad for p in params]
-        for p, view in zip(params, views, strict=True):
-            p.grad = torch.empty_like(p).copy_(view)
+        gradients = [(p, p.grad) for p in self.engine.params if p.grad is not None and p.grad.stride() != p.stride()]
+        for p, gradient in gradients:
+            p.grad = torch.empty_like(p).copy_(gradient)
         yield
-        for p, view in zip(params, views, strict=True):
-            p.grad = view
+        for p, gradient in gradients:
+            p.grad = gradient
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
