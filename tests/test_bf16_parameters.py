@@ -179,6 +179,19 @@ def test_changed_gradients_are_used(way: str) -> None:
         assert torch.equal(master, start - gradient)
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [(F32, 4 + 8 + 4), (BF16, 2 + 4 + 8 + 4 + 2)])
+def test_bytes_a_parameter(dtype: torch.dtype, expected: int) -> None:
+    """Of parameters, their state, the sum of gradients, and where the types differ p.grad. 64 alike: no padding."""
+    p = nn.Parameter(torch.ones(64, dtype=dtype))
+    opt = kf.FusedAdamW([p])
+    p.square().sum().backward()
+    opt.step()
+    assert p.grad is not None
+    state = [value for value in opt.state[p].values() if value.shape == p.shape]
+    held = {t.untyped_storage().data_ptr(): t for t in [p, *state, p.grad, opt.engine.gradient_buckets[0].mean]}
+    assert sum(64 * t.element_size() for t in held.values()) == 64 * expected
+
+
 def test_a_parameter_without_a_gradient_stays() -> None:
     net, _ = networks()
     opt = kf.FusedAdamW(net.parameters(), lr=0.1)

@@ -85,8 +85,8 @@ def test_a_checkpoint_resumes_bit_by_bit(tmp_path: Path) -> None:
 # -- what workers share -----------------------------------------------------------------------------------------------
 
 
-def started_apart(kind: str) -> list[list[float]]:
-    kf.init()
+def started_apart(kind: str, wire: str) -> list[list[float]]:
+    kf.init(kf.CommOptions(dtype=wire))
     net = network().bfloat16()
     with torch.no_grad():
         for p in net.parameters():
@@ -104,9 +104,11 @@ def started_apart(kind: str) -> list[list[float]]:
     return [value.flatten().tolist() for value in values]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "lamb", "wrapped"])
-def test_workers_start_from_rank_0s_parameters_and_masters(kind: str) -> None:
-    one, other = run_workers(2, started_apart, kind)
+@pytest.mark.parametrize(
+    ("kind", "wire"), [("adamw", "fp32"), ("adamw", "bf16"), ("sgd", "fp32"), ("lamb", "fp32"), ("wrapped", "fp32")]
+)
+def test_workers_start_from_rank_0s_parameters_and_masters(kind: str, wire: str) -> None:
+    one, other = run_workers(2, started_apart, kind, wire)
     assert one == other
 
 

@@ -332,7 +332,10 @@ def _with_own_storage(view: Tensor) -> Tensor:
 
     What writes a tensor writes its storage: torch.save of one layer would write the whole buffer.
     """
-    return from_dlpack(view).as_strided(view.shape, view.stride()) if view.numel() else view
+    if not view.numel():
+        return view
+    own = from_dlpack(view)  # which may set the stride of a dimension of one element to 1
+    return own if own.stride() == view.stride() else own.as_strided(view.shape, view.stride())
 
 
 def _check_replaced(name: str, place: Tensor, p: Parameter) -> None:
