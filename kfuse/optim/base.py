@@ -53,6 +53,8 @@ class DistributedOptimizer(ParameterGroups, ABC):
     """Whether an update with a gradient that is not finite is skipped."""
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
+    _weight_names: tuple[str, ...] = ()
+    """What `_weights` returns is in `state` too, by these names."""
     last_lr: float = 0.0
     """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
     loop_handles_lost_workers: bool = False
@@ -361,7 +363,11 @@ class DistributedOptimizer(ParameterGroups, ABC):
         Between steps, on every worker. All of it or nothing is replaced. Raises CommError.
         """
         group = self._session.group
-        average(group, [*self._weights(), *self._state_tensors(), *self.engine.averaged.tensors])
+        weights = self._weights()
+        states = [state for p in self.engine.params if (state := self.state.get(p))]
+        held = [state[name] for state in states for name in sorted(state) if name not in self._weight_names]
+        values = [*weights, *(value for value in held if isinstance(value, Tensor)), *self.engine.averaged.tensors]
+        average(group, values)
         self._weights_averaged()
 
     def _weights(self) -> list[Tensor]:
@@ -370,11 +376,6 @@ class DistributedOptimizer(ParameterGroups, ABC):
 
     def _weights_averaged(self) -> None:
         """The tensors that `_weights` returned have other values now."""
-
-    def _state_tensors(self) -> list[Tensor]:
-        """The optimizer's state, without what is among `_weights`, in the same order on all workers."""
-        held = [state[name] for p in self.engine.params if (state := self.state.get(p)) for name in sorted(state)]
-        return [value for value in held if isinstance(value, Tensor)]
 
     def _take_gradients_set_by_hand(self) -> None:
         if self.engine.begun:

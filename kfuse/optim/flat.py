@@ -86,6 +86,7 @@ class FlatOptimizer(DistributedOptimizer):
 
     _moment_names: tuple[str, ...]
     """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
+    _weight_names = (_MASTER,)
     _warned: tuple[str, ...] = ()
 
     def _check_layout(self) -> None:
@@ -285,14 +286,12 @@ class FlatOptimizer(DistributedOptimizer):
     def _weights(self) -> list[Tensor]:
         """The masters in place of 16-bit parameters, with the changes that were made to the parameters since."""
         self._keep_flat()
-        for flat in self._flats:
+        masters: dict[int, Tensor] = {}
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
             if flat.master is not None:
                 take_changed(flat.param, flat.master)
-        return [flat.param if flat.master is None else flat.master for flat in self._flats]
-
-    def _state_tensors(self) -> list[Tensor]:
-        masters = {flat.master.untyped_storage().data_ptr() for flat in self._flats if flat.master is not None}
-        return [value for value in super()._state_tensors() if value.untyped_storage().data_ptr() not in masters]
+                masters.update(zip(bucket.layout.params, bucket.view(flat.master), strict=True))
+        return [masters.get(index, p) for index, p in enumerate(self.engine.params)]
 
     def _weights_averaged(self) -> None:
         for flat in self._flats:

@@ -64,9 +64,10 @@ class Optimizer(DistributedOptimizer):
         self._warn_of_bf16(name)
 
     def _warn_of_bf16(self, name: str) -> None:
-        """Warns on one worker."""
-        params = self.engine.params
-        if self._session.group.rank == 0 and any(p.dtype == torch.bfloat16 for p in params):
+        """Warns on one worker: in an elastic job each is rank 0 of its own group until it joins."""
+        client = self._session.control_client
+        warns = (self._session.group.rank if client is None else client.worker) == 0
+        if warns and any(p.dtype == torch.bfloat16 for p in self.engine.params):
             _LOG.warning(
                 "bf16 parameters with kf.Optimizer(%s): updates are made in bf16, which loses those below 1/256 of a "
                 "weight; kf.FusedAdamW, FusedSGD and FusedLAMB keep fp32 master weights",
@@ -111,9 +112,11 @@ class Optimizer(DistributedOptimizer):
         gradients = [(p, p.grad) for p in self.engine.params if p.grad is not None and p.grad.stride() != p.stride()]
         for p, gradient in gradients:
             p.grad = torch.empty_like(p).copy_(gradient)
-        yield
-        for p, gradient in gradients:
-            p.grad = gradient
+        try:
+            yield
+        finally:
+            for p, gradient in gradients:
+                p.grad = gradient
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
