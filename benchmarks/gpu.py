@@ -1,116 +1,210 @@
 """The parts of gpu.sh, one after the other, each a process of its own with its own time limit: one that fails, hangs or
-crashes does not take the rest along."""
+crashes does not take the rest along. At the end there is one table, and one JSON file with what every part wrote.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-import torch
-from machine import machine, versions
+from typing import Any
 
 HERE = Path(__file__).parent
 KEPT_LINES = 40
+OLDEST_PYTHON = (3, 11)
+ABSENT = 3  # a part's exit status, as in gpu_workers, which needs torch
+PATIENCE_ON_CPU = 3
+"""On a CPU each part may take so many times its limit. On one GPU all limits together are below nine minutes."""
 
 
 @dataclass(frozen=True)
 class Part:
+    """One row of the table."""
+
     name: str
     command: list[str]
     limit_s: float
+    environment: dict[str, str] = field(default_factory=dict)
+    absent: str | None = None
+    """Why it cannot run here; None: it can."""
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """How a part ended, and what it wrote."""
+
     part: str
     status: str
     """ok | failed | timed out | absent"""
     seconds: float
     note: str
+    """The last line of its output; why it is absent."""
+    result: Any = None
+    """The part's own JSON record, as far as it came."""
 
 
 def main() -> int:
+    """Runs all parts. Returns the exit status: 1 where a part failed, 2 where something that all need is missing."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     options = parser.parse_args()
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every part's process inherits it
+    missing = missing_packages(options.device)
+    if missing:
+        parser.exit(2, "".join(f"{parser.prog}: {line}\n" for line in missing))
+    import torch
+    from machine import machine, versions
+
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.exit(2, f"{parser.prog}: --device cuda: torch sees no CUDA device; DEVICE=cpu runs the parts without\n")
+        why = "torch sees no GPU: see nvidia-smi, and whether torch is built for CUDA"
+        parser.exit(2, f"{parser.prog}: {why} (here {torch.__version__}); DEVICE=cpu runs the parts without\n")
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     options.out.mkdir(parents=True, exist_ok=True)
-    outcomes = [_run(part) for part in _parts(options.device, options.out.absolute())]
-    if options.device == "cpu" or shutil.which("compute-sanitizer") is None:
-        why = "not on a CPU" if options.device == "cpu" else "no compute-sanitizer on this machine"
-        outcomes.append(Outcome("kernels under compute-sanitizer", "absent", 0.0, why))
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="kfuse-gpu-") as folder:
+        for part in parts(options.device, gpus, Path(folder), no_compiler(options.device)):
+            outcomes.append(run(part))
     print(f"\n{'part':<34} {'status':<10} {'seconds':>7}  note")
     for outcome in outcomes:
         print(f"{outcome.part:<34} {outcome.status:<10} {outcome.seconds:>7.1f}  {outcome.note}")
     record = {
         "benchmark": "gpu",
         "device": options.device,
+        "gpus": gpus,
         "machine": machine(),
         "versions": versions(("torch", "triton", "numpy")),
         "parts": [asdict(outcome) for outcome in outcomes],
     }
-    (options.out / f"gpu_parts_{options.device}.json").write_text(json.dumps(record, indent=1) + "\n")
+    path = options.out / f"gpu_{options.device}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\nAll of it is in {path}")
     return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
 
 
-def _parts(device: str, out: Path) -> list[Part]:
-    """On a CPU the same parts at a size that a laptop bears."""
-    gpu = device == "cuda"
-    patience = 1 if gpu else 3  # on a GPU all limits together are below nine minutes
-
-    def script(name: str, *arguments: str) -> list[str]:
-        return [sys.executable, str(HERE / name), *arguments]
-
-    def result(name: str) -> list[str]:
-        return ["--json", str(out / f"{name}_{device}.json")]
-
-    check = script("gpu_check.py", "--device", device)
-    sizes = "64,1024,gpt2,resnet50,16" if gpu else "1"  # in the order of what must be known
-    rounds, limit_s = "7" if gpu else "3", str(140 * patience)
-    options = ["--device", device, "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s]
-    kernels = script("kernels.py", *options)
-    ranks = script("gpu_ranks.py", "--device", device)
-    parts = [
-        Part("kernels are right", [*check, *result("check")], 45 * patience),
-        Part("kernels beside their peers", [*kernels, *result("kernels")], 200 * patience),
-        Part("a training step", [*script("step_gpu.py", "--device", device), *result("step_gpu")], 60 * patience),
-        Part("two workers, every transport", [*ranks, "transports", *result("transports")], 75 * patience),
-        Part("growth, and a worker killed", [*ranks, "elastic", *result("elastic")], 95 * patience),
-    ]
-    if gpu and (sanitizer := shutil.which("compute-sanitizer")):
-        command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *check, "--small"]
-        parts.insert(1, Part("kernels under compute-sanitizer", command, 60))
-    return parts
+def missing_packages(device: str) -> list[str]:
+    """What all parts need and is not here: a line each, with the remedy."""
+    missing = []
+    if sys.version_info < OLDEST_PYTHON:
+        found = ".".join(map(str, sys.version_info[:2]))
+        missing.append(f"Python {found} is too old: 3.11 or later is needed (PYTHON=/path/to/python benchmarks/gpu.sh)")
+    for package in ("torch", "numpy", "triton") if device == "cuda" else ("torch", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            missing.append(f"no {package} in {sys.executable}: pip install {package}")
+    return missing
 
 
-def _run(part: Part) -> Outcome:
+def no_compiler(device: str) -> str | None:
+    """Says so, with the remedy, where Triton can compile nothing here; None where it can, or need not."""
+    if device == "cpu":
+        return None
+    from kfuse.cli.machine import compiler
+
+    found = compiler()
+    if found.problem is None:
+        return None
+    print(f"{found.problem}: Triton compiles no kernel without, so all parts are absent. {found.remedy}", flush=True)
+    return found.problem
+
+
+def parts(device: str, gpus: int, folder: Path, unable: str | None) -> list[Part]:
+    """All rows of the table; on a CPU the same parts at a size that a laptop bears.
+
+    gpus: how many torch sees. folder: for the parts' JSON files. unable: why no kernel can be compiled here.
+    """
+    on_gpu = device == "cuda"
+    patience = 1 if on_gpu else PATIENCE_ON_CPU
+    needs_gpu = None if on_gpu else "needs a GPU"
+    sanitizer = shutil.which("compute-sanitizer")
+    # In the order of what must be known, so that --limit-s cuts off the rest.
+    sizes, rounds, limit_s = ("64,gpt2,resnet50,1024", "5", "55") if on_gpu else ("1", "3", "180")
+    found: list[Part] = []
+
+    def part(
+        name: str, limit_s: float, script: str, *arguments: str, absent: str | None = None, tool: tuple[str, ...] = ()
+    ) -> None:
+        json_file = folder / f"{len(found)}.json"
+        command = [*tool, sys.executable, str(HERE / script), "--device", device, *arguments, "--json", str(json_file)]
+        # Else torch hands out pieces of one large allocation, beyond whose ends a piece's neighbours lie.
+        environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool else {}
+        found.append(Part(name, command, limit_s * patience, environment, unable or absent))
+
+    memcheck = (sanitizer or "", "--tool", "memcheck", "--error-exitcode", "9")
+    no_tool = None if sanitizer else "no compute-sanitizer on this machine (it comes with the CUDA toolkit)"
+    one_gpu = "one GPU: two ranks would wait for each other's turn on it" if gpus == 1 else None
+    part("kernels are right", 70, "gpu_check.py")
+    part("buffers of over 2^31 elements", 40, "gpu_check.py", "--large", absent=needs_gpu)
+    part("kernels under compute-sanitizer", 60, "gpu_check.py", "--small", absent=needs_gpu or no_tool, tool=memcheck)
+    part("kernels beside their peers", 85, "kernels.py", "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s)
+    part("a training step", 50, "step_gpu.py")
+    part("two workers, every transport", 60, "gpu_ranks.py")
+    part("communication beside DDP", 95, "gpu_ddp.py", absent=one_gpu)
+    part("growth, and workers killed", 75, "gpu_elastic.py")
+    part("a large state", 60, "gpu_state.py")
+    return found
+
+
+def run(part: Part) -> Outcome:
+    """Runs one part, and ends all of its processes when it is over or its time is."""
+    if part.absent is not None:
+        return Outcome(part.name, "absent", 0.0, part.absent)
     print(f"\n== {part.name} (at most {part.limit_s:.0f} s)", flush=True)
     started = time.monotonic()
-    process = subprocess.Popen(
-        part.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # a process left behind could keep a pipe open
+        process = subprocess.Popen(
+            part.command,
+            env=os.environ | part.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = {0: "ok", ABSENT: "absent"}.get(process.wait(part.limit_s), "failed")
+        except subprocess.TimeoutExpired:
+            status = "timed out"
+        finally:
+            _kill_group(process)
+        output.seek(0)
+        lines = [line.rstrip() for line in output.read().splitlines() if line.strip()]
+    print("\n".join(lines if status == "ok" else lines[-KEPT_LINES:]), flush=True)
+    result = _result(part)
+    note = lines[-1][:160] if lines else "no output"
+    if status == "ok" and isinstance(result, dict) and result.get("benchmark") == "kernels":
+        note = _speeds(result)  # its last lines are about peers that are missing
+    return Outcome(part.name, status, round(time.monotonic() - started, 1), note, result)
+
+
+def _speeds(kernels: dict[str, Any]) -> str:
+    shares = [each["summary"]["kfuse"]["of_copy"] for each in kernels["results"]]
+    found = f"{len(shares)} cases, at {min(shares):.2f} to {max(shares):.2f} of a copy's speed"
+    return found + f", {len(kernels['left_out'])} left out" * bool(kernels["left_out"])
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Its own workers too: those of an elastic job, in groups of their own, are killed as their supervisor ends."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _result(part: Part) -> Any:
+    """What the part wrote; None where it wrote nothing, or was cut off while writing."""
     try:
-        text, _ = process.communicate(timeout=part.limit_s)
-        status = "ok" if process.returncode == 0 else "failed"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its own workers too
-        text, _ = process.communicate()
-        status = "timed out"
-    lines = text.splitlines()
-    shown = lines if status == "ok" else lines[-KEPT_LINES:]
-    print("\n".join(shown), flush=True)
-    note = "" if status == "ok" else next((line for line in reversed(lines) if line.strip()), "no output")
-    return Outcome(part.name, status, round(time.monotonic() - started, 1), note[:160])
+        return json.loads(Path(part.command[-1]).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# Everything there is to check and to measure on one GPU, in one call and under nine minutes:
+# Everything there is to check and to measure on a machine with GPUs, in one call; with one GPU in under nine minutes:
 #     benchmarks/gpu.sh
 #     DEVICE=cpu OUT=/somewhere benchmarks/gpu.sh     the same parts on a machine without one (gloo in place of NCCL)
-# Needs torch, numpy and Triton. Results are JSON files in OUT; the exit status says whether a part failed.
+# Needs Python 3.11, torch, numpy and, for GPUs, Triton and a C compiler with Python's headers; says first what is missing.
+# The result is one JSON file in OUT; the exit status is 0, 1 if a part failed, or 2 if something is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "${PYTHON:-python3}" benchmarks/gpu.py --device "${DEVICE:-cuda}" --out "${OUT:-benchmarks/results}"
+python="${PYTHON:-python3}"
+if ! command -v "$python" > /dev/null; then
+    echo "gpu.sh: no $python: install Python 3.11 or later, or name it: PYTHON=/path/to/python benchmarks/gpu.sh" >&2
+    exit 2
+fi
+export PYTHONPATH="$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$python" benchmarks/gpu.py --device "${DEVICE:-cuda}" --out "${OUT:-benchmarks/results}"

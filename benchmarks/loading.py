@@ -94,7 +94,7 @@ def train(data: Any, workers: int) -> float:
 
 def decode(data: Folder) -> float:
     """Seconds in which one loader process fetches all samples, once."""
-    plan = TaskPlan(len(data), 1, BATCH, MICRO_BATCH, 1, 0, None, 0, 0)
+    plan = TaskPlan(len(data), 1, BATCH, MICRO_BATCH, 1, 0, None, False, 0, 0)
     feeder = Feeder(MapData(data), EpochSampler(len(data), 0), Loading(1), torch.device("cpu"))
     started = time.perf_counter()
     with feeder.running():

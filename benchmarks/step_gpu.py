@@ -4,12 +4,14 @@
 
 The variants train the same GPT from the same parameters on the same data, two micro-batches a step. Their losses are
 compared first; then they take turns in an order shuffled anew each round. `beside the model` is a step's time less that
-of forward and backward alone, measured in the same round: what optimizer and statistics cost.
+of forward and backward alone, measured in the same round: what optimizer and statistics cost. `host` is how long the
+host was busy until a step's work was enqueued; `peak` is the memory that torch allocates for a variant alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -202,9 +204,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a variant a round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     session.reset()
-    kf.init()
+    if kf.init().group.device != device:
+        parser.error(f"kfuse has chosen {kf.init().group.device}, not {device}")
     variants = {name: make(device) for name, make in VARIANTS.items()}
     losses = {name: torch.stack([v.step() for _ in range(CHECK_STEPS)]).tolist() for name, v in variants.items()}
     wrong = [n for n in VARIANTS if n != "model alone" and _apart(losses[n], losses["torch"]) > TOLERANCE]
@@ -213,39 +218,71 @@ def main() -> int:
         return 1
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
+    host: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         names = list(variants)
         order.shuffle(names)
         for name in names:
-            seconds[name].append(_block(variants[name], options.steps, device))
+            elapsed, enqueued = _block(variants[name], options.steps, device)
+            seconds[name].append(elapsed)
+            host[name].append(enqueued)
     count = sum(p.numel() for p in variants["torch"].parameters)
-    return _report(seconds, losses, count, options)
+    variants.clear()
+    peaks = {name: _peak(make, device) for name, make in VARIANTS.items()}
+    return _report(seconds, host, peaks, losses, count, options)
 
 
 def _apart(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def _block(variant: Variant, steps: int, device: torch.device) -> float:
+def _block(variant: Variant, steps: int, device: torch.device) -> tuple[float, float]:
+    """Seconds a step, and the host's part of it, until its work was enqueued."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     variant.step()
     wait()
     started = time.perf_counter()
     for _ in range(steps):
         variant.step()
+    enqueued = time.perf_counter()
     wait()
-    return (time.perf_counter() - started) / steps
+    return (time.perf_counter() - started) / steps, (enqueued - started) / steps
+
+
+def _peak(make: Callable[[torch.device], Variant], device: torch.device) -> int | None:
+    """Bytes that torch allocates for a variant, above what there was before it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    variant = make(device)
+    for _ in range(2):
+        variant.step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _report(
-    seconds: dict[str, list[float]], losses: dict[str, list[float]], parameters: int, options: argparse.Namespace
+    seconds: dict[str, list[float]],
+    host: dict[str, list[float]],
+    peaks: dict[str, int | None],
+    losses: dict[str, list[float]],
+    parameters: int,
+    options: argparse.Namespace,
 ) -> int:
     model = seconds["model alone"]
     beside = {name: [t - m for t, m in zip(times, model, strict=True)] for name, times in seconds.items()}
     print(f"GPT of {parameters / 1e6:.1f} M parameters on {options.device}; medians of {options.rounds} rounds")
-    print(f"{'variant':<22} {'step ms':>9} {'beside the model ms':>20}")
+    print(f"{'variant':<22} {'step ms':>9} {'beside the model ms':>20} {'host ms':>9} {'peak GiB':>9}")
+    on_gpu = options.device == "cuda"  # elsewhere the host does the work itself, and nothing counts its memory
+    host_ms = {name: 1e3 * median(times) if on_gpu else None for name, times in host.items()}
+    peak_gib = {name: None if peak is None else peak / 2**30 for name, peak in peaks.items()}
     for name in seconds:
-        print(f"{name:<22} {1e3 * median(seconds[name]):>9.2f} {1e3 * median(beside[name]):>20.2f}")
+        cells = [f"{value:.2f}" if value is not None else "-" for value in (host_ms[name], peak_gib[name])]
+        times = f"{1e3 * median(seconds[name]):>9.2f} {1e3 * median(beside[name]):>20.2f}"
+        print(f"{name:<22} {times} {cells[0]:>9} {cells[1]:>9}")
     ratios = {f"{a} / {b}": _ratios(seconds, beside, a, b) for a, b in PAIRS}
     for pair, ratio in ratios.items():
         print(f"{pair:<36} step {ratio['step']:.3f}, beside the model {ratio['beside_the_model']:.3f}")
@@ -258,11 +295,15 @@ def _report(
             "parameters": parameters,
             "step_ms": {name: 1e3 * median(times) for name, times in seconds.items()},
             "beside_the_model_ms": {name: 1e3 * median(times) for name, times in beside.items()},
+            "host_ms": host_ms,
+            "peak_gib": peak_gib,
             "ratios": ratios,
             "losses": losses,
             "step_ms_by_round": {name: [round(1e3 * t, 3) for t in times] for name, times in seconds.items()},
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
+    to_torch = ratios["kfuse / torch"]["step"]
+    print(f"a step of kfuse, statistics included, takes {to_torch:.3f} times torch's without any")
     return 0
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kfuse.comm import devices
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.kernels import PackTable, pack
 
@@ -133,6 +134,7 @@ class Bucket:
     def renew(self, tail: int | None = None) -> None:
         """Takes fresh slots, perhaps with another tail; messages under way may still write to the old ones."""
         self.tail = self.tail if tail is None else tail
+        self._on_host: list[Tensor] = []
         self.slots: list[Tensor] = []
         self.mean = self.slot(0)[: self.body]
         self.visible = self.mean
@@ -178,6 +180,21 @@ class Bucket:
         self.grads: list[Tensor | None] = [None] * len(self.shapes)
         self.missing = len(self.shapes)
         self.packed = False
+
+    def save(self, leaf: LeafStep) -> None:
+        """Before the leaf is written: copies the sums to the host in whose slots others come. Does not wait."""
+        for slot, place in leaf.saves:
+            while len(self._on_host) <= place:
+                pinned = devices.of(self.device).pinned((self.body + self.tail,), torch.float32)
+                self._on_host.append(pinned)
+            self._on_host[place].copy_(self.slot(slot), non_blocking=True)
+
+    def merge(self, leaf: LeafStep) -> None:
+        """After the leaf was written: adds up partial sums, older ones with what the host has of them."""
+        for k, (destination, source) in enumerate(leaf.merges):
+            if leaf.loads and (place := leaf.loads[k]) is not None:
+                self.slot(destination).copy_(self._on_host[place], non_blocking=True)
+            self.slot(destination).add_(self.slot(source))
 
 
 def make_buckets(

@@ -140,6 +140,41 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(state, self.name)
 
 
+class StreamOrder:
+    """The streams that a step's work lies on, and its order where they are several.
+
+    Autograd runs a layer's backward, and its hooks, on the stream of that layer's forward.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._used: list[Stream] = []
+
+    def add(self) -> None:
+        """What is on the current stream so far belongs to the step."""
+        if self._device.asynchronous and (current := self._device.current_stream()) not in self._used:
+            self._used.append(current)
+
+    def go_on_here(self, reads: Sequence[Tensor | None] = ()) -> None:
+        """Later work on the current stream begins after all of the step's work so far.
+
+        reads: memory of the other streams that it uses, and that may be dropped before it has run.
+        """
+        if not self._device.asynchronous:
+            return
+        current = self._device.current_stream()
+        others = [stream for stream in self._used if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        if others:
+            self._device.keep([tensor for tensor in reads if tensor is not None], current)
+        self._used = [*others, current]
+
+    def end(self) -> None:
+        """The step is over."""
+        self._used = []
+
+
 @cache
 def of(name: torch.device) -> Device:
     """The device of this name. A GPU without an index is the one that is current at the first call."""

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kfuse.comm import gradients, transports
+from kfuse.comm import devices, gradients, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
-from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward
+from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward, in_inner_backward
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.plan import REENTRANT, REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
 from kfuse.comm.tail import digest
 from kfuse.kernels import pack
@@ -41,6 +41,8 @@ class Engine:
     """Measures the gradients and the time; writes the tail."""
     group: Group
     """The lane of the view's group that this engine uses."""
+    device: torch.device
+    """Where the parameters and buckets lie."""
     transport_name: str
     """A name in `transports.NAMES`, or the dotted path of the user's class."""
 
@@ -113,8 +115,9 @@ class Engine:
         apart = bool(buffers) or self.options.dtype != "fp32"
         self.buckets = make_buckets(self._layouts, self.params, buffers if apart else None)
         self.gradient_buckets = self.buckets[: len(self._layouts)]
-        self._device = self.params[0].device if self.params else torch.device("cpu")
-        self.measurement = Measurement(self.gradient_buckets, len(self.params), self._device)
+        self.device = self.params[0].device if self.params else torch.device("cpu")
+        self._streams = devices.StreamOrder(devices.of(self.device))
+        self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
         self.measurement.figures = self.figures
         gradients.take_over(self.params, self)
         self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, self._wants_gradients, self._pack)
@@ -131,14 +134,13 @@ class Engine:
 
     def set_group(self, group: Group) -> None:
         """Between steps: goes on with other workers. Raises ValueError if devices differ."""
-        if group.size > 1 and group.device.type != self._device.type:
-            raise ValueError(
-                f"parameters lie on {self._device}, this worker's device is {group.device}: move the model"
-            )
+        if group.size > 1 and devices.of(group.device).name != self.device:
+            raise ValueError(f"parameters lie on {self.device}, this worker's device is {group.device}: move the model")
         self.group = group.lane(self.lane)
         self.transport_name = self.topology or transports.choose(self.options.schedule, self.options.reproducible)
         made = transports.make(self.transport_name, self.group, self.tree or self.options.tree)
-        self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype)
+        on_host = self.options.slots_on_host and devices.of(self.device).asynchronous
+        self._reduction = Reduction(self.buckets, self.group, made, self.options.dtype, on_host)
         self.measurement.set_group(group.rank, group.size)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
@@ -173,6 +175,7 @@ class Engine:
         if self._broken:
             raise CommError(self._broken)
         now.open(micro_batch, self.group.size, self.reduced is not None)
+        self._streams.add()
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
         if not now.done:
@@ -204,6 +207,7 @@ class Engine:
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
             at_the_end_of_backward(self._close_implicit)
+        self._streams.add()
         return current is None or not current.several_backwards
 
     def _still_there(self) -> bool:
@@ -224,6 +228,9 @@ class Engine:
         current = self._now.current
         if current is None:
             return  # the backward failed, and was aborted before its callback ran
+        if self.parts > 1 and not all(bucket.packed for bucket in self.gradient_buckets) and in_inner_backward():
+            # The outer one goes on. What it brings would count as another of the parts.
+            raise RuntimeError(f"opt.accumulate({self.parts}): {REENTRANT}")
         if current.last:
             gradients.close_together(self)
         else:
@@ -242,8 +249,10 @@ class Engine:
     def _pack(self, bucket: Bucket) -> None:
         """All gradients of this micro-batch that the bucket gets are there: into its flat buffer with them."""
         now = self._now
+        self._streams.go_on_here(reads=bucket.grads)
         if bucket.missing:
             now.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
+        bucket.save(now.leaf)
         flat, sumsq = bucket.slot(now.leaf.slot), self.measurement.sumsq_of[bucket.index]
         pack(bucket.grads, flat, bucket.table, scale=now.scale, accumulate=now.leaf.accumulate, sumsq=sumsq)
         bucket.grads = []
@@ -257,6 +266,7 @@ class Engine:
         if now.current is None:
             return
         assert self._hooks is not None
+        self._streams.go_on_here()
         for bucket in self.gradient_buckets:
             if not bucket.packed:
                 self._hooks.collect_set_by_hand(bucket)
@@ -264,6 +274,7 @@ class Engine:
         if now.plan is not None and self.params and len(now.missed) == len(self.params):
             self._warn_of_no_backward()
         if len(self.gradient_buckets) < len(self.buckets):
+            last.save(now.leaf)
             self.averaged.pack(last, now.leaf, now.scale / now.parts)
         self.measurement.write(last, now, self._digest() if now.done == 0 else None)
         is_last = now.current.last
@@ -299,8 +310,7 @@ class Engine:
         """The bucket has this micro-batch: merges partial sums; after the last one, launches what is due."""
         now = self._now
         assert now.current is not None
-        for destination, source in now.leaf.merges:
-            bucket.slot(destination).add_(bucket.slot(source))
+        bucket.merge(now.leaf)
         if now.current.last:
             self._reduction.launch([bucket], self.step, now.is_local)
 
@@ -324,6 +334,8 @@ class Engine:
             if now.done:
                 raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
             return
+        self._streams.go_on_here()
+        self._streams.end()
         self._reduction.wait(now.is_local)
         last = self.buckets[-1]
         tail = last.slots[0][last.body :]
@@ -331,8 +343,8 @@ class Engine:
         record = self.measurement.record(tail, now, total_weight)
         if len(self.gradient_buckets) < len(self.buckets):
             self.averaged.apply(last, total_weight)
-        used = None if now.all_fired else self.measurement.tail.flags(tail)
-        self.reduced = Reduced(record, used, now.implicit, now.is_local, now.plan is not None)
+        used = self.measurement.tail.flags(tail) if now.unused else None
+        self.reduced = Reduced(record, used, frozenset(now.unused), now.implicit, now.is_local, now.plan is not None)
         self._gradients_set = True
         self.step += 1
         self._reset()
@@ -344,7 +356,7 @@ class Engine:
         if not self.options.reproducible:
             for bucket in self.buckets:
                 bucket.slots[0].zero_()
-        self._now.closed, self._now.all_fired = True, False
+        self._now.closed, self._now.unused = True, set(range(len(self.params)))
         self._reduction.launch(self.buckets, self.step, self._now.is_local)
 
     # -- where the step stands ------------------------------------------------------------------------------------
@@ -381,6 +393,7 @@ class Engine:
     def abort(self) -> None:
         """Drops the step under way, with its gradients. After a finished step: prepares for the next."""
         now = self._now
+        self._streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
         if now.begun and not now.implicit:
             self.averaged.put_back()
         if now.current is not None and now.current.several_backwards:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -160,8 +163,25 @@ def check_owner(engine: Owner) -> None:
 
 
 def at_the_end_of_backward(act: Callable[[], None]) -> None:
-    """Runs `act` when the backward under way is over, after the callbacks that were queued before."""
+    """Runs `act` when the backward under way is over, after the callbacks that were queued before.
+
+    Raises RuntimeError under compiled autograd, which has no such callbacks.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # where it is not imported, it is not in use
+    if torch.compiler.is_compiling() or getattr(compiled, "in_compiled_autograd_region", False):
+        raise RuntimeError(
+            "a bare backward under compiled autograd has no end that kfuse could notice: wrap it in `with "
+            "opt.micro_batch(samples=len(x))`, or use kf.fit or kf.DataLoader"
+        )
     torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def in_inner_backward() -> bool:
+    """Whether a node of another backward runs the present one: autograd's own callbacks do not tell."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def close_together(engine: Owner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
+from kfuse.comm.devices import Event
 from kfuse.comm.plan import StepState
 from kfuse.comm.tail import LOSS, SAMPLES, SUM_SQUARES, Tail
 from kfuse.kernels import block_sumsq, num_blocks, sum_partials
+
+_LAPS = 8
+"""Steps that a host may be ahead of its GPU, before the time of a micro-batch is unknown."""
 
 
 class Measurement:
@@ -76,7 +81,7 @@ class Measurement:
         if now.weights_are_known:
             return None
         if now.is_local:  # the buckets hold this worker's own sums
-            return torch.tensor(now.weight or 1.0, dtype=torch.float64, device=tail.device)
+            return torch.full((), now.weight or 1.0, dtype=torch.float64, device=tail.device)  # no wait
         return self.tail.record(tail, self._totals)[SAMPLES]
 
     def record(self, tail: Tensor, now: StepState, total_weight: Tensor | None) -> Tensor:
@@ -104,34 +109,53 @@ class Measurement:
         return record
 
 
+@dataclass
+class _Lap:
+    """The worker's own part of a step."""
+
+    began: Event
+    ended: Event
+    micro_batches: int = 0
+    """How many it had; 0 where none was timed."""
+
+
 class Stopwatch:
     """From a step's first micro-batch's forward to its last one's backward, without waiting for other workers.
 
-    On a CUDA device it times the stream, and never waits for it.
+    On a CUDA device it times the stream, and never waits for it: the host may be some steps ahead of the device, so the
+    last few steps are kept, and the newest one that the device has finished counts.
     """
 
     seconds_before: float = 0.0
-    """Seconds a micro-batch of the step before this one; 0.0 where none was run, or the device had not finished it."""
+    """Seconds a micro-batch of the newest finished step before this one; 0.0 where none was run, or the device has
+    finished none of those that are kept."""
 
     def __init__(self, device: torch.device) -> None:
-        self._began, self._ended = (devices.of(device).event(timing=True) for _ in range(2))
-        self._micro_batches = 0
+        self._device = devices.of(device)
+        self._laps = [self._new_lap() for _ in range(_LAPS if self._device.asynchronous else 1)]  # the newest first
+
+    def _new_lap(self) -> _Lap:
+        return _Lap(self._device.event(timing=True), self._device.event(timing=True))
 
     def start(self) -> None:
         """At the first micro-batch's forward."""
         self.seconds_before = self._seconds_each()
-        self._began.record()
+        self._laps.insert(0, self._laps.pop())  # the oldest is used again
+        self._laps[0].micro_batches = 0
+        self._laps[0].began.record()
 
     def stop(self, micro_batches: int) -> None:
         """At the end of the last one's backward; `micro_batches`: how many there were."""
-        self._ended.record()
-        self._micro_batches = micro_batches
+        self._laps[0].ended.record()
+        self._laps[0].micro_batches = micro_batches
 
     def _seconds_each(self) -> float:
-        if not self._micro_batches or not self._ended.query():
-            return 0.0
-        return self._began.elapsed_time(self._ended) / 1000 / self._micro_batches
+        for lap in self._laps:
+            if lap.micro_batches and lap.ended.query():
+                return lap.began.elapsed_time(lap.ended) / 1000 / lap.micro_batches
+        return 0.0
 
     def forget(self) -> None:
         """The last step had no micro-batch for this worker."""
-        self._micro_batches = 0
+        for lap in self._laps:
+            lap.micro_batches = 0

@@ -19,6 +19,14 @@ REMEDY = (
     "several_backwards=True. For ACC backwards of loss / ACC: opt.accumulate(ACC)"
 )
 
+REENTRANT = (
+    "Reentrant activation checkpointing runs backwards in a backward: give checkpoint() use_reentrant=False, or use "
+    "opt.micro_batch"
+)
+
+CTA_POLICIES = ("default", "efficiency", "zero")
+"""What `nccl_cta_policy` may be, in the order of NCCL's numbers for them (NCCL_CTA_POLICY_* in nccl.h)."""
+
 
 @dataclass(frozen=True)
 class CommOptions:
@@ -28,16 +36,35 @@ class CommOptions:
     dtype: str = "fp32"  # of gradients in messages: fp32 | bf16; sums on a worker are always fp32
     bucket_mb: float = 25.0  # MiB of fp32 gradients in a bucket, at most
     reproducible: bool = False  # the same bits for any number of workers
+    slots_on_host: bool = False  # reproducible sums on a GPU: older partial sums lie in pinned memory of the host
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
     check_every: int | None = 100  # steps between comparisons of all ranks' parameters; None: never
+    nccl_high_priority: bool = True  # messages go before kernels that wait for a place on the GPU
+    nccl_min_ctas: int | None = None  # thread blocks of a message's kernel, at least; None: as NCCL chooses
+    nccl_max_ctas: int | None = None  # at most
+    nccl_cga_cluster_size: int | None = None  # thread blocks in a cluster
+    nccl_cta_policy: str | None = None  # default | efficiency | zero
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"comm.dtype={self.dtype!r}: must be one of fp32, bf16")
         if self.reproducible and self.dtype != "fp32":
             raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.reproducible=true")
+        if self.slots_on_host and not self.reproducible:
+            raise ValueError("comm.slots_on_host=true: must be false with comm.reproducible=false")
         if self.check_every is not None and self.check_every < 1:
             raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
+        least, most, cluster = self.nccl_min_ctas, self.nccl_max_ctas, self.nccl_cga_cluster_size
+        if least is not None and least < 1:
+            raise ValueError(f"comm.nccl_min_ctas={least!r}: must be at least 1, or None for NCCL's own choice")
+        if most is not None and most < (least or 1):
+            raise ValueError(
+                f"comm.nccl_max_ctas={most!r}: must be at least {least or 1}, or None for NCCL's own choice"
+            )
+        if cluster is not None and not 0 <= cluster <= 8:
+            raise ValueError(f"comm.nccl_cga_cluster_size={cluster!r}: must be 0 to 8, or None for NCCL's own choice")
+        if (policy := self.nccl_cta_policy) not in (None, *CTA_POLICIES):
+            raise ValueError(f"comm.nccl_cta_policy={policy!r}: must be one of {', '.join(CTA_POLICIES)}, or None")
         if not self.bucket_mb > 0:
             raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0")
 
@@ -68,8 +95,10 @@ class Reduced:
     record: Tensor
     """float64 [RECORD_SLOTS + workers * RANK_SLOTS], the step's figures: see `kfuse.comm.tail.Tail.record`."""
     used: Tensor | None
-    """fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient. None: all of this
-    worker's micro-batches gave every parameter one."""
+    """fp32 [parameters]: micro-batches (over all workers) that gave the parameter a gradient. None: this worker's gave
+    every parameter one."""
+    unused: frozenset[int]
+    """Parameters that none of this worker's micro-batches gave a gradient: what the host knows without the device."""
     implicit: bool
     """From bare backwards: no sample counts were given."""
     local: bool
@@ -138,8 +167,8 @@ class StepState:
     """The last one is finished, or under way with all of its buckets packed."""
     missed: set[int] = field(default_factory=set)
     """Parameters that the current micro-batch gave no gradient."""
-    all_fired: bool = True
-    """No micro-batch so far missed a parameter."""
+    unused: set[int] = field(default_factory=set)
+    """Parameters that none of the finished micro-batches gave a gradient."""
 
     def open(self, micro_batch: MicroBatch, size: int, untaken: bool) -> None:
         """Begins a micro-batch on one of `size` workers. untaken: the optimizer has not taken the last step's result.
@@ -154,8 +183,7 @@ class StepState:
         if untaken or self.closed:
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
-                "GAN's generator's is, call opt.zero_grad() before this one. Reentrant activation checkpointing runs "
-                "backwards in a backward: give checkpoint() use_reentrant=False, or use opt.micro_batch"
+                f"GAN's generator's is, call opt.zero_grad() before this one. {REENTRANT}"
             )
         if self.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
@@ -174,7 +202,7 @@ class StepState:
         """The current micro-batch has all of its gradients. Raises RuntimeError if the plan has more than were run."""
         assert self.current is not None
         self.weight += self.current.weight
-        self.all_fired = self.all_fired and not self.missed
+        self.unused = self.unused & self.missed if self.done else self.missed
         self.missed = set()
         self.done += 1
         self.closed = last

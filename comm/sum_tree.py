@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 Node = tuple[int, int]  # (level, index)
 Merge = tuple[int, int]  # (destination, source): x[destination] += x[source]
@@ -24,6 +25,12 @@ class LeafStep:
     slot: int
     accumulate: bool
     merges: tuple[Merge, ...]
+    saves: tuple[tuple[int, int], ...] = ()
+    """Before all else: (slot, place) pairs, the slot is copied to this place on the host."""
+    loads: tuple[int | None, ...] = ()
+    """For each merge: the place on the host from which its destination is copied first; None: it is in its slot.
+
+    Empty: each is in its slot."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,14 @@ def _siblings(left: Node, right: Node) -> bool:
 
 
 @lru_cache(maxsize=256)
-def plan_range(first: int, count: int, total: int) -> RangePlan:
+def plan_range(first: int, count: int, total: int, on_host: bool = False) -> RangePlan:
     """The order in which a worker sums leaves first..first+count-1 of `total`, as a binary counter does.
 
-    A slot is a position of the counter's stack, so at most log2(count) + 1 slots hold unfinished sums beside the
-    finished pieces to their left. Raises ValueError if the range does not lie inside the tree.
+    A slot is a position of the counter's stack. A subtree of 2^d leaves needs d slots (at least one), beside those of
+    the finished pieces to its left: a leaf on the right is added to its sibling in place.
+
+    on_host: beside the finished pieces two slots are enough, since older sums are copied to the host, and back when it
+    is their turn. Raises ValueError if the range does not lie inside the tree.
     """
     if not (first >= 0 and count >= 0 and first + count <= total):
         raise ValueError(f"micro-batches {first}..{first + count - 1} do not lie in 0..{total - 1}")
@@ -61,11 +71,12 @@ def plan_range(first: int, count: int, total: int) -> RangePlan:
     steps: list[LeafStep] = []
     slots = 1
     for leaf in range(first, first + count):
-        accumulate = leaf % 2 == 1 and bool(stack) and stack[-1] == (0, leaf - 1)
-        if accumulate:
-            stack[-1] = _promote((1, leaf // 2), total)
+        node = _promote((0, leaf), total)
+        adds = bool(stack) and _siblings(stack[-1], node)  # the last leaf's sibling may be a whole subtree
+        if adds:
+            stack[-1] = _promote((node[0] + 1, node[1] // 2), total)
         else:
-            stack.append(_promote((0, leaf), total))
+            stack.append(node)
         slot = len(stack) - 1
         slots = max(slots, len(stack))
         merges: list[Merge] = []
@@ -73,8 +84,31 @@ def plan_range(first: int, count: int, total: int) -> RangePlan:
             level, index = stack.pop()
             stack[-1] = _promote((level + 1, index // 2), total)
             merges.append((len(stack) - 1, len(stack)))
-        steps.append(LeafStep(slot, accumulate, tuple(merges)))
-    return RangePlan(tuple(steps), tuple(stack), slots)
+        steps.append(LeafStep(slot, adds, tuple(merges)))
+    plan = RangePlan(tuple(steps), tuple(stack), slots)
+    return _with_places(plan) if on_host else plan
+
+
+def _with_places(plan: RangePlan) -> RangePlan:
+    """The same additions; of the unfinished sums only the newest two are in slots, in turn in one and the other."""
+    # The pieces below the lowest position that is used from a step on are finished, and stay where they are.
+    lowest = [step.slot - len(step.merges) for step in plan.steps]
+    finished = list(accumulate(reversed(lowest), min))[::-1]
+    saved: set[int] = set()
+    steps: list[LeafStep] = []
+    for step, base in zip(plan.steps, finished, strict=True):
+        slot_of = {p: base + (p - base) % 2 for p in range(base, step.slot + 1)}
+        saves, loads = [], []
+        old = step.slot - 2  # the leaf is written where this one is
+        if not step.accumulate and old >= base and old not in saved:
+            saves.append((slot_of[old], old - base))
+            saved.add(old)
+        for destination, _ in step.merges:
+            loads.append(destination - base if destination in saved else None)
+            saved.discard(destination)
+        merges = tuple((slot_of[destination], slot_of[source]) for destination, source in step.merges)
+        steps.append(LeafStep(slot_of[step.slot], step.accumulate, merges, tuple(saves), tuple(loads)))
+    return RangePlan(tuple(steps), plan.pieces, max((step.slot + 1 for step in steps), default=1))
 
 
 def plan_merges(nodes: Sequence[Node], total: int) -> tuple[Merge, ...]:

@@ -184,7 +184,7 @@ def compile_case(case: Case, target: str) -> CompiledKernel:
 def _kind(value: Any) -> str:
     """Triton's name for the type of a runtime argument."""
     if isinstance(value, Tensor):
-        return "*" + {**NAMES, torch.int64: "i64", torch.float64: "fp64"}[value.dtype]
+        return "*" + {**NAMES, torch.int32: "i32", torch.int64: "i64", torch.float64: "fp64"}[value.dtype]
     return "i32" if isinstance(value, int) else "fp32"
 
 

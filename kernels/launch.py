@@ -12,8 +12,12 @@ from torch import Tensor
 WARP_SIZE = 64 if torch.version.hip else 32
 
 
+REGISTERS = 65536
+"""Of a multiprocessor, on every NVIDIA GPU from sm_80 on: a program whose threads need more cannot be launched."""
+
+
 def options(threads: int, warp_size: int = WARP_SIZE, registers: int = 128) -> dict[str, int | bool]:
-    """Compiler options for `threads` threads a program, of `registers` each.
+    """Compiler options for `threads` threads a program, of at most `registers` each: fewer where all would not fit.
 
     Nothing is autotuned: another shape would add in another order. Multiplications and additions are not fused, so that
     each is rounded as the source says, and as the PyTorch implementation rounds it. (ptxas 12.9, which Triton 3.6 uses
@@ -23,7 +27,8 @@ def options(threads: int, warp_size: int = WARP_SIZE, registers: int = 128) -> d
     shape: dict[str, int | bool] = {"num_warps": threads // warp_size, "enable_fp_fusion": False}
     if warp_size == 32:
         # Without a limit of its own, ptxas for sm_100 would rather spill a register than lose occupancy.
-        shape["maxnreg"] = registers
+        # It is also the only limit: with it, ptxas does not ask whether all threads' registers exist.
+        shape["maxnreg"] = min(registers, REGISTERS // threads)
     return shape
 
 
@@ -37,6 +42,8 @@ class Launch:
         constants: the kernel's compile-time constants.
         threads: a program.
         registers: most that a thread may have.
+        later: what later launches may have in place of some of the arguments and constants. It is compiled with the
+            first launch, so that no later step waits for the compiler.
     """
 
     kernel: Any
@@ -45,6 +52,7 @@ class Launch:
     constants: dict[str, Any]
     threads: int = 256
     registers: int = 128
+    later: tuple[dict[str, Any], ...] = ()
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -52,11 +60,43 @@ class Launch:
         return {name: self.given[name] for name in self.kernel.arg_names if name not in self.constants}
 
     def run(self) -> None:
-        """Starts the kernel on the current stream. An empty grid starts nothing."""
-        if all(self.grid):
-            settings = options(self.threads, registers=self.registers)
-            self.kernel[self.grid](**self.arguments, **self.constants, **settings)
+        """Starts the kernel on its tensors' device, on the stream that is current there. An empty grid starts nothing.
 
+        Raises ValueError where tensors lie on several devices.
+        """
+        if not all(self.grid):
+            return
+        arguments = self.arguments
+        device = self._device(arguments)
+        # Triton starts a kernel on the current device, whichever its tensors' is (triton 3.7.1, runtime/jit.py:713).
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            self._start(arguments)
+        else:
+            with torch.cuda.device(device):
+                self._start(arguments)
+
+    def _device(self, arguments: dict[str, Any]) -> torch.device:
+        """Where the tensors lie. Raises ValueError where they lie on several devices."""
+        tensors = {name: value.device for name, value in arguments.items() if isinstance(value, Tensor)}
+        first, device = next(iter(tensors.items()))
+        for name, other in tensors.items():
+            if other != device:
+                raise ValueError(f"{self.kernel.__name__}: {name} is on {other}, {first} on {device}: must be the same")
+        return device
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        settings = options(self.threads, registers=self.registers)
+        binary = self.kernel[self.grid](**arguments, **self.constants, **settings)
+        if self.later and binary not in _FOLLOWED:
+            _FOLLOWED.add(binary)
+            for changes in self.later if binary is not None else ():  # None: in the interpreter
+                others = {name: changes.get(name, value) for name, value in arguments.items()}
+                constants = {name: changes.get(name, value) for name, value in self.constants.items()}
+                self.kernel.run(grid=self.grid, warmup=True, **others, **constants, **settings)
+
+
+_FOLLOWED: set[Any] = set()
+"""Binaries, which Triton keeps for good, whose launches' `later` variants are compiled."""
 
 Launches = Generator[Launch, None, None]
 """What a Triton implementation yields; each launch is performed before the next is asked for."""

@@ -35,11 +35,17 @@ class DevicePointers:
     def upload(self, addresses: list[int], device: torch.device) -> Tensor:
         """The addresses as an int64 tensor on `device`, copied there only when they have changed, without waiting."""
         if addresses != self.uploaded:
-            # Pinned memory is fresh each time: the caching allocator keeps it until the copy has run.
-            host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-            self.tensor = host.to(device, non_blocking=True)
-            self.uploaded = addresses
+            self.tensor, self.uploaded = upload(torch.tensor(addresses, dtype=torch.int64), device), addresses
         return self.tensor
+
+
+def upload(table: Tensor, device: torch.device) -> Tensor:
+    """A table of the host's on `device`, copied on the stream that is current there, without waiting."""
+    if device.type == "cuda":
+        # Pinned memory is fresh each time: the caching allocator keeps it until the copy has run. Any device may copy
+        # from it, whichever was current as it was allocated (torch 2.13, aten/src/ATen/cuda/CachingHostAllocator.cpp).
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
 
 
 @dataclass

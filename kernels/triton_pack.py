@@ -17,13 +17,10 @@ _TRITON_DTYPES = {F32: tl.float32, BF16: tl.bfloat16, F16: tl.float16}
 
 
 @triton.jit
-def _pack_span(source, target, index, read, write, scale, SCALED: tl.constexpr, ACCUMULATE: tl.constexpr):
+def _pack_span(source, target, index, read, write, scale, ACCUMULATE: tl.constexpr):
     """Pack the elements at `index`; return the sum of squares of the raw gradient."""
     raw = tl.load(source + index, mask=read, other=0.0).to(tl.float32)
-    value = raw
-    if SCALED:
-        value = value * scale
-    value = value.to(target.dtype.element_ty)
+    value = (raw * scale).to(target.dtype.element_ty)  # a scale of 1 changes no bits
     if ACCUMULATE:
         old = tl.load(target + index, mask=read, other=0.0)
         value = (old.to(tl.float32) + value.to(tl.float32)).to(target.dtype.element_ty)
@@ -31,11 +28,10 @@ def _pack_span(source, target, index, read, write, scale, SCALED: tl.constexpr, 
     return tl.sum(raw * raw, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sumsq"])
 def pack_kernel(
     pointers, chunks, flat, sumsq, scale,
-    GRAD: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr,
-    SCALED: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
+    GRAD: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Pack one chunk. The chunk table says which tensor it is of, and the pointer table where that tensor lies."""
     chunk = tl.program_id(0)
@@ -55,10 +51,10 @@ def pack_kernel(
     index = tl.arange(0, CHUNK)
     read = index < readable // 16 * 16
     write = index < writable // 16 * 16
-    total = _pack_span(source, target, index, read, write, scale, SCALED, ACCUMULATE)
+    total = _pack_span(source, target, index, read, write, scale, ACCUMULATE)
     if whole < length:
         rest = whole + tl.arange(0, 16)
-        total += _pack_span(source, target, rest, rest < readable, rest < writable, scale, SCALED, ACCUMULATE)
+        total += _pack_span(source, target, rest, rest < readable, rest < writable, scale, ACCUMULATE)
     tl.store(sumsq + chunk, total)
 
 
@@ -73,12 +69,13 @@ def pack(given: PackArguments) -> Launches:
     constants = {
         "GRAD": _TRITON_DTYPES[dtype],
         "OFFSET_ALIGNMENT": table.offset_alignment,
-        "SCALED": given.scale != 1.0,
         "ACCUMULATE": given.accumulate,
         "CHUNK": CHUNK,
     }
     values = vars(given) | {"pointers": pointers, "chunks": table.chunks, "scale": float(given.scale)}
-    yield Launch(pack_kernel, (table.num_chunks,), values, constants)
+    # A step of more micro-batches accumulates where the steps before it did not.
+    later = ({"ACCUMULATE": not given.accumulate},)
+    yield Launch(pack_kernel, (table.num_chunks,), values, constants, later=later)
 
 
 def _loadable(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,16 +92,15 @@ def cases() -> Iterator[Case]:
     """The types and flags that training uses."""
     table = PackTable.build([CHUNK], [0], torch.device("meta"))
     sumsq = like_memory(1)
-    shapes = [*product([(F32, F32), (BF16, F32), (BF16, BF16)], (False, True), (False, True)), ((F16, F32), True, True)]
-    for (of_grad, of_flat), accumulate, scaled in shapes:
+    shapes = [*product([(F32, F32), (BF16, F32), (BF16, BF16)], (False, True)), ((F16, F32), True)]
+    for (of_grad, of_flat), accumulate in shapes:
         grad, flat = like_memory(CHUNK, dtype=of_grad), like_memory(CHUNK, dtype=of_flat)
-        scale = 0.5 if scaled else 1.0
-        (launch,) = pack(PackArguments([grad], flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq))
+        (launch,) = pack(PackArguments([grad], flat, table, scale=0.5, accumulate=accumulate, sumsq=sumsq))
         yield Case(
-            f"pack {NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}{' scaled' * scaled}",
+            f"pack {NAMES[of_grad]}->{NAMES[of_flat]}{' accumulate' * accumulate}",
             launch,
             CHUNK,
             (of_grad, of_flat) if accumulate else (of_grad,),
             (of_flat,),
-            everywhere=scaled and accumulate and of_flat == F32 and of_grad != F16,
+            everywhere=accumulate and of_flat == F32 and of_grad != F16,
         )

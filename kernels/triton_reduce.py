@@ -1,12 +1,13 @@
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment,misc,var-annotated"
 """Triton `reduce`, `block_sumsq` and `sum_partials`: sums in an order that never changes.
 
-The merges of `reduce` are compiled into the kernel, and so is what is measured on the way: an output that is not given
-costs nothing.
+`reduce` reads the order of its merges from a table. Another batch size or number of workers, which is another order,
+needs no other binary: nothing is compiled in mid-step. Where it measures, the merges are compiled into the kernel,
+since the rows stay in registers. So is what is measured: an output that is not given costs nothing.
 """
 
 from collections.abc import Iterator
-from itertools import product
+from functools import lru_cache
 
 import torch
 import triton
@@ -15,19 +16,24 @@ from torch import Tensor
 
 from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, like_memory
 from kfuse.kernels.reduction import (
+    ADD,
     BlockSumsqArguments,
     Measures,
+    Merges,
     ReduceArguments,
     SumPartialsArguments,
     balanced,
     postfix,
 )
-from kfuse.kernels.table import BLOCK, num_blocks
+from kfuse.kernels.table import BLOCK, num_blocks, upload
 
 THREADS = 256
 WIDTH = 1024
 """Partials that `sum_partials` adds at a time."""
-PLAIN_TILE = 2048
+AHEAD = 4
+"""Rows that `sum_rows_kernel` loads before it adds any of them."""
+DEPTH = 8
+"""Unfinished sums that `sum_rows_kernel` has registers for: enough for the tree over 2**DEPTH micro-batches."""
 HELD_ROWS = 8
 """Most contributions that `reduce` holds in registers while it measures them."""
 
@@ -38,10 +44,42 @@ def lane_sums(values, LANE: tl.constexpr):
     return tl.sum(tl.reshape(values, (values.shape[0] // LANE, LANE)), axis=1)
 
 
+@triton.jit(do_not_specialize=["count"])
+def sum_rows_kernel(
+    rows, out, program,
+    count, numel, stride,
+    AHEAD: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add up one tile of the rows in the order of `program` (see `adding_program`), which is data.
+
+    A register cannot be chosen by a number that is known at run time only. So each position of the stack is tried.
+    """
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = index < numel
+    stride = tl.zeros((), tl.int64) + stride
+    stack = (tl.zeros((TILE,), tl.float32),) * DEPTH
+    for at in range(0, count, AHEAD):
+        values = ()  # unpacking is not in Triton's language
+        for k in tl.static_range(AHEAD):
+            row = tl.load(program + (at + k) * 4)
+            value = tl.load(rows + row * stride + index, mask=mask & (row >= 0), other=0.0)
+            values = values + (value.to(tl.float32),)  # noqa: RUF005
+        for k in tl.static_range(AHEAD):
+            low, high = tl.load(program + (at + k) * 4 + 1), tl.load(program + (at + k) * 4 + 2)
+            total = values[k]
+            for position in tl.static_range(DEPTH - 1, -1, -1):
+                if (low <= position) & (position < high):
+                    total = stack[position] + total
+            for position in tl.static_range(DEPTH):
+                if low == position:
+                    stack = stack[:position] + (total,) + stack[position + 1 :]  # noqa: RUF005
+    tl.store(out + index, stack[0].to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def merged(rows, index, mask, stride, PROGRAM: tl.constexpr):
     """The rows' elements at `index`, added in fp32 in the order of PROGRAM."""
-    stack = ()  # unpacking is not in Triton's language
+    stack = ()
     for i in tl.static_range(len(PROGRAM)):
         if PROGRAM[i] < 0:
             stack = stack[:-2] + (stack[-2] + stack[-1],)  # noqa: RUF005
@@ -134,7 +172,7 @@ def reduce_kernel(
             tl.store(row_dot + k * tl.num_programs(0) + block, tl.sum(row_dots[k], axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out"])
 def block_sumsq_kernel(flat, out, numel, LANE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of squares of one block, a tile at a time."""
     block = tl.program_id(0)
@@ -147,7 +185,7 @@ def block_sumsq_kernel(flat, out, numel, LANE: tl.constexpr, TILE: tl.constexpr,
     tl.store(out + block, tl.sum(squares, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out"])
 def sum_partials_kernel(partials, out, numel, WIDTH: tl.constexpr):
     """One program a row: few values, and one place where the order is decided."""
     row = tl.program_id(0)
@@ -164,14 +202,11 @@ def sum_partials_kernel(partials, out, numel, WIDTH: tl.constexpr):
 def reduce(given: ReduceArguments) -> Launches:
     """As `kfuse.kernels.reduce`. What is measured is summed in an order that neither row count nor merges change."""
     measures, numel = given.measures, given.out.numel()
-    rows = _aligned(given.rows) if measures.any else given.rows
+    if not measures.any:
+        yield _plain_reduce(given)
+        return
+    rows = _aligned(given.rows)
     count, itemsize = len(rows), rows.element_size()
-    if measures.any:
-        tile, block = tile_size(itemsize), BLOCK
-    else:
-        # Fewer elements where many rows would not fit in registers: no bits depend on it.
-        halvings = max(0, (count * itemsize - 1).bit_length() - 5)
-        tile = block = max(tile_size(itemsize), PLAIN_TILE >> halvings)  # 128 bits of each row at the least
     values = {"rows": rows, "out": given.out, "numel": numel, "stride": rows.stride(0)} | vars(measures)
     values["eps"] = float(measures.eps)
     if not measures.centred:
@@ -184,11 +219,52 @@ def reduce(given: ReduceArguments) -> Launches:
         "HELD": count <= HELD_ROWS,
         "UNROLLED": count <= HELD_ROWS or measures.of_rows,
         "LANE": tile_size(itemsize) // THREADS,
-        "TILE": tile,
-        "BLOCK": block,
+        "TILE": tile_size(itemsize),
+        "BLOCK": BLOCK,
     }
-    grid = (triton.cdiv(numel, block),)
-    yield Launch(reduce_kernel, grid, values, constants, THREADS, _registers(count, itemsize, measures))
+    yield Launch(reduce_kernel, (num_blocks(numel),), values, constants, THREADS, _registers(count, itemsize, measures))
+
+
+def _plain_reduce(given: ReduceArguments) -> Launch:
+    """Without measures: no bits depend on the tile."""
+    rows, numel = given.rows, given.out.numel()
+    on_gpu = rows.device.type == "cuda"
+    stream = torch.cuda.current_stream(rows.device).cuda_stream if on_gpu else 0
+    program, depth = _uploaded_program(len(rows), given.merges, rows.device, stream)
+    values = vars(given) | {"program": program, "count": len(program), "numel": numel, "stride": rows.stride(0)}
+    tile = tile_size(rows.element_size())
+    constants = {"AHEAD": AHEAD, "DEPTH": max(DEPTH, triton.next_power_of_2(depth)), "TILE": tile}
+    # Other workers have other shards of the bucket: one may end between multiples of 16 elements.
+    later = tuple({"numel": length, "stride": length} for length in (tile, tile - 1))
+    return Launch(sum_rows_kernel, (triton.cdiv(numel, tile),), values, constants, THREADS, 128, later)
+
+
+@lru_cache(maxsize=256)
+def _uploaded_program(count: int, merges: Merges, device: torch.device, stream: int) -> tuple[Tensor, int]:
+    """`adding_program` on the device, and the stack's depth. A stream uses what was copied there on the same stream."""
+    program = adding_program(count, merges)
+    return upload(torch.tensor(program, dtype=torch.int32), device), 1 + max(
+        low for row, low, *_ in program if row >= 0
+    )
+
+
+def adding_program(count: int, merges: Merges) -> list[tuple[int, int, int, int]]:
+    """The merges of `count` rows as lines (row, low, high, 0), a multiple of AHEAD of them.
+
+    The row's value is added to the stack's values at positions high - 1 down to low, one after another, and stays at
+    position low. A row of -1 is none. The last sum is at position 0.
+    """
+    lines: list[tuple[int, int, int, int]] = []
+    size = 0
+    for item in postfix(count, merges):
+        if item == ADD:
+            row, low, high, _ = lines[-1]
+            lines[-1], size = (row, low - 1, high, 0), size - 1
+        else:
+            lines.append((item, size, size, 0))
+            size += 1
+    none = (-1, -1, -1, 0)
+    return lines + [none] * (-len(lines) % AHEAD)
 
 
 def tile_size(itemsize: int) -> int:
@@ -200,7 +276,7 @@ def _registers(count: int, itemsize: int, measures: Measures) -> int:
     """Registers a thread may have: the sums, or the addresses, of many rows need more than other kernels."""
     if measures.of_rows and count * 16 // itemsize > 32:
         return 168
-    return 255 if count > (16 if measures.any else 32) else 128
+    return 255 if count > 16 else 128
 
 
 def _aligned(rows: Tensor) -> Tensor:
@@ -233,9 +309,8 @@ def cases() -> Iterator[Case]:
     (launch,) = sum_partials(SumPartialsArguments(like_memory(16), like_memory(dtype=torch.float64)))
     yield Case("sum_partials", launch, everywhere=True)
 
-    dtypes = [(F32, F32), (BF16, BF16), (BF16, F32)]
-    for count, (of_rows, of_out) in [*product((2, 8, 16), dtypes), (32, dtypes[0]), (64, dtypes[0])]:
-        yield _reduce_case("", count, of_rows, of_out, Measures(), everywhere=count == 8 and of_out == F32)
+    for of_rows, of_out in ((F32, F32), (BF16, BF16), (BF16, F32)):
+        yield _reduce_case("", AHEAD, of_rows, of_out, Measures(), everywhere=of_out == F32)
 
     one = like_memory(1)
     norm = Measures(sumsq=one)
@@ -257,8 +332,9 @@ def _reduce_case(
     rows, out = like_memory(count, BLOCK, dtype=of_rows), like_memory(BLOCK, dtype=of_out)
     (launch,) = reduce(ReduceArguments(rows, balanced(count), out, measures=measures))
     again = count > HELD_ROWS and (measures.of_rows or measures.centred)
+    rows_a_turn = f"{count} rows" if measures.any else f"any rows, {AHEAD} a turn,"
     return Case(
-        f"reduce {count} rows {NAMES[of_rows]}->{NAMES[of_out]}{what}",
+        f"reduce {rows_a_turn} {NAMES[of_rows]}->{NAMES[of_out]}{what}",
         launch,
         launch.constants["TILE"],
         (of_rows,) * count + (F32,) * (measures.noise is not None),

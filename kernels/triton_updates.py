@@ -2,6 +2,7 @@
 """Triton `adamw` and `sgd`: one pass over parameter, gradient (or the contributions it is the sum of) and states."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, Strea
 from kfuse.kernels.reduction import balanced, postfix
 from kfuse.kernels.triton_reduce import merged
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, ElementwiseArguments, SGDArguments, SGDOptions
+
+SCALARS = ["step", "grad_scale", "found_inf"]
+"""Pointers to one number each: where it lies is no reason for another binary."""
 
 
 @triton.jit
@@ -31,7 +35,7 @@ def weights(param, master, at, mask):
     return p.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def adamw_kernel(
     param, master, grad, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
     numel, stride,
@@ -68,7 +72,7 @@ def adamw_kernel(
     tl.store(exp_avg_sq + index, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def sgd_kernel(
     param, master, grad, momentum_buffer, grad_scale, found_inf,
     numel, stride,
@@ -119,7 +123,8 @@ def sgd(given: SGDArguments) -> Launches:
     options = given.options
     numbers = options.numbers | {"one_minus_dampening": 1.0 - options.dampening}
     flags = {"NESTEROV": options.nesterov, "MAXIMIZE": options.maximize, "FIRST_STEP": given.first_step}
-    yield _launch(sgd_kernel, given, numbers, flags)
+    # The second step's binary differs from the first one's.
+    yield replace(_launch(sgd_kernel, given, numbers, flags), later=({"FIRST_STEP": False},) * given.first_step)
 
 
 def _launch(kernel: Any, given: ElementwiseArguments, numbers: dict[str, float], flags: dict[str, bool]) -> Launch:

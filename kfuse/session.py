@@ -134,14 +134,14 @@ class Session:
         """
         client = self._client()
         client.send("ready")
-        self._enter(client.await_first_view(), new=True)
+        self._enter(client.await_first_view(), new=True, planned=True)
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
 
         Raises CommError if the view cannot be formed.
         """
-        return self._enter(self._client().await_view(generation, self.group.timeout_s))
+        return self._enter(self._client().await_view(generation, self.group.timeout_s), planned=True)
 
     def recover(self, error: CommError) -> bool:
         """After `error`: waits for the supervisor's next view and moves to it; False if this worker is not in it.
@@ -153,16 +153,23 @@ class Session:
             client.send("broken", generation=generation, why=str(error))
         return self._enter(client.await_recovery(generation, 2 * self.group.timeout_s + 10))
 
-    def _enter(self, view: View, new: bool = False) -> bool:
+    def _enter(self, view: View, new: bool = False, planned: bool = False) -> bool:
+        """Ends the group before, and forms that of `view`; False if this worker is not in it.
+
+        planned: all workers of the group before come here, at the same step boundary.
+        """
         client = self._client()
         rank = view.rank_of(client.worker)
         self._generation = view.generation
+        old = self.group
+        if planned:
+            old.finish()
+        else:
+            old.abort()
         if rank is None:
             self.left = True
             return False
-        old = self.group
-        old.abort()
-        group = form_group(view, rank, old, self.check, new)
+        group = form_group(view, rank, old, self.check, new, self.comm)
         try:
             group.connect_lanes(max(1, self.lanes_used))
         except CommError:
@@ -294,7 +301,7 @@ def join_fixed_group(
 ) -> Session:
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     global _current
-    group, view = rendezvous.form_group(_device(), timeout_s)
+    group, view = rendezvous.form_group(_device(), timeout_s, comm)
     _current = Session(group, comm, record=record)
     _current.view = view
     _current.log_view()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
+from kfuse.comm.group import Group
 from kfuse.comm.plan import StepPlan
 
 TINY_BUCKETS = 64 * 4 / 2**20  # MB: every tensor travels alone
@@ -554,3 +555,14 @@ def test_the_harness_shows_who_failed_and_where() -> None:
         run_workers(2, fails_on_rank_one)
     with pytest.raises(WorkersFailed, match=r"1 of 2 workers(.*\n)*--- rank 1(.*\n)*.*in hangs"):
         run_workers(2, hangs, timeout_s=6)
+
+
+def test_whole_devices_are_compared() -> None:
+    """Of which this machine needs none."""
+    kf.init()
+    net = nn.Linear(2, 2)
+    engine = kf.FusedSGD(net.parameters(), lr=0.1).engine
+    engine.device, group = torch.device("cuda", 1), Group(device=torch.device("cuda", 0))
+    group.size = 2
+    with pytest.raises(ValueError, match="parameters lie on cuda:1, this worker's device is cuda:0: move the model"):
+        engine.set_group(group)

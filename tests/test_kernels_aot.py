@@ -15,15 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
+
+from kfuse.kernels import aot, triton_norm
+from kfuse.kernels import launch as kernel_launch
+from kfuse.kernels.launch import BF16, F32, REGISTERS, Case, Launch, like_memory
+from kfuse.kernels.normalisation import NormBackwardArguments, NormForwardArguments
+
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile"),
 ]
 
-aot = pytest.importorskip("kfuse.kernels.aot")
 CASES = {case.name: case for case in aot.cases()}
 PAIRS = list(aot.selection(list(aot.TARGETS)))
 Reports = Mapping[tuple[str, str], Any]
@@ -41,6 +49,7 @@ def test_no_spills_wide_accesses_and_no_fusion(reports: Reports, name: str, targ
     shares = case.launch.arguments.get("shares") is not None
     binary = report.binary
     assert binary.spill_bytes == 0
+    assert target == "gfx942" or binary.registers * case.launch.threads <= REGISTERS
     if case.elements:
         # Every bulk stream is moved by 128-bit accesses alone; what is narrower are scalars and ragged ends.
         assert binary.stores.get(128, 0) % max(1, case.wide_accesses(case.stores)) == 0
@@ -78,6 +87,36 @@ def test_normalisation_moves_rows_by_wide_accesses(reports: Reports, name: str) 
             assert sum(count for bits, count in binary.stores.items() if bits < 128) <= scalars
 
 
+def wide_rows(width: int, dtype: torch.dtype, centred: bool) -> list[Launch]:
+    """The launches of a normalisation's two passes over rows of this width."""
+    weight, rstd, x = like_memory(width), like_memory(64), like_memory(1, 64, width, dtype=dtype)
+    mean, bias = (rstd, weight) if centred else (None, None)
+    forward = triton_norm.norm_forward(NormForwardArguments(x[0], weight, bias, eps=1e-5, centred=centred))
+    backward = triton_norm.norm_backward(NormBackwardArguments(x, x, weight, mean, rstd, with_bias=centred))
+    return [*forward, next(backward)]
+
+
+WIDEST = [(16384, F32, True), (16384, BF16, True), (16384, BF16, False), (8192, F32, True), (4096, F32, True)]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_rows_of_every_width_can_be_normalised(target: str) -> None:
+    """A multiprocessor has registers for one program at the least; up to 4096 columns none is spilled."""
+    for width, dtype, centred in WIDEST:
+        for launch in wide_rows(width, dtype, centred):
+            binary = aot.read(aot.compile_case(Case(f"{width}", launch), target))
+            assert binary.registers * launch.threads <= REGISTERS, (width, launch.kernel.__name__, binary)
+            assert width > 4096 or binary.spill_bytes == 0
+
+
+def test_without_the_limit_wide_rows_could_not_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above is for: 128 registers for each of 1024 threads."""
+    monkeypatch.setattr(kernel_launch, "REGISTERS", 2**30)
+    _, backward = wide_rows(16384, F32, True)
+    binary = aot.read(aot.compile_case(Case("16384", backward), "sm_90"))
+    assert binary.registers * backward.threads > REGISTERS
+
+
 def test_bytes_are_read_off_the_code() -> None:
     """A kernel that lost its alignment, and with it wide accesses, does not pass for one at the floor."""
     packed = CASES["pack fp32->fp32"]
@@ -94,7 +133,7 @@ def test_sum_of_squares_is_laid_out_alike_in_all_cases_of_pack(reports: Reports)
             assert len(report.sums) == 2  # the bulk and the ragged end
             layouts.setdefault((name.split()[1], target), set()).add(report.sums)
     assert all(len(found) == 1 for found in layouts.values()), layouts
-    assert len([name for name, target in reports if name.startswith("pack fp32") and target == "sm_90"]) == 4
+    assert len([name for name, target in reports if name.startswith("pack fp32") and target == "sm_90"]) == 2
 
 
 def test_norm_is_laid_out_alike_in_reduce_and_block_sumsq(reports: Reports) -> None:
@@ -143,12 +182,14 @@ class Device:
     get_device_interface = staticmethod(lambda: torch.cpu)
 
 triton.runtime.driver.set_active(Device())
-compiled, run = [], JITFunction.run
+compiled, ahead, run = [], [], JITFunction.run
 
 def compile_only(self, *args, grid, warmup, **options):
     if self.__name__ == "pack_kernel":  # which assumes that addresses in its table are aligned
         assert (options["pointers"] % 16 == 0).all(), options["pointers"]
-    compiled.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options).metadata.maxnreg))
+    binary = run(self, *args, grid=grid, warmup=True, **options)
+    (ahead if warmup else compiled).append((self.__name__, binary.metadata.maxnreg))
+    return binary
 
 JITFunction.run = compile_only
 
@@ -177,6 +218,7 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant
             momentum = SGDOptions(lr=1, momentum=0 if buffer is None else 0.9)
             sgd(p, g, buffer, momentum, first_step=False, grad_scale=guard, found_inf=guard)
 assert len(compiled) == 36 and {registers for _, registers in compiled} == {128}, compiled
+assert [name for name, _ in ahead] == ["pack_kernel", *["sum_rows_kernel"] * 4], ahead  # what later launches need
 """
 
 

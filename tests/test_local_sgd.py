@@ -189,7 +189,7 @@ def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptu
     record[[tail.SAMPLES, tail.MICRO_BATCHES]] = 2.0
     for step, (local, norm) in enumerate([(True, torch.nan), (True, torch.nan), (False, torch.inf), (False, 1.0)]):
         record[tail.TAIL_SLOTS] = norm
-        statistics.push(step, "samples", record.clone())
-        warning.after_step(step, on_device, local, statistics, skips=True, warns=True)
+        statistics.push(step, "samples", record.clone(), local)
+        warning.after_step(step, on_device, statistics.arrived, skips=True, warns=True)
     [said] = [each.getMessage() for each in caplog.records if each.name == "kfuse"]
     assert said.startswith("step 2: a gradient is not finite")

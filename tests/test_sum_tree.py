@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,18 +20,23 @@ def canonical_sum(leaves: np.ndarray) -> np.float32:
     return np.float32(canonical_sum(leaves[:half]) + canonical_sum(leaves[half:]))
 
 
-def tree_sum(leaves: np.ndarray, cuts: list[int]) -> np.float32:
-    """The sum by workers that hold the ranges between `cuts`, then by a receiver."""
+def tree_sum(leaves: np.ndarray, cuts: list[int], on_host: bool = False) -> np.float32:
+    """The sum by workers that hold the ranges between `cuts`, then by a receiver. on_host: as for `plan_range`."""
     total = len(leaves)
     nodes: list[Node] = []
     rows: list[np.float32] = []
     for first, end in zip([0, *cuts], [*cuts, total], strict=True):
-        plan = plan_range(first, end - first, total)
-        slots = np.zeros(plan.slots, np.float32)
+        plan = plan_range(first, end - first, total, on_host)
+        slots, host = np.full(plan.slots, np.nan, np.float32), dict[int, np.float32]()
         for leaf, step in zip(range(first, end), plan.steps, strict=True):
+            for slot, place in step.saves:
+                host[place] = slots[slot]
             slots[step.slot] = slots[step.slot] + leaves[leaf] if step.accumulate else leaves[leaf]
-            for destination, source in step.merges:
+            for (destination, source), place in itertools.zip_longest(step.merges, step.loads):
+                if place is not None:
+                    slots[destination] = host.pop(place)
                 slots[destination] += slots[source]
+        assert not host, "a sum was left on the host"
         nodes += plan.pieces
         rows += list(slots[: len(plan.pieces)])
     for destination, source in plan_merges(nodes, total):
@@ -37,12 +44,12 @@ def tree_sum(leaves: np.ndarray, cuts: list[int]) -> np.float32:
     return rows[0]
 
 
-@given(st.integers(1, 70), st.lists(st.integers(0, 70), max_size=7), st.integers(0, 2**32 - 1))
-def test_any_split_gives_the_canonical_bits(total: int, cuts: list[int], seed: int) -> None:
+@given(st.integers(1, 70), st.lists(st.integers(0, 70), max_size=7), st.integers(0, 2**32 - 1), st.booleans())
+def test_any_split_gives_the_canonical_bits(total: int, cuts: list[int], seed: int, on_host: bool) -> None:
     rng = np.random.default_rng(seed)
     leaves = (rng.standard_normal(total) * 10.0 ** rng.integers(-6, 6, total)).astype(np.float32)
     workers = sorted(min(cut, total) for cut in cuts)
-    assert tree_sum(leaves, workers).tobytes() == canonical_sum(leaves).tobytes()
+    assert tree_sum(leaves, workers, on_host).tobytes() == canonical_sum(leaves).tobytes()
 
 
 @given(st.integers(1, 2000), st.data())
@@ -59,6 +66,22 @@ def test_powers_of_two_send_one_piece_each() -> None:
     for workers in (1, 2, 4, 8):
         for rank in range(workers):
             assert len(plan_range(rank * 8 // workers, 8 // workers, 8).pieces) == 1
+
+
+def test_a_complete_tree_needs_its_depth_in_slots() -> None:
+    """The last leaf is added in place to the subtree that is its sibling: it needs no slot of its own."""
+    assert [plan_range(0, total, total).slots for total in (1, 2, 3, 4, 5, 8, 9, 63, 64)] == [1, 1, 1, 2, 2, 3, 3, 5, 6]
+
+
+@given(st.integers(1, 600), st.data())
+def test_with_sums_on_the_host_two_slots_do_for_the_piece_under_way(total: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, total - 1))
+    count = data.draw(st.integers(1, total - first))
+    here, plan = plan_range(first, count, total), plan_range(first, count, total, on_host=True)
+    assert plan.pieces == here.pieces
+    assert plan.slots <= min(len(plan.pieces) + 1, here.slots)
+    if here.slots <= 2:
+        assert plan.steps == here.steps or not any(step.saves for step in plan.steps)
 
 
 def test_a_plain_left_to_right_sum_has_other_bits() -> None:

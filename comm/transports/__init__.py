@@ -22,6 +22,9 @@ class Transport(Protocol):
     `plan` is called before the first step, and again when the contributions change (with reproducible sums: before each
     step). In a step `launch` is called for each bucket, in the same order on every rank; `poll` now and then; `wait`
     for each bucket. A step that is aborted is not waited for.
+
+    On a GPU the messages must be started in one order on all ranks: by `launch` and `wait` alone, never by how far
+    others have come. `Pending.wait_on_stream` orders the device's work after a message without blocking the host.
     """
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
@@ -42,7 +45,7 @@ class Transport(Protocol):
         """Starts the next phase of launched buckets where the phase before has completed. Does not wait."""
 
     def wait(self, key: int) -> None:
-        """Returns when slots[0] of bucket `key` holds the sum. Raises CommError if a worker is lost."""
+        """Returns when slots[0] of bucket `key` holds the sum, for work on the current stream. Raises CommError."""
 
 
 def choose(schedule: str, reproducible: bool) -> str:

@@ -3,6 +3,13 @@
 Two phases: exchange (shard r of every contribution goes to rank r) and share (rank r's summed shard goes to all).
 It sends as many bytes as a ring all-reduce. kfuse sets the order of additions, so the bits do not depend on the number
 of workers.
+
+With gloo a bucket is shared as soon as this rank's exchange is through: the two phases have connections of their own.
+NCCL takes all messages in one order, the same on every rank. So there the order is fixed: each exchange is followed by
+the share of the bucket before it, and the last share is started by the first wait. Streams order the work:
+
+    communicator:   exchange 0   exchange 1   share 0   exchange 2   share 1   share 2
+    side stream:             reduce 0     reduce 1               reduce 2
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kfuse.comm import devices
@@ -23,7 +31,8 @@ from kfuse.kernels import reduce
 class _Message:
     what: str
     slots: Sequence[Tensor]
-    shards: list[slice]
+    received: Tensor
+    shard: slice
     exchanges: list[Pending]
     shared: Pending | None = None
 
@@ -33,10 +42,13 @@ class AllToAll:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._rows: dict[int, Tensor] = {}  # receive buffers
-        self._messages: dict[int, _Message] = {}
+        self._free: list[Tensor] = []  # receive buffers that no message uses
+        self._messages: dict[int, _Message] = {}  # in the order of launches
         self._device = devices.of(group.device)
         self._stream = self._device.new_stream()
+        if self._device.asynchronous:  # compiled here, between steps, for the orders of all later plans
+            rows = torch.zeros(2, ALIGN, device=group.device)
+            reduce(rows, ((0, 1),), rows[0])
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Contributions arrive in rounds, one piece of each worker a round; `merges` counts them worker by worker."""
@@ -50,9 +62,10 @@ class AllToAll:
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         """Starts the exchange: shard r of this worker's pieces goes to rank r."""
         rank, size = self._group.rank, self._group.size
-        shards = cut(slots[0].numel(), size)
+        shards = self._group.shards(slots[0].numel())
         sizes = [shard.stop - shard.start for shard in shards]
-        rows = self._receive_rows(key, sizes[rank], slots[0])
+        received = self._take(sum(self._pieces) * sizes[rank], slots[0])
+        rows = self._rows(received, sizes[rank])
         exchanges = []
         first = 0
         for k in range(max(self._pieces)):
@@ -69,45 +82,66 @@ class AllToAll:
                 )
             )
             first = last
-        self._messages[key] = _Message(what, slots, shards, exchanges)
+        if self._device.asynchronous:
+            self._share_all()
+        self._messages[key] = _Message(what, slots, received, shards[rank], exchanges)
 
     def poll(self) -> None:
-        """Starts sharing the sums of buckets whose exchange is through."""
-        for key, message in self._messages.items():
+        """With gloo: starts sharing the sums of buckets whose exchange is through."""
+        if self._device.asynchronous:
+            return
+        for message in self._messages.values():
             if message.shared is None:
-                if self._group.polls and not all(e.done() for e in message.exchanges):
+                if not all(exchange.done() for exchange in message.exchanges):
                     break  # shards are shared in the order of launches on every rank
-                self._share(key, message)
+                self._share(message)
 
     def wait(self, key: int) -> None:
-        """Returns when slot 0 of `key` holds the sum. Raises CommError."""
+        """Returns when slot 0 of `key` holds the sum, for work on the current stream. Raises CommError."""
         message = self._messages[key]
-        if message.shared is None:
-            self._share(key, message)
+        if self._device.asynchronous:
+            self._share_all()
+        elif message.shared is None:
+            self._share(message)
         assert message.shared is not None
-        message.shared.wait()
+        message.shared.wait_on_stream()
         self._device.current_stream().wait_stream(self._stream)
         del self._messages[key]
 
-    def _share(self, key: int, message: _Message) -> None:
+    def _share_all(self) -> None:
+        """Starts sharing the sums of all buckets that were launched, in that order."""
+        for message in self._messages.values():
+            if message.shared is None:
+                self._share(message)
+
+    def _share(self, message: _Message) -> None:
         """Adds up this rank's shard and starts sharing it, on a stream of its own."""
+        flat = message.slots[0]
         with self._device.on(self._stream):
             for exchange in message.exchanges:
-                exchange.wait()
-            flat, shard = message.slots[0], message.shards[self._group.rank]
-            rows = self._receive_rows(key, shard.stop - shard.start, flat)
-            reduce(rows, self._merges, flat[shard])
-            message.shared = self._group.share([flat[s] for s in message.shards], f"{message.what} (all_to_all, share)")
+                exchange.wait_on_stream()
+            # After an abort both may be dropped while the reduction still runs.
+            self._device.keep([message.received, flat], self._stream)
+            width = message.shard.stop - message.shard.start
+            reduce(self._rows(message.received, width), self._merges, flat[message.shard])
+            # A later exchange may write there: on a GPU it is behind this share, which is behind the reduction.
+            self._free.append(message.received)
+            message.shared = self._group.share(flat, f"{message.what} (all_to_all, share)")
 
-    def _receive_rows(self, key: int, width: int, like: Tensor) -> Tensor:
-        """[contributions, width], reused from step to step."""
-        numel = sum(self._pieces) * width
-        if key not in self._rows or self._rows[key].numel() < numel:
-            self._rows[key] = like.new_empty(numel)
-        return self._rows[key][:numel].view(sum(self._pieces), width)
+    def _take(self, numel: int, like: Tensor) -> Tensor:
+        """A receive buffer of at least `numel` elements that no other message uses: the smallest, or a new one.
 
+        So there are as many as messages are under way at once, and not one for each bucket.
+        """
+        free = sorted((b.numel(), k) for k, b in enumerate(self._free) if b.dtype == like.dtype)
+        fitting = [k for size, k in free if size >= numel]
+        if fitting:
+            return self._free.pop(fitting[0])
+        if free:
+            del self._free[free[-1][1]]  # too small: the new one takes its place
+        return like.new_empty(numel)
 
-def cut(numel: int, workers: int) -> list[slice]:
-    """A flat buffer's shards: aligned, equal but for the last ones, which may be smaller or empty."""
-    step = -(-numel // (workers * ALIGN)) * ALIGN
-    return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(workers)]
+    def _rows(self, received: Tensor, width: int) -> Tensor:
+        """[contributions, width], the first elements of a receive buffer."""
+        count = sum(self._pieces)
+        return received[: count * width].view(count, width)

@@ -30,5 +30,5 @@ class AllReduce:
         """One phase: nothing to move on."""
 
     def wait(self, key: int) -> None:
-        """Returns when slot 0 of `key` holds the sum. Raises CommError."""
-        self._pending.pop(key).wait()
+        """Returns when slot 0 of `key` holds the sum, for work on the current stream. Raises CommError."""
+        self._pending.pop(key).wait_on_stream()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.transports import TREES
@@ -51,7 +52,7 @@ class Tree:
     """
 
     def __init__(self, group: Group, shape: str) -> None:
-        self._group = group
+        self._group, self._device = group, devices.of(group.device)
         self._parent = parents(shape, group.hosts)
         self._levels = levels(self._parent)
         self._first: dict[int, tuple[Tensor, str, Pending, Tensor]] = {}
@@ -86,9 +87,9 @@ class Tree:
         rows = flat.new_empty(sum(into))
         return self._group.all_to_all(rows, into, flat if sum(cut) else flat[:0], cut, what), rows
 
-    @staticmethod
-    def _add(flat: Tensor, pending: Pending, rows: Tensor) -> None:
-        pending.wait()
+    def _add(self, flat: Tensor, pending: Pending, rows: Tensor) -> None:
+        pending.wait_on_stream()
+        self._device.keep([rows], self._device.current_stream())  # `launch` was perhaps called on another one
         for row in rows.view(-1, flat.numel()) if rows.numel() else ():
             flat.add_(row)
 
@@ -98,4 +99,4 @@ class Tree:
         cut = [numel if r in children and self._parent[r] == rank else 0 for r in range(self._group.size)]
         into = [numel if rank in children and r == self._parent[rank] else 0 for r in range(self._group.size)]
         out = flat if sum(into) else flat[:0]
-        self._group.all_to_all(out, into, flat.repeat(sum(map(bool, cut))), cut, what).wait()
+        self._group.all_to_all(out, into, flat.repeat(sum(map(bool, cut))), cut, what).wait_on_stream()

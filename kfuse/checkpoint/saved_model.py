@@ -102,9 +102,8 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
 
     Raises TypeError for what torch.load(weights_only=True) would not read.
     """
-    inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps: its names without the wrapper's prefix
-    whole = inner if isinstance(inner, nn.Module) else model
-    state: dict[str, Any] = whole.state_dict(keep_vars=True)  # so that a tied parameter is one object
+    # Variables are kept, so that a tied parameter is one object.
+    state: dict[str, Any] = uncompiled(model).state_dict(keep_vars=True)
     copies: dict[int, Any] = {}
     for name, value in list(state.items()):  # all values are held, so that an id stays that of one object
         if id(value) not in copies:
@@ -113,11 +112,21 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
     return state
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What `torch.compile(model)` wraps, whose parameters' names have no prefix; any other model itself.
+
+    So files do not depend on whether a run compiles its model.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
 def load_weights(model: nn.Module, path: str) -> None:
     """Loads model.pt or model.safetensors, or any file of a state_dict, into `model`.
 
     Raises ValueError, in one line, for a file that cannot be read, and for keys or shapes that differ.
     """
+    model = uncompiled(model)
     weights = read_weights(path)
     if why := mismatch(model, weights):
         raise ValueError(f"{path}: {why}")

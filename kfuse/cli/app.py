@@ -45,6 +45,8 @@ def main() -> int:
     # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    if sys.argv[1:2] == ["doctor"]:
+        return _doctor(sys.argv[2:])
     try:
         rendezvous = Rendezvous.of_environment()
     except RuntimeError as error:
@@ -93,6 +95,28 @@ def _main(fixed: bool = False) -> int:
         return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
 
 
+def _doctor(words: list[str]) -> int:
+    """`kfuse doctor`: the report for these overrides. Returns the exit status."""
+    from kfuse.cli import doctor
+
+    interrupt.raise_again()
+    try:
+        args, plain = _parse([_HOME.sub(os.path.expanduser("~"), word) for word in words]), _parse([])
+        if args.help:
+            print(doctor.USAGE)
+            return 0
+        for name, value in vars(args).items():
+            if value != getattr(plain, name) and name not in ("overrides", "config_dir", "config_name"):
+                raise ConfigError(f"kfuse doctor takes overrides only, not --{name.replace('_', '-')}")
+        config = _check(args, args.overrides, fixed=False)
+    except Exception as error:
+        return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
+    try:
+        return doctor.examine(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+    except KeyboardInterrupt:
+        return interrupt.STATUS
+
+
 def _refuse(message: str) -> int:
     print(f"kfuse: error: {message}", file=sys.stderr)
     return USAGE_ERROR
@@ -128,8 +152,8 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
     return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]
 
 
-def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
-    """Composes and validates one run's configuration, as Hydra will, before anything is written."""
+def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictConfig:
+    """Composes and validates one run's configuration, as Hydra will, before anything is written. Returns it."""
     if args.config_dir is not None:
         if not os.path.isdir(args.config_dir):
             raise ConfigError(f"--config-dir={args.config_dir}: must be a directory")
@@ -145,6 +169,7 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> None:
     validate(cfg)
     if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
         raise ConfigError("launcher: torchrun started this process; must be launcher=torchrun")
+    return cfg
 
 
 def _check_directories(overrides: list[str]) -> None:

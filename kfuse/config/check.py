@@ -127,6 +127,8 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
     ):
         if comm["reproducible"] and comm[name] not in allowed:
             raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.reproducible=true")
+    if comm["slots_on_host"] and not comm["reproducible"]:
+        raise ConfigError("comm.slots_on_host=true: must be false with comm.reproducible=false")
 
 
 def _check_resume(resume: str) -> None:

@@ -123,7 +123,21 @@ class Comm:
         25.0, "MiB of gradients reduced together; the default, DDP's, lets reductions overlap with backward", above=0
     )
     reproducible: bool = setting(False, "the same bits for any number of workers")
+    slots_on_host: bool = setting(
+        False, "with comm.reproducible=true on GPUs: older partial sums of gradients lie in the host's memory"
+    )
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
+    nccl_high_priority: bool = setting(True, "on GPUs: messages go before kernels that wait for a place on the GPU")
+    nccl_min_ctas: int | None = setting(None, "NCCL's least thread blocks a message; null: its own choice", least=1)
+    nccl_max_ctas: int | None = setting(
+        None, "NCCL's most thread blocks a message, the part of the GPU that it may take; null: its own choice", least=1
+    )
+    nccl_cga_cluster_size: int | None = setting(
+        None, "NCCL's thread blocks in a cluster; null: its own choice", least=0, most=8
+    )
+    nccl_cta_policy: str | None = setting(
+        None, "NCCL's use of thread blocks; null: its own choice", choices=("default", "efficiency", "zero")
+    )
     timeout_s: float = setting(
         30.0, "seconds without an answer, after which a worker counts as lost", above=0, most=10**6
     )

@@ -47,6 +47,8 @@ class TaskPlan:
     rank: int
     shares: tuple[int, ...] | None
     """Weights of the workers; None: all the same."""
+    aligned: bool
+    """Ranges are those for reproducible sums: see `worker_range`."""
     epoch: int = field(compare=False)
     """The position from which on it is asked for. Two plans that differ in nothing else are equal."""
     cursor: int = field(compare=False)
@@ -59,7 +61,7 @@ class TaskPlan:
         epoch, cursor, idle, end = self.epoch, self.cursor, 0, self.samples or sys.maxsize
         while (self.epochs is None or epoch < self.epochs) and idle < _IDLE_STEPS:
             sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch)
-            mine = worker_range(len(sizes), self.workers, self.rank, self.shares)
+            mine = worker_range(len(sizes), self.workers, self.rank, self.shares, self.aligned)
             for j in mine:
                 yield Task(epoch, cursor + j * self.micro_batch, sizes[j])
             idle = 0 if mine else idle + 1

@@ -82,19 +82,28 @@ def micro_batch_sizes(count: int, micro: int) -> list[int]:
     return [micro] * full + [rest] * (rest > 0)
 
 
-def worker_range(micro_batches: int, workers: int, rank: int, weights: Sequence[float] | None = None) -> range:
+def worker_range(
+    micro_batches: int, workers: int, rank: int, weights: Sequence[float] | None = None, aligned: bool = False
+) -> range:
     """Returns the contiguous range of micro-batches of worker `rank`; together they cover each exactly once.
 
     Without `weights` (or with equal ones) the shares differ by at most one. With them, shares are in
     proportion and less than one micro-batch off. Rank 0, the leader, always has one; other shares may be empty.
-    Powers of two give aligned ranges, hence one subtree of the reduction a worker. Exact arithmetic: all workers
-    find the same boundaries. Raises ValueError for a rank out of range, or weights that are not finite and positive.
+    aligned: for reproducible sums. The ranges are those of `kfuse.comm.ranges`, which need little memory: the largest
+    share is ceil(micro_batches / workers) where that is enough, and at most 1.25 of the mean share. Weighted shares
+    keep their proportion instead, and may need more memory.
+    Exact arithmetic: all workers find the same boundaries. Raises ValueError for a rank out of range, or weights that
+    are not finite and positive.
     """
     if micro_batches < 0 or not 0 <= rank < workers:
         raise ValueError(
             f"micro_batches={micro_batches}, workers={workers}, rank={rank}: "
             "micro_batches must be at least 0, and rank 0 to workers - 1"
         )
+    if weights is None and aligned and micro_batches >= workers:
+        from kfuse.comm.ranges import aligned_ranges  # imported when used: `import kfuse` is quick
+
+        return aligned_ranges(micro_batches, workers)[rank]
     if weights is None:
         return range(-(-micro_batches * rank // workers), -(-micro_batches * (rank + 1) // workers))
     if len(weights) != workers:

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from kfuse.comm import devices
 from kfuse.comm.group import CommError, Group
+from kfuse.comm.plan import CommOptions
 from kfuse.elastic.client import ControlError
 from kfuse.elastic.protocol import Member, View
 
@@ -62,7 +64,7 @@ class Rendezvous:
         store.set_timeout(timedelta(seconds=timeout_s))
         return PrefixStore(f"kfuse/{self.attempt}", store)
 
-    def form_group(self, device: torch.device, timeout_s: float) -> tuple[Group, View]:
+    def form_group(self, device: torch.device, timeout_s: float, comm: CommOptions) -> tuple[Group, View]:
         """The group of all workers, and the job's only view. Raises CommError if the others do not connect."""
         try:
             store = self.store(timeout_s)
@@ -72,7 +74,8 @@ class Rendezvous:
         except (RuntimeError, OSError) as error:
             raise CommError(f"connecting {self.size} workers at {self.host}:{self.port}: {error}") from error
         hosts = [member.host for member in members]
-        group = Group(self.rank, self.size, PrefixStore("view", store), device, timeout_s, address, hosts=hosts)
+        place = (self.rank, self.size, PrefixStore("view", store), device, timeout_s)
+        group = _connected(*place, address, None, hosts, comm)
         return group, View(1, members, (self.host, self.port), "start")
 
     def await_others_at_end(self, timeout_s: float) -> None:
@@ -123,10 +126,33 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def _connected(
+    rank: int,
+    size: int,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    address: str,
+    check: Callable[[], None] | None,
+    hosts: Sequence[str],
+    comm: CommOptions,
+) -> Group:
+    """The group of several workers, over what their device takes. address: of this machine, for gloo."""
+    if devices.of(device).asynchronous:
+        from kfuse.comm.nccl import NcclGroup  # only where there is a GPU
+
+        return NcclGroup(rank, size, store, device, timeout_s, check, hosts, comm)
+    from kfuse.comm.gloo import GlooGroup
+
+    return GlooGroup(rank, size, store, device, timeout_s, address, check, hosts)
+
+
 # -- the workers of a view --------------------------------------------------------------------------------------------
 
 
-def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool) -> Group:
+def form_group(
+    view: View, rank: int, old: Group, check: Callable[[], None], new: bool, comm: CommOptions | None = None
+) -> Group:
     """The group of a view, with the old group's device and timeout. `check`: called while waiting; raises to end it.
 
     new: this worker was in no view before. It learns of the view when it is proposed; the others come only after they
@@ -149,7 +175,7 @@ def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new
     except (RuntimeError, OSError) as error:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
     hosts = [member.host for member in view.members]
-    return Group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
+    return _connected(rank, view.size, store, old.device, old.timeout_s, address, check, hosts, comm or CommOptions())
 
 
 def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:

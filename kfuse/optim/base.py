@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from kfuse.comm import devices
 from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner, owner
 from kfuse.comm.group import CommError, Group
@@ -59,6 +60,10 @@ class DistributedOptimizer(ParameterGroups, ABC):
     """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
     loop_handles_lost_workers: bool = False
     """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
+    _skips_on_device: bool = False
+    """`_update` leaves parameters as they are where the device says so; else the host would have to ask it."""
+    _in_doubt: set[int]
+    """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
     _lost_worker_error: CommError | None = None
     """The lost worker that aborted the current step; kept for the loop."""
 
@@ -66,10 +71,11 @@ class DistributedOptimizer(ParameterGroups, ABC):
         """Called by subclasses once `param_groups` exist. Raises ValueError for a clip_norm that is not positive."""
         self.set_clip_norm(clip_norm)
         self.skip_nonfinite = skip_nonfinite
-        self.statistics = Statistics()
         self._session: Session = current()
+        self.statistics = Statistics()
+        self.statistics.at_fixed_lag = self._session.elastic
         self._unit = "micro-batches"
-        self._had_gradients = False
+        self._had_gradients, self._in_doubt = False, set()
         self._warning = NonfiniteWarning()
         self._tracked: nn.Module | None = None
         self._build_engine()
@@ -280,13 +286,28 @@ class DistributedOptimizer(ParameterGroups, ABC):
         reduced = self.engine.reduced
         if reduced is None:
             return
-        used = None if reduced.used is None else reduced.used.tolist()
-        self._had_gradients = self._had_gradients or used is None or any(used)
+        unused = self._unused_by_all(reduced)
+        self._had_gradients = self._had_gradients or len(unused) < len(self.engine.params)
         for bucket in self.engine.gradient_buckets:
             bucket.show_mean()
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
-                if used is None or used[index] > 0:
+                if index not in unused:
                     self.engine.params[index].grad = view
+
+    def _unused_by_all(self, reduced: Reduced) -> Collection[int]:
+        """The parameters that no worker gave a gradient, which keep no `.grad`; those in doubt are not among them.
+
+        In doubt is, on a GPU and with several workers, what this worker gave no gradient: only the device knows whether
+        another one did. An optimizer that can leave a parameter alone on the device takes zeros for it; with any other
+        the host waits.
+        """
+        self._in_doubt = set()
+        if reduced.used is None or self._session.group.size == 1:
+            return reduced.unused
+        if devices.of(self.engine.device).asynchronous and self._skips_on_device:
+            self._in_doubt = set(reduced.unused)
+            return ()
+        return {index for index, count in enumerate(reduced.used.tolist()) if count == 0}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -313,11 +334,11 @@ class DistributedOptimizer(ParameterGroups, ABC):
         self.last_lr = self.base_lr * self.lr_factor
         self._update(reduced, scaled.factor, scaled.skip)
         step, unit = self.engine.step - 1, "micro-batches" if reduced.implicit else self._unit
-        self.statistics.push(step, unit, scaled.record)
+        self.statistics.push(step, unit, scaled.record, reduced.local)
         if loss_scale is None:  # with GradScaler skips are how it finds its scale
             warns = self._session.group.rank == 0
-            self._warning.after_step(step, scaled.finite, reduced.local, self.statistics, self.skip_nonfinite, warns)
-        self._check_consistency()
+            self._warning.after_step(step, scaled.finite, self.statistics.arrived, self.skip_nonfinite, warns)
+        self._check_consistency(step)
         return loss
 
     def _refuse_wrong_use(self) -> None:
@@ -343,18 +364,22 @@ class DistributedOptimizer(ParameterGroups, ABC):
             self._warn_of_no_gradients()
         return reduced
 
-    def _check_consistency(self) -> None:
-        """Raises ConsistencyError, on every rank, if the ranks' parameters differed in the newest step read."""
-        if len(set(self.statistics.digests)) < 2:
+    def _check_consistency(self, step: int) -> None:
+        """Raises ConsistencyError, on every rank after the same step, if the ranks' parameters differed when they were
+        compared.
+        """
+        compared = self.statistics.compared
+        if not compared or 0 <= step - compared[0][0] < self.statistics.lag(self.engine.device):
             return
-        stats = self.statistics.latest
-        assert stats is not None
+        compared_at, digests = compared.popleft()
+        if len(set(digests)) < 2:
+            return
         params, names = self.engine.params, self.engine.names
         if self._tracked is not None:
             known = {id(p): f"parameter {name}" for name, p in self._tracked.named_parameters()}
             names = [known.get(id(p), name) for p, name in zip(params, names, strict=True)]
         where = first_difference(self._session.group, params, names, self.learning_rates())
-        raise ConsistencyError(f"step {stats.step}: the workers no longer have the same model: {where}")
+        raise ConsistencyError(f"step {compared_at}: the workers no longer have the same model: {where}")
 
     @torch.no_grad()
     def average_models(self) -> None:
@@ -408,6 +433,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
                 if p.grad is not None and p.grad is not view:
                     view.copy_(p.grad)
                     p.grad = view
+                    self._in_doubt.discard(index)
 
     def rebuild(self) -> None:
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
@@ -417,6 +443,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32).
 
+        Those of `_in_doubt` (indices in `engine.params`) are left alone where `reduced.used` is 0.
         scale: fp32 scalar on the device, by which gradients are multiplied; None: 1. found_inf: fp32 scalar on the
         device; if it is not 0, nothing may change; None: the update is made.
         """

@@ -87,6 +87,7 @@ class FlatOptimizer(DistributedOptimizer):
     _moment_names: tuple[str, ...]
     """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
     _weight_names = (_MASTER,)
+    _skips_on_device = True
     _warned: tuple[str, ...] = ()
 
     def _check_layout(self) -> None:
@@ -113,6 +114,9 @@ class FlatOptimizer(DistributedOptimizer):
 
     def _flatten(self, bucket: Bucket) -> Flat:
         params = self._params_of(bucket)
+        if devices.of(bucket.device).asynchronous:
+            for p in params:  # later the host would wait until the table is on the device
+                _one_tensor(p.numel(), p.device)
         param = _gather(bucket, [p.data for p in params], bucket.layout.dtype)
         for p, view in zip(params, bucket.view(param), strict=True):
             p.data = _with_own_storage(view)
@@ -222,34 +226,43 @@ class FlatOptimizer(DistributedOptimizer):
             group = self.param_groups[self._group_of[bucket.layout.params[0]]]
             keeps = self._keeps_state(group)
             used = [p.grad is not None for p in params]
-            advance = 1.0 if found_inf is None else 1.0 - found_inf
-            if all(used) and (flat.together or not keeps):
+            certain = self._in_doubt.isdisjoint(bucket.layout.params)
+            if all(used) and certain and (flat.together or not keeps):
                 first = keeps and not flat.known[0]
                 if first and self._skips_first(group, found_inf):
                     continue
                 if first:
                     self._first_update(params, flat, bucket, range(len(params)))
                 self._publish_masters(params, flat, bucket, range(len(params)))
-                flat.steps.add_(advance)
+                flat.steps.add_(1.0 if found_inf is None else 1.0 - found_inf)
                 whole = Piece(bucket.table, flat.param, flat.master, bucket.mean, flat.moments, flat.steps[0], first)
                 self._update_piece(whole, group, scale, found_inf)
                 continue
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
             flat.together = flat.together and not keeps
             for k in (k for k, has_gradient in enumerate(used) if has_gradient):
+                skip = self._skip_of(bucket.layout.params[k], reduced, found_inf)
                 first = keeps and not flat.known[k]
-                if first and self._skips_first(group, found_inf):
+                if first and self._skips_first(group, skip):
                     continue
                 if first:
                     self._first_update(params, flat, bucket, [k])
                 self._publish_masters(params, flat, bucket, [k])
-                flat.steps[k].add_(advance)
+                flat.steps[k].add_(1.0 if skip is None else 1.0 - skip)
                 moments = {name: bucket.place(moment, k) for name, moment in flat.moments.items()}
                 master = None if flat.master is None else bucket.place(flat.master, k)
                 param, grad = bucket.place(flat.param, k), bucket.place(bucket.mean, k)
                 table = _one_tensor(param.numel(), param.device)
                 alone = Piece(table, param, master, grad, moments, flat.steps[k], first)
-                self._update_piece(alone, group, scale, found_inf)
+                self._update_piece(alone, group, scale, skip)
+
+    def _skip_of(self, index: int, reduced: Reduced, found_inf: Tensor | None) -> Tensor | None:
+        """`found_inf` for one parameter: not 0 either where it is in doubt, and no worker gave it a gradient."""
+        if index not in self._in_doubt:
+            return found_inf
+        assert reduced.used is not None
+        unused = (reduced.used[index] == 0).to(torch.float32)
+        return unused if found_inf is None else torch.maximum(unused, found_inf)
 
     def _first_update(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
         if not flat.moments:

@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from kfuse.comm import devices
 from kfuse.comm import tail as t
 from kfuse.comm.plan import Reduced
-from kfuse.statistics.step_stats import Statistics
 
 _LOG = logging.getLogger("kfuse")
 
@@ -114,27 +113,20 @@ def check_clip_norm(clip_norm: float | None) -> None:
 
 
 class NonfiniteWarning:
-    """Warns of the first of several steps in a row whose gradients are not finite; on CUDA one step later."""
+    """Warns of the first of several steps in a row whose gradients are not finite; on CUDA once that has arrived."""
 
     def __init__(self) -> None:
-        self._was_nonfinite = self._was_local = False
+        self._was_nonfinite = False
 
     def after_step(
-        self, step: int, finite: Tensor | bool, local: bool, statistics: Statistics, skips: bool, warns: bool
+        self, step: int, finite: Tensor | bool, arrived: Sequence[tuple[int, bool]], skips: bool, warns: bool
     ) -> None:
-        """local: the gradients were this worker's own. statistics: on CUDA the newest step in them is judged.
-        skips: whether such updates are skipped. warns: whether this worker logs the warning (rank 0 does).
+        """finite: whether this step's gradients are. arrived: where `finite` is on a GPU, `Statistics.arrived` is
+        judged in its place. skips: whether such updates are skipped. warns: whether this worker logs the warning
+        (rank 0 does).
         """
-        was_local, self._was_local = self._was_local, local
-        if isinstance(finite, bool):
-            nonfinite = not finite
-        else:  # on the device, which the host does not wait for
-            latest = statistics.latest
-            if latest is None:
-                return
-            # Of a local step the norm is unknown anyhow.
-            step, nonfinite = latest.step, latest.skipped or (latest.grad_norm is None and not was_local)
-        if nonfinite and not self._was_nonfinite and warns:
-            outcome = "left out" if skips else "made all the same, since skip_nonfinite is off"
-            _LOG.warning("step %d: a gradient is not finite; the update was %s", step, outcome)
-        self._was_nonfinite = nonfinite
+        for number, nonfinite in [(step, not finite)] if isinstance(finite, bool) else arrived:
+            if nonfinite and not self._was_nonfinite and warns:
+                outcome = "left out" if skips else "made all the same, since skip_nonfinite is off"
+                _LOG.warning("step %d: a gradient is not finite; the update was %s", number, outcome)
+            self._was_nonfinite = nonfinite

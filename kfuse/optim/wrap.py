@@ -35,8 +35,12 @@ class Optimizer(DistributedOptimizer):
         gradients.
 
         clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
-        finite; rank 0 warns either way. None is True on the CPU, and False on CUDA, where the host would have to wait
-        for the device at each step, since not every optimizer can skip a step on the device.
+        finite; rank 0 warns either way. None: where that costs no wait.
+
+        On CUDA only torch's Adam and AdamW with fused=True leave a step out, or a parameter that no worker gave a
+        gradient, without the host. With any other optimizer the host waits for the device in each step with a
+        GradScaler or with skip_nonfinite=True (so None is False there), and, with several workers, in each step in
+        which this worker gives a parameter no gradient.
 
         bf16 parameters are updated as torch does it: in bf16, from gradients that were averaged in fp32 and rounded.
         There are no fp32 master weights, so an update smaller than the spacing of bf16 numbers is lost; a warning says
@@ -57,9 +61,8 @@ class Optimizer(DistributedOptimizer):
         self.state = optimizer.state
         self._share()
         if skip_nonfinite is None:
-            skip_nonfinite = not any(
-                devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"]
-            )
+            on_gpu = any(devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"])
+            skip_nonfinite = self._skips_on_device or not on_gpu
         self._attach(clip_norm, skip_nonfinite)
         self._warn_of_bf16(name)
 
@@ -94,14 +97,45 @@ class Optimizer(DistributedOptimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self._load_statistics(state_dict)
 
+    @property
+    def _skips_on_device(self) -> bool:  # type: ignore[override]
+        """Its fused kernel takes `found_inf`, from the device, and its state begins with zeros."""
+        known = type(self.inner) in (torch.optim.Adam, torch.optim.AdamW)
+        return known and all(group.get("fused") for group in self.param_groups)
+
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
-        if found_inf is not None and found_inf.item():  # an arbitrary optimizer cannot skip on the device
+        on_device = self._skips_on_device and devices.of(self.engine.device).asynchronous
+        if found_inf is not None and not on_device and found_inf.item():
             return
         if scale is not None:
+            if on_device and found_inf is not None:  # by NaN or inf the buckets' padding would be NaN from then on
+                scale = torch.where(found_inf != 0, 1.0, scale)
             for bucket in self.engine.gradient_buckets:
                 bucket.visible.mul_(scale)
+        in_doubt = {i: self._state_of(p) for i in self._in_doubt if (p := self.engine.params[i]).grad is not None}
         with self._scaled_rates(), self._gradients_laid_out():
+            if on_device and found_inf is not None:
+                self._step_unless(found_inf)
+            else:
+                self.inner.step()
+        for index, before in in_doubt.items():
+            assert reduced.used is not None
+            used = reduced.used[index] > 0
+            for name, value in self._state_of(self.engine.params[index], copy=False).items():
+                value.copy_(torch.where(used, value, before.get(name, 0.0)))
+
+    def _step_unless(self, found_inf: Tensor) -> None:
+        """The wrapped optimizer's step, which its fused kernel leaves out where `found_inf` is not 0."""
+        self.inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]  # it compares with 1
+        try:
             self.inner.step()
+        finally:
+            del self.inner.found_inf  # type: ignore[attr-defined]
+
+    def _state_of(self, p: Tensor, copy: bool = True) -> dict[str, Tensor]:
+        """A parameter and the tensors of its state, by name."""
+        tensors = {"": p.detach(), **{k: v for k, v in self.state.get(p, {}).items() if isinstance(v, Tensor)}}
+        return {name: value.clone() if copy else value for name, value in tensors.items()}
 
     @contextmanager
     def _gradients_laid_out(self) -> Iterator[None]:

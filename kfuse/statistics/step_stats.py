@@ -44,12 +44,17 @@ class StepStats(Measured):
     out; empty too on a worker that has run no micro-batch so far."""
 
 
+_MOST_IN_FLIGHT = 8
+"""Records that may be on their way to the host before it waits for the oldest: so many steps it may be ahead."""
+
+
 @dataclass
 class _InFlight:
     step: int
     unit: str
     host: Tensor
     arrived: Event | None
+    local: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,12 @@ class Statistics:
         """Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16."""
         self.digests: tuple[int, ...] = ()
         """The newest step's `StepStats.digests`."""
+        self.compared: deque[tuple[int, tuple[int, ...]]] = deque()
+        """Steps that have digests, and these, in order; who has looked at them removes them."""
+        self.arrived: list[tuple[int, bool]] = []
+        """Steps whose records the last `push` took in, in order, and whether a gradient of theirs was not finite."""
+        self.at_fixed_lag = False
+        """`push` waits for the record of the step before, so that all workers know it after the same step."""
         self.figure_names: tuple[str, ...] | None = None
         """Of a step function's figures, in the order of their slots; None before the first forward."""
         self._figures = 0  # at the end of each record
@@ -86,11 +97,12 @@ class Statistics:
         self._latest: StepStats | None = None
         self._unread: list[StepStats] = []
 
-    def push(self, step: int, unit: str, record: Tensor) -> None:
-        """Starts copying a step's record to the host, and receives the record of the step before.
+    def push(self, step: int, unit: str, record: Tensor, local: bool = False) -> None:
+        """Starts copying a step's record to the host, and takes in those of earlier steps that have arrived.
 
+        The host waits for a GPU only with `at_fixed_lag`, or where it is too many steps ahead.
         record: float64 [RECORD_SLOTS + workers * RANK_SLOTS + figures] on the device, from `comm.tail.Tail.record`.
-        unit: "samples" or "micro-batches".
+        unit: "samples" or "micro-batches". local: the gradients were this worker's own, so their norm is unknown.
         """
         host, arrived = record, None
         if (device := devices.of(record.device)).asynchronous:
@@ -98,8 +110,19 @@ class Statistics:
             host.copy_(record, non_blocking=True)
             arrived = device.event()
             arrived.record()
-        self._in_flight.append(_InFlight(step, unit, host, arrived))
-        self._receive(1)  # the step before has arrived by now, or soon will have
+        self._in_flight.append(_InFlight(step, unit, host, arrived, local))
+        self.arrived = []
+        while len(self._in_flight) > 1 and self._is_due(self._in_flight[0]):
+            self._receive(len(self._in_flight) - 1)
+
+    def _is_due(self, oldest: _InFlight) -> bool:
+        """Whether the oldest record is to be taken in."""
+        too_many = len(self._in_flight) > _MOST_IN_FLIGHT
+        return self.at_fixed_lag or too_many or oldest.arrived is None or oldest.arrived.query()
+
+    def lag(self, device: torch.device) -> int:
+        """Steps after which each worker has surely taken in a step's record, whichever steps its GPU has finished."""
+        return _MOST_IN_FLIGHT if devices.of(device).asynchronous and not self.at_fixed_lag else 1
 
     @property
     def latest(self) -> StepStats | None:
@@ -126,6 +149,7 @@ class Statistics:
         self._receive(0)
         self.keep_unread, self._unread = True, []
         self._newest, self._latest, self.digests = None, None, ()
+        self.compared.clear()
 
     def end_run(self) -> None:
         """The training has ended: steps are no longer kept."""
@@ -174,6 +198,7 @@ class Statistics:
         self.figure_names = None if names is None else tuple(names)
         self._newest, self._latest = None, self._unread[-1] if self._unread else None
         self.digests = self._latest.digests if self._latest else ()
+        self.compared = deque([(self._latest.step, self.digests)] if self._latest and self.digests else [])
 
     def _receive(self, lag: int) -> None:
         while len(self._in_flight) > lag:
@@ -205,6 +230,9 @@ class Statistics:
             for at in range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
         ]
         self.digests = tuple(digest for digest in digests if digest is not None)
+        if self.digests:
+            self.compared.append((item.step, self.digests))
+        self.arrived.append((item.step, bool(values[t.SKIPPED]) or not (item.local or math.isfinite(grad_total))))
         self._newest, self._latest = _Arrived(item.step, item.unit, values, variance, grad_sq, figures), None
 
     def _stats(self, newest: _Arrived) -> StepStats:

@@ -30,8 +30,9 @@ def comm_options(config: dict[str, Any]) -> CommOptions:
     """How gradients are reduced, as configured. Raises ValueError for what does not go together."""
     comm = config["comm"]
     schedule = comm["_target_"] or comm["schedule"]
-    names = ("dtype", "bucket_mb", "reproducible", "tree", "check_every")
-    return CommOptions(schedule, **{name: comm[name] for name in names})
+    names = ("dtype", "bucket_mb", "reproducible", "slots_on_host", "tree", "check_every")
+    nccl = [name for name in comm if name.startswith("nccl_")]
+    return CommOptions(schedule, **{name: comm[name] for name in (*names, *nccl)})
 
 
 def set_threads(config: dict[str, Any]) -> None:

@@ -55,6 +55,8 @@ class Recovery:
         self._arguments, self._base_lr = dict(arguments), base_lr
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
         self._joined = self._has_state = False
+        if checkpoints is not None and not session.elastic:
+            session.group.waits_each_step = True  # a last checkpoint must not hold an update by an incomplete sum
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

@@ -42,6 +42,8 @@ class StepSamples:
     workers: int
     shares: tuple[int, ...] | None = None
     """Weights of the workers; None: all the same."""
+    aligned: bool = False
+    """Ranges are those for reproducible sums: see `worker_range`."""
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -50,7 +52,7 @@ class StepSamples:
 
     def range_of(self, rank: int) -> range:
         """The micro-batches of worker `rank`, as indices into `sizes`."""
-        return worker_range(len(self.sizes), self.workers, rank, self.shares)
+        return worker_range(len(self.sizes), self.workers, rank, self.shares, self.aligned)
 
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
@@ -62,9 +64,8 @@ class StepSamples:
 
     def task_plan(self, rank: int, batch_size: int, length: int | None, epochs: int | None) -> TaskPlan:
         """What worker `rank` will fetch from this step on, with these settings. length: samples of an epoch."""
-        return TaskPlan(
-            length, epochs, batch_size, self.micro_batch, self.workers, rank, self.shares, self.epoch, self.cursor
-        )
+        settings = (length, epochs, batch_size, self.micro_batch, self.workers, rank, self.shares, self.aligned)
+        return TaskPlan(*settings, self.epoch, self.cursor)
 
     def plan(self, announcement: Announcement, local_rank: int | None = None, by_weight: bool = False) -> StepPlan:
         """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None.

@@ -122,8 +122,10 @@ class Trainer:
         if generators is not None and not settings.loading.workers:  # else it watches in a loader process
             self._watches.append(generators)
         # The training state; `Recovery` keeps it the same on all workers.
+        from kfuse.checkpoint.saved_model import uncompiled
+
         parts: dict[str, Stateful] = {
-            "model": model,
+            "model": uncompiled(model),
             "trainable": Trainable(opt),
             "optimizer": opt,
             "statistics": opt.statistics,
@@ -287,7 +289,8 @@ class Trainer:
         workers = self.session.workers
         relative = load_balance.relative_throughput(self.progress.throughput, workers)
         shares = load_balance.shares(relative) if self.settings.balance else None
-        return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares)
+        aligned = self.opt.engine.options.reproducible
+        return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares, aligned)
 
     def _tell_of_idle_workers(self, samples: StepSamples) -> None:
         """Warns once: some workers have nothing to do in a step."""

@@ -165,7 +165,7 @@ class LocalLauncher:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_signal_at_parent_end(self._parent_end_signal),
+            preexec_fn=signal_at_parent_end(self._parent_end_signal),
         )
         self._processes.append(process)
         return process
@@ -180,7 +180,7 @@ def threads_each(workers: int) -> int:
     return max(1, cores // workers)
 
 
-def _signal_at_parent_end(number: signal.Signals | None) -> Callable[[], None] | None:
+def signal_at_parent_end(number: signal.Signals | None) -> Callable[[], None] | None:
     """A function for a process just forked: has the kernel (Linux) send it this signal when its parent ends."""
     if number is None or sys.platform != "linux":
         return None

@@ -1,0 +1,187 @@
+"""Bytes a parameter of every transport, by the number of workers and of micro-batches, as a table.
+
+    python benchmarks/memory.py --json benchmarks/results/memory.json
+
+One process stands for one worker of n: the engine, the optimizer and the transports are the real ones, on CPU tensors.
+Only the group is a stand-in, whose collectives send nothing. Counted are the bytes of all tensors that exist while a
+collective of the second step is started, where they are the most, for each parameter: parameters, gradients, moments,
+partial sums, what is received, copies for the wire. Not counted: activations, and gradients that are not packed yet.
+Parameters are fp32, in 4 buckets, and the optimizer is FusedAdamW. torch's DDP with AdamW has 16 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import command, machine, versions
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm.buckets import ALIGN
+from kfuse.comm.group import Group, Pending
+from kfuse.comm.plan import StepPlan
+from kfuse.comm.ranges import bound, bytes_a_parameter
+from kfuse.comm.sum_tree import plan_range
+from kfuse.data import worker_range
+from kfuse.session import reset
+
+TENSORS, NUMEL = 4, 2**16  # a bucket each: the padding of shards and the tail are well below 1 % of it
+WORKERS = (2, 3, 4, 8, 16, 32, 64)
+WITHOUT_ORDER = {
+    "allreduce": kf.CommOptions("allreduce"),
+    "allreduce, bf16 wire": kf.CommOptions("allreduce", dtype="bf16"),
+    "all_to_all": kf.CommOptions("all_to_all"),
+    "all_to_all, bf16 wire": kf.CommOptions("all_to_all", dtype="bf16"),
+    "tree (binary)": kf.CommOptions("tree"),
+}
+REPRODUCIBLE = kf.CommOptions(reproducible=True)
+
+
+class Slow(Pending):
+    """Has not arrived until it is waited for: as many messages are under way as there can be."""
+
+    def done(self) -> bool:
+        return False
+
+
+class StandIn(Group):
+    """One of `size` workers, the only one there is: a collective sends nothing, and brings zeros."""
+
+    def __init__(self, rank: int, size: int, message: type[Pending] = Slow) -> None:
+        super().__init__()
+        self.message = message
+        self.rank, self.size, self.hosts = rank, size, [""] * size
+        self.most = 0
+        """Bytes of all tensors at the collective where they were the most."""
+
+    def _count(self, what: str) -> Pending:
+        storages = [found.untyped_storage() for found in gc.get_objects() if issubclass(type(found), Tensor)]
+        self.most = max(self.most, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        return self.message(self, what, [])
+
+    def lane(self, number: int) -> Group:
+        return self
+
+    def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
+        return self._count(what)
+
+    def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
+        out.zero_()
+        return self._count(what)
+
+    def shards(self, numel: int) -> list[slice]:
+        step = -(-numel // (self.size * ALIGN)) * ALIGN
+        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(self.size)]
+
+    def share(self, flat: Tensor, what: str) -> Pending:
+        return self._count(what)
+
+    def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
+        return self._count(what)
+
+
+def measure(options: kf.CommOptions, ranges: Sequence[range], rank: int, message: type[Pending] = Slow) -> float:
+    """Bytes a parameter on worker `rank` of a job whose workers sum these ranges of micro-batches, rank after rank.
+
+    message: Slow: all messages are under way at once; Pending: each arrives at once.
+    """
+    reset()
+    gc.collect()
+    gc.freeze()  # the collector then knows of what is made from now on
+    kf.init(kf.CommOptions(**{**vars(options), "bucket_mb": 4 * NUMEL / 2**20}))
+    group = StandIn(rank, len(ranges), message)
+    opt = kf.FusedAdamW([nn.Parameter(torch.zeros(NUMEL)) for _ in range(TENSORS)])
+    opt.engine.set_group(group)
+    for _ in range(2):  # the first step makes the moments and the buffers
+        group.most = 0
+        opt.begin(StepPlan(ranges[-1].stop, tuple(ranges)))
+        for j in ranges[rank]:
+            with opt.micro_batch(samples=1, last=j == ranges[rank][-1]):
+                torch.stack([param.sum() for param in opt.engine.params]).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    opt.engine.close()
+    gc.unfreeze()
+    reset()
+    return group.most / (TENSORS * NUMEL)
+
+
+def reproducible(workers: int, total: int) -> dict[str, Any]:
+    """The row of the table: counted on the worker with the most slots."""
+    ranges = [worker_range(total, workers, rank, aligned=True) for rank in range(workers)]
+    equal = [worker_range(total, workers, rank) for rank in range(workers)]
+    slots = [plan_range(r.start, len(r), total).slots for r in ranges]
+    return {
+        "workers": workers,
+        "micro_batches": total,
+        "counted": measure(REPRODUCIBLE, ranges, slots.index(max(slots))),
+        "formula": bytes_a_parameter(ranges),
+        "bound": bound(total, workers),
+        "load": max(map(len, ranges)) * workers / total,
+        "equal_load": max(map(len, equal)) * workers / total,
+        "equal_formula": bytes_a_parameter(equal),
+        "on_host_formula": bytes_a_parameter(ranges, on_host=True),
+    }
+
+
+def without_order(workers: int) -> dict[str, Any]:
+    """The row of the table: the micro-batches do not matter. Counted on the worker that has the most."""
+    ranges = [range(rank, rank + 1) for rank in range(workers)]
+    ranks = {name: range(workers) if options.schedule == "tree" else [0] for name, options in WITHOUT_ORDER.items()}
+    found = {
+        name: max(measure(options, ranges, rank) for rank in ranks[name]) for name, options in WITHOUT_ORDER.items()
+    }
+    return {"workers": workers, **found}
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown."""
+    lines = [headings, ["---:"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def report(plain: Sequence[dict[str, Any]], ordered: Sequence[dict[str, Any]]) -> str:
+    """Both tables."""
+    first = [[row["workers"], *(f"{row[name]:.1f}" for name in WITHOUT_ORDER)] for row in plain]
+    second = [
+        [
+            *(row["workers"], row["micro_batches"], f"{row['counted']:.1f}", row["bound"]),
+            *(f"{row['load']:.2f}", f"{row['equal_load']:.2f}"),
+            *(f"{row['equal_formula']:.1f}", f"{row['on_host_formula']:.1f}"),
+        ]
+        for row in ordered
+    ]
+    headings = (
+        *("n", "M", "bytes", "bound", "largest share / mean"),
+        *("with equal ranges", "bytes with equal ranges", "bytes with slots_on_host"),
+    )
+    return f"{table(('n', *WITHOUT_ORDER), first)}\n\n{table(headings, second)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if min(args.workers) < 2:
+        parser.error("--workers: must be at least 2")
+    torch.set_num_threads(1)
+    plain = [without_order(n) for n in args.workers]
+    steps = [(n, total) for n in args.workers for total in sorted({n, 2 * n, 4 * n, 64, 100, 256}) if total >= n]
+    ordered = [reproducible(*step) for step in steps]
+    print(report(plain, ordered))
+    if args.json is not None:
+        origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy"])}
+        args.json.write_text(json.dumps({**origin, "without_order": plain, "reproducible": ordered}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,394 @@
+"""The processes that `kfuse doctor` starts: what torch sees here, a reduction between two processes, the kernels.
+
+    python -m kfuse.cli.self_test devices|reduction|kernels '{"argument": ...}'
+
+Each prints lines of JSON: {"at": what it begins}, so that a process that hangs has said where, and at its end
+{"found": ...} or {"problem": one line}. The reduction's processes are ranks of a job of fixed size: the environment has
+their rank and the address of a store that `kfuse doctor` hosts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kfuse.comm.group import Group
+    from kfuse.comm.plan import CommOptions
+
+SAMPLES = (3, 5, 2, 4, 1)
+"""Samples of each micro-batch of the reduction. Rank 0 has the first three micro-batches, rank 1 the others."""
+SHAPES = ((1000, 7), (257,), (64, 300), (1,))
+"""Of the parameters whose gradients are reduced."""
+BUCKET_MB = 0.05
+"""So that there are several buckets."""
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+"""Largest error of a mean gradient, relative to its largest element. bf16: each contribution has 8 significant bits."""
+
+
+def main() -> int:
+    """Runs one process's part, as the command line says. Exit status 0 where it printed what it found."""
+    what, arguments = sys.argv[1], json.loads(sys.argv[2])
+    if os.getcwd() not in sys.path:  # of a transport of the user's own
+        sys.path.append(os.getcwd())
+    parts: dict[str, Callable[..., Any]] = {"devices": devices, "reduction": reduction, "kernels": kernels}
+    try:
+        _say(at="importing torch")
+        _say(found=parts[what](**arguments))
+    except Exception as error:
+        text = str(error).strip() or type(error).__name__
+        _say(problem=text.splitlines()[0])
+        return 1
+    return 0
+
+
+def _say(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+# -- what torch sees --------------------------------------------------------------------------------------------------
+
+
+def devices() -> dict[str, Any]:
+    """The GPUs that torch sees, which pairs of them reach each other's memory, and whether NCCL starts on the first.
+
+    Returns {"gpus": [{"name", "capability" ("9.0"), "memory_gib", "free_gib"}], "peers": [[i, j]], "nccl": version or
+    None, "nccl_problem": one line or None}.
+    """
+    import torch
+
+    _say(at="asking the driver for GPUs")
+    found: dict[str, Any] = {"gpus": [], "peers": [], "nccl": None, "nccl_problem": None}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        _say(at=f"asking for the properties and the free memory of GPU {index}")
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found["gpus"].append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(total / 2**30, 1),
+                "free_gib": round(free / 2**30, 1),
+            }
+        )
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+    found["peers"] = [[i, j] for i, j in pairs if torch.cuda.can_device_access_peer(i, j)]
+    if count:
+        try:
+            found["nccl"] = _start_nccl()
+        except Exception as error:
+            found["nccl_problem"] = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return found
+
+
+def _start_nccl() -> str:
+    """One rank's group on the first GPU, and a message in it. Returns NCCL's version. Raises what torch raises."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        raise RuntimeError("this build of torch has no ProcessGroupNCCL")
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    _say(at="starting NCCL on GPU 0")
+    wait = timedelta(seconds=20)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=wait, device_id=device)
+    dist.all_reduce(torch.ones(1, device=device))
+    torch.cuda.synchronize(device)
+    dist.destroy_process_group()
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+
+
+# -- the reduction ----------------------------------------------------------------------------------------------------
+
+
+def reduction(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """One rank's part. Reduces known gradients with the package's engine, by each transport of `_cases`, twice.
+
+    options: of `CommOptions`, as configured. Returns {"backend", "flags": torch's settings once the engine is there,
+    "cases": [{"name", "reproducible", "digest", "wrong": one line or None, "repeats": same bits the second time}]}.
+    Raises CommError where the other rank does not come, or is lost.
+    """
+    from kfuse import session
+    from kfuse.comm.group import Group
+    from kfuse.comm.plan import CommOptions
+
+    configured = CommOptions(**options)
+    _say(at="connecting to the other process")
+    group = session.init(configured, timeout_s).group
+    cases = []
+    for name, each in _cases(configured).items():
+        _say(at=f"reducing by {name}")
+        means = [_reduce_once(each, group) for _ in range(2)]
+        digests = [_digest(mean) for mean in means]
+        wrong = _compare(means[0], TOLERANCE[each.dtype])
+        if each.reproducible and wrong is None and group.rank == 0:
+            alone = _digest(_reduce_once(each, Group(device=group.device)))
+            wrong = None if alone == digests[0] else "other bits than one worker alone"
+        same = digests[0] == digests[1]
+        case = {"name": name, "reproducible": each.reproducible, "digest": digests[0]}
+        cases.append({**case, "wrong": wrong, "repeats": same})
+    backend = "NCCL" if group.device.type == "cuda" else "gloo"
+    return {"backend": backend, "flags": _flags(), "cases": cases}
+
+
+def _cases(configured: CommOptions) -> dict[str, CommOptions]:
+    """What is tried: the configured transport, the all-reduce and the reproducible sum, each once."""
+    from kfuse.comm import transports
+    from kfuse.comm.plan import CommOptions
+
+    cases: dict[str, CommOptions] = {}
+    for options in (configured, CommOptions(), CommOptions(reproducible=True)):
+        name = transports.choose(options.schedule, options.reproducible)
+        if options.dtype != "fp32":
+            name += f" in {options.dtype}"
+        if options.reproducible:
+            name += " (reproducible)"
+        cases.setdefault(name, replace(options, bucket_mb=BUCKET_MB))
+    return cases
+
+
+def _gradients(micro_batch: int) -> list[Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(micro_batch)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def _reduce_once(options: CommOptions, group: Group) -> list[Tensor]:
+    """The mean gradient over all micro-batches, on the CPU, a tensor for each of SHAPES. Raises CommError."""
+    import torch
+
+    from kfuse.comm.engine import Engine
+    from kfuse.comm.plan import MicroBatch, StepPlan
+
+    params = [torch.nn.Parameter(torch.zeros(shape, device=group.device)) for shape in SHAPES]
+    engine = Engine([params], group, options)
+    cut = len(SAMPLES) if group.size == 1 else 3
+    ranges = (range(cut),) if group.size == 1 else (range(cut), range(cut, len(SAMPLES)))
+    engine.begin(StepPlan(sum(SAMPLES), ranges))
+    mine = ranges[group.rank]
+    for j in mine:
+        gradients = [gradient.to(group.device) for gradient in _gradients(j)]
+        with MicroBatch(engine, float(SAMPLES[j]), last=j == mine[-1]):
+            loss = torch.stack([(p * g).sum() for p, g in zip(params, gradients, strict=True)]).sum()
+            loss.backward()  # type: ignore[no-untyped-call]  # the gradient of p is g
+    engine.finish()
+    means: dict[int, Tensor] = {}
+    for bucket in engine.gradient_buckets:
+        means |= zip(bucket.layout.params, (view.detach().cpu() for view in bucket.views), strict=True)
+    engine.close()
+    return [means[index] for index in range(len(SHAPES))]
+
+
+def _compare(means: Sequence[Tensor], tolerance: float) -> str | None:
+    """Against the sum in float64; what is wrong, or None."""
+    every = [_gradients(j) for j in range(len(SAMPLES))]
+    for index, mean in enumerate(means):
+        terms = [samples * gradients[index].double() for samples, gradients in zip(SAMPLES, every, strict=True)]
+        exact = sum(terms[1:], terms[0]) / sum(SAMPLES)
+        error = float((mean.double() - exact).abs().max() / exact.abs().max())
+        if not error <= tolerance:
+            return f"a mean gradient differs from the sum in float64 by {error:.1e}, more than {tolerance:g}"
+    return None
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _flags() -> dict[str, Any]:
+    """The settings of torch that decide whether an operation has the same bits each time."""
+    import torch
+
+    return {
+        "threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }
+
+
+# -- the kernels ------------------------------------------------------------------------------------------------------
+
+
+def kernels(device: str) -> dict[str, str | None]:
+    """Each kernel on `device` beside its PyTorch implementation on the CPU: {kernel: what is wrong, or None}.
+
+    On "cpu" the process must have TRITON_INTERPRET=1 in its environment: Triton's code then runs in its interpreter.
+    """
+    import torch
+
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    found: dict[str, str | None] = {}
+    for name, check in {
+        "pack": _pack,
+        "reduce": _reduce,
+        "block_sumsq": _block_sumsq,
+        "adamw": _adamw,
+        "sgd": _sgd,
+        "lamb": _lamb,
+        "norm": _norm,
+    }.items():
+        _say(at=f"kernel {name}")
+        torch.manual_seed(0)
+        try:
+            found[name] = check(where)
+        except Exception as error:  # the others still run
+            found[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return found
+
+
+def _near(name: str, ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> str | None:
+    """What is wrong where `ours` differs from `theirs` by more than `tolerance` of its largest element."""
+    error = float((ours.detach().cpu().double() - theirs.double()).abs().max() / theirs.double().abs().max())
+    return None if error <= tolerance else f"{name} differs by {error:.1e}"
+
+
+def _bits(name: str, ours: Tensor, theirs: Tensor) -> str | None:
+    import torch
+
+    return None if torch.equal(ours.detach().cpu(), theirs) else f"{name} has other bits"
+
+
+_NUMELS = (1, 4096, 37, 5000)
+_OFFSETS = (0, 64, 4160, 4224)
+_END = 9280
+
+
+def _pack(device: torch.device) -> str | None:
+    import torch
+
+    from kfuse.kernels import PackTable, pack
+    from kfuse.kernels.packing import PackArguments, pack_by_torch
+
+    grads, before = [torch.randn(numel) for numel in _NUMELS], torch.randn(_END)
+    table, on_cpu = (PackTable.build(_NUMELS, _OFFSETS, each) for each in (device, torch.device("cpu")))
+    flat, sumsq = before.clone().to(device), torch.zeros(table.num_chunks, device=device)
+    pack([grad.to(device) for grad in grads], flat, table, scale=0.3, accumulate=True, sumsq=sumsq)
+    expected, squares = before.clone(), torch.zeros(table.num_chunks)
+    pack_by_torch(PackArguments(grads, expected, on_cpu, scale=0.3, accumulate=True, sumsq=squares))
+    return _bits("the flat buffer", flat, expected) or _near("the sum of squares", sumsq, squares)
+
+
+def _reduce(device: torch.device) -> str | None:
+    import torch
+
+    from kfuse.kernels import balanced, reduce
+    from kfuse.kernels.reduction import ReduceArguments, reduce_by_torch
+
+    rows = torch.randn(5, _END)
+    out, expected = torch.empty(_END, device=device), torch.empty(_END)
+    reduce(rows.clone().to(device), balanced(5), out)
+    reduce_by_torch(ReduceArguments(rows, balanced(5), expected))
+    return _bits("the sum", out, expected)
+
+
+def _block_sumsq(device: torch.device) -> str | None:
+    import torch
+
+    from kfuse.kernels import block_sumsq, num_blocks, sum_partials
+
+    flat, total = torch.randn(_END), torch.empty((), dtype=torch.float64, device=device)
+    partials = torch.empty(num_blocks(_END), device=device)
+    block_sumsq(flat.to(device), partials)
+    sum_partials(partials, total)
+    return _near("|g|^2", total, flat.double().square().sum())
+
+
+def _states(device: torch.device, count: int) -> tuple[list[Tensor], list[Tensor]]:
+    """`count` buffers on the CPU, the last one positive, and copies on `device`."""
+    import torch
+
+    ours = [torch.randn(_END) for _ in range(count)]
+    ours[-1] = ours[-1].square()
+    return ours, [each.clone().to(device) for each in ours]
+
+
+def _adamw(device: torch.device) -> str | None:
+    import torch
+
+    from kfuse.kernels import AdamOptions, adamw
+    from kfuse.kernels.updates import AdamWArguments, adamw_by_torch
+
+    options, step = AdamOptions(1e-2, 0.9, 0.99, 1e-6, 0.1), torch.tensor(3.0)
+    theirs, ours = _states(device, 4)
+    p, g, m, v = ours
+    adamw(p, g, m, v, options, step=step.to(device))
+    p, g, m, v = theirs
+    adamw_by_torch(AdamWArguments(p, g, m, v, options, step=step))
+    return _near("the parameter", ours[0], theirs[0]) or _near("exp_avg_sq", ours[3], theirs[3])
+
+
+def _sgd(device: torch.device) -> str | None:
+    from kfuse.kernels import SGDOptions, sgd
+    from kfuse.kernels.updates import SGDArguments, sgd_by_torch
+
+    options = SGDOptions(0.1, momentum=0.9, weight_decay=0.01)
+    theirs, ours = _states(device, 3)
+    p, g, buffer = ours
+    sgd(p, g, buffer, options, first_step=False)
+    p, g, buffer = theirs
+    sgd_by_torch(SGDArguments(p, g, buffer, options, first_step=False))
+    return _near("the parameter", ours[0], theirs[0]) or _near("the momentum", ours[2], theirs[2])
+
+
+def _lamb(device: torch.device) -> str | None:
+    import torch
+
+    from kfuse.kernels import AdamOptions, PackTable, lamb
+    from kfuse.kernels.updates import LAMBArguments, lamb_by_torch
+
+    options, step = AdamOptions(1e-2, 0.9, 0.99, 1e-6, 0.1), torch.tensor(3.0)
+    table, on_cpu = (PackTable.build(_NUMELS, _OFFSETS, each) for each in (device, torch.device("cpu")))
+    theirs, ours = _states(device, 4)
+    p, g, m, v = ours
+    lamb(p, g, m, v, table, options, step=step.to(device))
+    p, g, m, v = theirs
+    lamb_by_torch(LAMBArguments(p, g, m, v, on_cpu, options, step=step))
+    return _near("the parameter", ours[0], theirs[0]) or _near("exp_avg", ours[2], theirs[2])
+
+
+def _norm(device: torch.device) -> str | None:
+    import torch
+
+    from kfuse.kernels.normalisation import (
+        NormBackwardArguments,
+        NormForwardArguments,
+        norm_backward,
+        norm_backward_by_torch,
+        norm_forward,
+        norm_forward_by_torch,
+    )
+
+    x, dy, weight, bias = torch.randn(3, 5, 96), torch.randn(3, 5, 96), torch.randn(96), torch.randn(96)
+    theirs = norm_forward_by_torch(NormForwardArguments(x.view(-1, 96), weight, bias, eps=1e-5, centred=True))
+    y, mean, rstd = norm_forward(x.view(-1, 96).to(device), weight.to(device), bias.to(device), eps=1e-5, centred=True)
+    expected = norm_backward_by_torch(NormBackwardArguments(dy, x, weight, *theirs[1:], with_bias=True))
+    found = norm_backward(dy.to(device), x.to(device), weight.to(device), mean, rstd, with_bias=True)
+    wrong = _near("y", y, theirs[0], 1e-4)
+    for name, ours, his in zip(("dx", "dweight", "dbias", "the examples' norms"), found, expected, strict=True):
+        assert ours is not None and his is not None
+        wrong = wrong or _near(name, ours, his, 1e-4)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,456 @@
+"""A double of torch.distributed.ProcessGroupNCCL: its rules, over real gloo process groups between real processes.
+
+It stands for hardware that is not here, and replaces no test on a GPU. What it keeps of the original, and where that is
+written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [10].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from kfuse.comm import devices
+
+LOG = "KFUSE_NCCL_DOUBLE_LOG"
+FAULTS = "KFUSE_NCCL_DOUBLE_FAULTS"
+_POLL_S = 0.002
+_FOREVER_S = 10**6
+
+
+class Observer(Protocol):
+    """What the double tells: see `OBSERVER`."""
+
+    def enqueued(self, work: Work, reads: list[Tensor], writes: list[Tensor]) -> None:
+        """A collective was put on the communicator's own stream, behind what the current stream has so far."""
+
+    def synchronized(self, work: Work) -> None:
+        """The current stream will wait for the work."""
+
+
+OBSERVER: Observer | None = None
+"""Is told of each collective as it is enqueued, and of each stream that waits for one."""
+
+HOST_IS_STREAM = True
+"""On a CPU the host does the stream's work: `synchronize` blocks it, for as long as the work takes. So it must for a
+computation to be right. It is also what a host sees that is blocked because a GPU's queue is full. False: as on a GPU,
+the host goes on.
+"""
+
+
+@dataclass
+class Faults:
+    """What goes wrong. `install` takes them; processes that it does not reach get them by the environment (FAULTS)."""
+
+    error_on: dict[int, int] = field(default_factory=dict)
+    """By rank: the number of the work that fails there (from 0, connecting takes two)."""
+    slow_s: dict[int, float] = field(default_factory=dict)
+    """By rank: seconds by which each work completes later there than on the others."""
+    loss_is_noticed: bool = False
+    """A lost peer is an error (as over a network), or its messages just never end (as over NVLink)."""
+    abort_blocks: bool = False
+    shutdown_blocks: bool = False
+    absent: int | None = None
+    """The rank whose communicator is never initialised."""
+    lost_in: tuple[int, int] | None = None
+    """(rank, number): the process ends as it enqueues this work."""
+
+
+_faults = Faults()
+
+
+class AsynchronousCpu(devices.Device):
+    """A CPU that says it is asynchronous, so that the code takes the way that it takes on a GPU."""
+
+    asynchronous = True
+
+
+@contextlib.contextmanager
+def installed(log: Path | None = None, faults: Faults | None = None) -> Iterator[None]:
+    """Context: the double is torch's ProcessGroupNCCL, and every device is asynchronous."""
+    global _faults
+    of, before = devices.of, _faults
+    install(log, faults)
+    try:
+        yield
+    finally:
+        devices.of = of  # type: ignore[assignment]
+        del dist.ProcessGroupNCCL
+        _faults = before
+
+
+def install(log: Path | None = None, faults: Faults | None = None) -> None:
+    """From now on the double is torch's ProcessGroupNCCL in this process, and every device is asynchronous.
+
+    log: the directory that each process writes its records to.
+    """
+    global _faults
+    if log is not None:
+        os.environ[LOG] = str(log)
+    given = os.environ.get(FAULTS)
+    _faults = faults or (_read(given) if given else Faults())
+    known: dict[torch.device, AsynchronousCpu] = {}
+    devices.of = lambda name: known.setdefault(name, AsynchronousCpu(name))  # type: ignore[assignment]
+    dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment,attr-defined]
+
+
+def environment(log: Path, faults: Faults | None = None) -> dict[str, str]:
+    """For processes that call `install` without arguments."""
+    return {LOG: str(log), FAULTS: json.dumps(asdict(faults or Faults()))}
+
+
+def _read(text: str) -> Faults:
+    given = json.loads(text)
+    for name in ("error_on", "slow_s"):
+        given[name] = {int(rank): value for rank, value in given[name].items()}
+    return Faults(**given)
+
+
+def record(what: str, **fields: Any) -> None:
+    """A line of this process's records."""
+    if directory := os.environ.get(LOG):
+        path = Path(directory)
+        path.mkdir(exist_ok=True, parents=True)
+        with (path / f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps({"what": what, "pid": os.getpid(), **fields}) + "\n")
+
+
+def records(log: Path, what: str | None = None) -> list[dict[str, Any]]:
+    """All processes' records, each one's in its order; of one kind, or of all."""
+    lines = [json.loads(line) for path in sorted(log.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return [line for line in lines if what in (None, line["what"])]
+
+
+def messages(log: Path) -> dict[str, dict[int, list[str]]]:
+    """By group and rank: what was enqueued, in that order."""
+    found: dict[str, dict[int, list[str]]] = {}
+    for line in records(log, "enqueued"):
+        found.setdefault(line["group"], {}).setdefault(line["rank"], []).append(line["message"])
+    return found
+
+
+class Config:
+    """ncclConfig_t as torch's bindings have it (torch/_C/_distributed_c10d.pyi:737-742, torch 2.13)."""
+
+    def __init__(self) -> None:
+        self.blocking: int | bool | None = None
+        self.cga_cluster_size = self.min_ctas = self.max_ctas = None
+
+
+class Options:
+    """ProcessGroupNCCL::Options."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = Config()
+        self._timeout = timedelta(minutes=10)
+
+
+class _Result:
+    """A future of a work's result: without a watchdog only an error sets it. [1]"""
+
+    def __init__(self, error: str | None) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return self._error is not None
+
+    def value(self) -> int:
+        return 2  # WorkResult::COMM_ERROR
+
+
+class Work:
+    """A collective on the communicator's stream."""
+
+    def __init__(self, group: ProcessGroupNCCL, number: int, message: str, run: Callable[[Any], Any]) -> None:
+        self.group, self.number, self.message, self.run = group, number, message, run
+        self.over = threading.Event()
+        """The kernel has ended: its data are there, or it was aborted."""
+        self.error: str | None = None
+        self.handled = False
+        """Somebody has seen the error."""
+        self.enqueued_at = time.monotonic()
+
+    def is_completed(self) -> bool:
+        """True on an error too, and after an abort. [1]"""
+        return self.error is not None or self.over.is_set()
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")  # [1]
+
+    def exception(self) -> None:
+        raise TypeError("Unable to convert function return value to a Python type!")
+
+    def get_future_result(self) -> _Result:
+        self.handled = self.handled or self.error is not None
+        return _Result(self.error)
+
+    def synchronize(self) -> None:
+        """The current stream waits; it raises nothing, and after an abort the data are not there. [3]"""
+        if OBSERVER is not None:
+            OBSERVER.synchronized(self)
+        if HOST_IS_STREAM:
+            self.over.wait()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits on the host, for an error too; then aborts the communicator and raises. [2] [3]"""
+        if OBSERVER is not None:
+            OBSERVER.synchronized(self)
+        deadline = time.monotonic() + (timeout or self.group.options._timeout).total_seconds()
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                self.error = f"Work {self.message} timed out in blocking wait."
+            time.sleep(_POLL_S)
+        if self.error is not None:
+            self.handled = True
+            self.group._end_communicator("wait")
+            raise dist.DistBackendError(self.error)
+        return True
+
+
+class ProcessGroupNCCL:
+    """The double. Collectives are taken by one thread, the communicator's stream, in the order of their calls."""
+
+    Options = Options
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self.rank, self.size, self.options = rank, size, options
+        self._store = PrefixStore("double", store.clone())
+        self._mutex = threading.RLock()  # NCCLComm's
+        self._ready, self._aborted, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._connected: list[Any] = []
+        self._queue: queue.Queue[Work] = queue.Queue()
+        self._works: list[Work] = []
+        self._gloo: Any = None
+        self.name = ""
+        self.watchdog_runs = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"  # [4]
+        record("constructed", rank=rank, watchdog=self.watchdog_runs, high_priority=options.is_high_priority_stream)
+        if self.watchdog_runs:
+            threading.Thread(target=self._watchdog, daemon=True).start()
+
+    # -- init -----------------------------------------------------------------------------------------------------
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Gets the communicator's id from the store; then initialises it, here or, without blocking, meanwhile. [5]"""
+        if self.rank == 0:
+            self._store.set("id", str(uuid.uuid4()))
+        self.name = self._store.get("id").decode()
+        blocking = self.options.config.blocking not in (False, 0)
+        record("init", rank=self.rank, group=self.name, blocking=blocking)
+        thread = threading.Thread(target=self._initialise, daemon=True)
+        thread.start()
+        if blocking:
+            with self._mutex:
+                self._ready.wait()  # ncclCommInitRankConfig: nobody has the communicator yet that could be aborted
+        threading.Thread(target=self._stream, daemon=True).start()
+
+    def _initialise(self) -> None:
+        if _faults.absent == self.rank:
+            return
+        self._store.set(f"init/{self.rank}", "1")
+        if not self._await([f"init/{r}" for r in range(self.size)]):
+            return
+        backend: Any = dist.ProcessGroupGloo
+        gloo = backend._Options()
+        gloo._devices = [backend.create_device(hostname="127.0.0.1")]
+        gloo._timeout, gloo._threads = timedelta(seconds=_FOREVER_S), 1
+        try:
+            self._gloo = backend(PrefixStore("gloo", self._store), self.rank, self.size, gloo)
+        except RuntimeError:
+            return  # a peer has ended meanwhile: init never ends
+        self._ready.set()
+
+    def _communicator(self) -> None:
+        """NCCLComm::getNcclComm: raises after an abort; waits until the communicator is ready, and not for ever. [5]"""
+        with self._mutex:
+            if self._aborted.is_set():
+                raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank}.")
+            seconds = float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT") or 30 * 60)
+            if not self._ready.wait(seconds):
+                raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp, waitReady")
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Work:
+        tensor = tensors[0]
+        op = next(name for name in ("SUM", "MIN", "MAX") if options.reduceOp == getattr(dist.ReduceOp, name))
+        message = f"allreduce {tensor.numel()} {tensor.dtype} {op}"
+        return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.allreduce([tensor], options))
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
+        tensor, root = tensors[0], options.rootRank
+        reads, writes = ([tensor], []) if root == self.rank else ([], [tensor])
+        message = f"broadcast {tensor.numel()} {tensor.dtype} from {root}"
+        return self._enqueue(message, reads, writes, lambda gloo: gloo.broadcast([tensor], options))
+
+    def _allgather_base(self, out: Tensor, mine: Tensor, options: Any = None) -> Work:
+        if out.numel() != self.size * mine.numel() or out.dtype != mine.dtype:
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        message = f"allgather {mine.numel()} {mine.dtype}"
+        return self._enqueue(message, [mine], [out], lambda gloo: gloo._allgather_base(out, mine.clone()))
+
+    def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int], options: Any) -> Work:
+        if sum(into) != out.numel() or sum(cut) != tensor.numel():
+            raise ValueError("Split sizes doesn't match total dim 0 size")
+        message = f"alltoall {tensor.dtype}"
+        run = lambda gloo: gloo.alltoall_base(out, tensor, into, cut, options)  # noqa: E731
+        return self._enqueue(message, [tensor], [out], run, sends=cut, receives=into)
+
+    def _enqueue(
+        self, message: str, reads: list[Tensor], writes: list[Tensor], run: Callable[[Any], Any], **splits: list[int]
+    ) -> Work:
+        if not all(tensor.is_contiguous() for tensor in (*reads, *writes)):
+            raise ValueError("Tensors must be contiguous")
+        self._communicator()
+        work = Work(self, len(self._works), message, run)
+        if _faults.lost_in is not None and tuple(_faults.lost_in) == (self.rank, work.number):
+            os.kill(os.getpid(), 9)
+        record("enqueued", rank=self.rank, group=self.name, message=message)
+        self._works.append(work)
+        self._store.set(f"{work.number}/{self.rank}", json.dumps({"message": message, **splits}))
+        if OBSERVER is not None:
+            OBSERVER.enqueued(work, reads, writes)
+        self._queue.put(work)
+        return work
+
+    # -- the communicator's stream --------------------------------------------------------------------------------
+
+    def _stream(self) -> None:
+        """Runs the works one after the other. One that never ends holds up all that follow. [6]"""
+        while not self._aborted.is_set() and not self._ended.is_set():
+            try:
+                work = self._queue.get(timeout=_POLL_S * 10)
+            except queue.Empty:
+                continue
+            if not self._execute(work):
+                self._aborted.wait()
+        for work in self._works:
+            work.over.set()  # kernels end as they see the abort flag; no error says so [1]
+
+    def _execute(self, work: Work) -> bool:
+        """Whether the work has ended, with or without an error; False: it never does, until an abort."""
+        if _faults.error_on.get(self.rank) == work.number:
+            work.error = "NCCL error: unhandled system error, NCCL version 2.30"
+            record("error", rank=self.rank, number=work.number)
+            return False
+        if not self._await([f"{work.number}/{r}" for r in range(self.size)]):
+            return False
+        if (difference := self._difference(work)) is not None:
+            work.error = f"the ranks' messages differ: {difference}"
+            record("wrong order", rank=self.rank, difference=difference)
+            return False
+        running = work.run(self._gloo)
+        while not self._aborted.is_set():
+            with contextlib.suppress(RuntimeError):  # a timeout, or a failure
+                running.wait(timedelta(seconds=0.05))
+                break
+            if running.is_completed():
+                try:
+                    running.wait()  # it may have come through since
+                    break
+                except RuntimeError as error:
+                    record("gloo's error", rank=self.rank, error=str(error))
+                    if _faults.loss_is_noticed:
+                        work.error = "NCCL error: remote process exited or there was a network error"
+                    return False
+        if delay := _faults.slow_s.get(self.rank):
+            # This rank still receives: a peer that aborts now takes along the bytes that its proxy has not sent. [8]
+            self._aborted.wait(delay)
+            for peer in range(self.size):
+                if peer != self.rank and self._store.check([f"aborted/{peer}"]):
+                    record("bytes lost", rank=self.rank, peer=peer, message=work.message)
+                    return False
+        if self._aborted.is_set():
+            return False
+        work.over.set()
+        return True
+
+    def _difference(self, work: Work) -> str | None:
+        """What the ranks have enqueued as this number, where that does not fit together. [6]"""
+        given = [json.loads(self._store.get(f"{work.number}/{r}")) for r in range(self.size)]
+        if len({each["message"] for each in given}) > 1:
+            return "; ".join(f"number {work.number} is {each['message']} on rank {r}" for r, each in enumerate(given))
+        if "sends" in given[0]:
+            for a, sender in enumerate(given):
+                for b, receiver in enumerate(given):
+                    if sender["sends"][b] != receiver["receives"][a]:
+                        return f"rank {a} sends {sender['sends'][b]}, rank {b} expects {receiver['receives'][a]}"
+        return None
+
+    def _await(self, keys: list[str]) -> bool:
+        """Whether all keys have come; False after an abort."""
+        pause = _POLL_S / 4
+        while not self._aborted.is_set() and not self._ended.is_set():
+            try:
+                if self._store.check(keys):
+                    return True
+            except RuntimeError:  # the store is gone
+                self._aborted.wait()
+            time.sleep(pause)
+            pause = min(2 * pause, 5 * _POLL_S)
+        return False
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Ends all kernels of this rank. May block for ever. [7] [8]"""
+        record("abort", rank=self.rank, group=self.name, healthy=self._is_healthy())
+        if _faults.abort_blocks:
+            time.sleep(_FOREVER_S)
+        self._end_communicator("abort")
+
+    def _is_healthy(self) -> bool:
+        """No work has failed, or is under way."""
+        return self._ready.is_set() and all(work.over.is_set() and work.error is None for work in self._works)
+
+    def _end_communicator(self, why: str) -> None:
+        self._tell_unhandled()
+        with self._mutex, contextlib.suppress(RuntimeError):
+            self._store.set(f"aborted/{self.rank}", why)
+        self._aborted.set()
+
+    def shutdown(self) -> None:
+        """Finalizes: waits for all works, here and on the other ranks; then ends. May block for ever. [7] [8]"""
+        record("shutdown", rank=self.rank, group=self.name)
+        if _faults.shutdown_blocks:
+            time.sleep(_FOREVER_S)
+        self._communicator()
+        for work in self._works:
+            work.over.wait()
+        self._store.set(f"finalized/{self.rank}", "1")
+        self._await([f"finalized/{r}" for r in range(self.size)])
+        self._tell_unhandled()
+        self._ended.set()
+        record("ended", rank=self.rank, group=self.name)
+
+    def _tell_unhandled(self) -> None:
+        for work in self._works:
+            if work.error is not None and not work.handled:
+                record("unhandled error", rank=self.rank, message=work.message, error=work.error)
+
+    def _watchdog(self) -> None:
+        """Kills the process some time after a work has failed or timed out, also one that was aborted since. [4]"""
+        while not self._ended.wait(0.05):
+            for work in self._works:
+                late = not work.over.is_set() and time.monotonic() - work.enqueued_at > self._timeout_s
+                if work.error is not None or late:
+                    record("killed by the watchdog", rank=self.rank, message=work.message)
+                    return
+
+    @property
+    def _timeout_s(self) -> float:
+        return self.options._timeout.total_seconds()

@@ -1,0 +1,98 @@
+"""A double of ProcessGroupNCCL in one process, for the recorder: the other ranks contribute what this one does.
+
+Only the order of work is of interest, so values are finite and mean nothing. `kfuse.comm.nccl` runs over it as it is.
+A message has come through when the recorder says so: the host has polled it, with a pause between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from gpu.recorder import Recorder, patched
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class StandInWork:
+    """Double of a Work of ProcessGroupNCCL."""
+
+    def __init__(self, recorder: Recorder, communicator: object) -> None:
+        self._recorder, self.communicator = recorder, communicator
+
+    def is_completed(self) -> bool:
+        """Whether the host may know that it is."""
+        return self._recorder.completed(self)
+
+    def synchronize(self) -> None:
+        """The current stream waits."""
+        self._recorder.synchronized(self)
+
+    def get_future_result(self) -> Any:
+        """Never set: nothing fails."""
+        return SimpleNamespace(done=lambda: False)
+
+
+class StandInProcessGroup:
+    """Rank 0 of `size` workers."""
+
+    recorder: Recorder
+
+    class Options:
+        """Of torch: what is set is of no interest."""
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self._size = size
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Connects."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> StandInWork:
+        """In place: the sum of equal contributions."""
+        with _disable_current_modes():
+            tensors[0].mul_(self._size)
+        return self._enqueue(tensors, tensors)
+
+    def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int], options: Any) -> StandInWork:
+        """The other ranks send zeros."""
+        with _disable_current_modes():
+            out.zero_()
+            out[: into[0]].copy_(tensor[: into[0]])
+        return self._enqueue([tensor], [out])
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> StandInWork:
+        """The tensors stay as they are."""
+        mine = options.rootRank == 0
+        return self._enqueue(tensors if mine else [], [] if mine else tensors)
+
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> StandInWork:
+        """The other ranks' parts are as this one's."""
+        with _disable_current_modes():
+            out.view(self._size, -1).copy_(tensor.clone())
+        return self._enqueue([tensor], [out])
+
+    def abort(self) -> None:
+        """Ends what is under way."""
+        self.recorder.aborted()
+
+    def shutdown(self) -> None:
+        """Ends."""
+
+    def _enqueue(self, reads: list[Tensor], writes: list[Tensor]) -> StandInWork:
+        work = StandInWork(self.recorder, self)
+        self.recorder.enqueued(work, reads, writes)
+        return work
+
+
+@contextmanager
+def nccl_stood_in(recorder: Recorder) -> Iterator[None]:
+    """Context: torch.distributed.ProcessGroupNCCL, which a torch for CPUs does not have, is the double."""
+    stand_in = type("ProcessGroupNCCL", (StandInProcessGroup,), {"recorder": recorder})
+    with patched(dist, "ProcessGroupNCCL", stand_in):
+        yield

@@ -1,0 +1,177 @@
+"""A small model, a session of several workers in one process, and loops over steps: what the recorder looks at."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpu.recorder import Recorder
+from gpu.stand_in import nccl_stood_in
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse import session
+from kfuse.comm.group import Group
+from kfuse.comm.nccl import NcclGroup
+from kfuse.comm.plan import CommOptions, StepPlan
+
+_DEVICE = torch.device("cpu")  # as a device, not as the string "cpu": what the recorder takes for cuda:1
+
+TINY_BUCKETS = 64 * 4 / 2**20  # MB: a bucket for each parameter
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": kf.FusedAdamW,
+    "lamb": kf.FusedLAMB,
+    "sgd": lambda params: kf.FusedSGD(params, lr=0.1, momentum=0.9),
+    "wrapped fused adamw": lambda params: kf.Optimizer(torch.optim.AdamW(params, fused=True)),
+    "wrapped adamw": lambda params: kf.Optimizer(torch.optim.AdamW(params)),
+}
+
+
+class Net(nn.Module):
+    """With a layer that is used in every other forward and one that never is, unless `all_used`."""
+
+    def __init__(self, batch_norm: bool, all_used: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.middle, self.last = nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.norm = nn.BatchNorm1d(10) if batch_norm else nn.Identity()
+        self.sometimes, self.never = nn.Linear(6, 4), nn.Linear(3, 3)
+        self.never.requires_grad_(not all_used)
+        self.forwards, self._all_used = 0, all_used
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        uses_it = self.forwards % 2 == 1 or self._all_used
+        # First, so that its gradients come last, and those of later buckets wait for them.
+        start = self.sometimes(x) if uses_it else 0.0
+        y: Tensor = self.last(torch.tanh(self.middle(self.norm(torch.tanh(self.first(x))))))
+        return y + start
+
+
+class Job:
+    """One worker of `size`, on a recorded device."""
+
+    def __init__(self, recorder: Recorder, size: int, elastic: bool, model: Net) -> None:
+        self.recorder, self.model = recorder, model
+        self._size, self._check = size, (lambda: None) if elastic else None
+        self.group = self._form_group()
+        self.opt: Any = None
+        self.x, self.y = torch.ones(8, 6, device=_DEVICE), torch.ones(8, 4, device=_DEVICE)
+
+    def _form_group(self) -> Group:
+        if self._size == 1:
+            return Group(device=_DEVICE)
+        return NcclGroup(0, self._size, dist.HashStore(), _DEVICE, check=self._check)
+
+    def loss(self) -> Tensor:
+        """Of a forward."""
+        return F.mse_loss(self.model(self.x), self.y)
+
+    def bare_step(self) -> None:
+        """A loop of one's own: one backward."""
+        self.loss().backward()
+        self.end_step()
+
+    def forwards_on_two_streams(self, layer: str = "middle") -> None:
+        """From now on this layer is run on a stream of its own, as by `with torch.cuda.stream(...)`.
+
+        Autograd then runs its backward and the hooks of its parameters there, orders each stream after those that its
+        gradients come from, and at the end orders the caller's stream after all of them, before callbacks run
+        (torch/csrc/autograd/engine.cpp, `GraphTask::exec_post_processing`). CPU tensors have no stream, so hooks of
+        the parameters switch it here. To be called once the optimizer has its hooks.
+        """
+        recorder, side = self.recorder, self.recorder.device.new_stream()
+
+        def enter(grad: Tensor) -> Tensor:
+            side.wait_stream(recorder.main)
+            recorder.device.keep([grad], side)
+            recorder.current = side
+            return grad.clone()
+
+        def leave(param: Tensor) -> None:
+            recorder.current = recorder.main
+
+        def at_the_end(grad: Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: recorder.main.wait_stream(side))
+
+        for p in self.model.get_submodule(layer).parameters():
+            p.register_hook(enter)
+            p.register_post_accumulate_grad_hook(leave)
+        self.model.register_forward_hook(lambda module, args, output: output.register_hook(at_the_end) and None)
+
+    def step(self, micro_batches: int = 3, several_backwards: bool = False) -> None:
+        """Several micro-batches, without a plan."""
+        for j in range(micro_batches):
+            last = j == micro_batches - 1
+            with self.opt.micro_batch(samples=8, last=last, several_backwards=several_backwards) as micro_batch:
+                loss = self.loss()
+                micro_batch.loss = loss.detach()
+                loss.backward()
+                if several_backwards:
+                    self.loss().backward()
+        self.end_step()
+
+    def planned_step(self, ranges: Sequence[range], by_weight: bool = False, local: bool = False) -> None:
+        """A step as kf.fit makes it. ranges: each worker's micro-batches."""
+        own = 8 * len(ranges[0]) if local else None
+        self.opt.begin(StepPlan(8 * ranges[-1].stop, tuple(ranges), own, by_weight=by_weight))
+        for j in ranges[0]:
+            weight = 1.0 + j if by_weight else None
+            with self.opt.micro_batch(samples=8, last=j == ranges[0][-1], weight=weight) as micro_batch:
+                loss = self.loss()
+                micro_batch.loss = loss.detach()
+                loss.backward()
+        self.end_step()
+
+    def next_group(self) -> None:
+        """As after the loss of a worker: ends the group, and goes on with another."""
+        self.group.abort()
+        self.group = session.current().group = self._form_group()
+        self.opt.engine.set_group(self.group)
+        gc.collect()
+
+    def end_step(self) -> None:
+        """The update."""
+        self.opt.step()
+        self.opt.zero_grad()
+        self.recorder.end_step()
+
+
+@contextmanager
+def job(
+    make: Callable[[Any], Any] = kf.FusedAdamW,
+    size: int = 2,
+    elastic: bool = False,
+    lag: int | None = None,
+    batch_norm: bool = False,
+    all_used: bool = False,
+    current: bool = True,
+    **comm: Any,
+) -> Iterator[Job]:
+    """Context: what runs in it is recorded. At its end there must be no error, unless the test has taken them away.
+
+    batch_norm: the model has BatchNorm, whose buffers are averaged. all_used: it uses all of its parameters.
+    current: the session makes its device the current one. comm: CommOptions.
+    """
+    session.reset()
+    model = Net(batch_norm, all_used)
+    with Recorder(lag) as recorder, nccl_stood_in(recorder):
+        if current:
+            recorder.device.make_current()
+        it = Job(recorder, size, elastic, model)
+        session._current = session.Session(it.group, CommOptions(**{"bucket_mb": TINY_BUCKETS, **comm}))
+        it.opt = make(model.parameters())
+        if it.opt is not None:
+            it.opt.statistics.at_fixed_lag = elastic  # as with a supervisor
+        if batch_norm:
+            it.opt.sync_buffers(model)
+        recorder.host_waits.clear()
+        yield it
+        it.group.abort()
+    assert not recorder.errors, "\n".join(recorder.errors)

@@ -1,0 +1,316 @@
+"""Each Triton launch happens on its tensors' device, and nothing is compiled in the middle of training.
+
+Through the driver double of `launch_stub`: no GPU has run this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from launch_stub import GPU, Echo, Started, recorded
+
+import kfuse as kf
+from kfuse.comm.plan import CommOptions, StepPlan
+from kfuse.data.sampler import worker_range
+from kfuse.kernels import (
+    AdamOptions,
+    Measures,
+    PackTable,
+    SGDOptions,
+    adamw,
+    block_sumsq,
+    dispatch,
+    lamb,
+    num_blocks,
+    pack,
+    reduce,
+    sgd,
+    sum_partials,
+    triton_reduce,
+)
+from kfuse.kernels.launch import REGISTERS, Launch, options
+from kfuse.kernels.normalisation import norm_backward, norm_forward
+from kfuse.session import current
+
+pytestmark = pytest.mark.skipif(dispatch.INTERPRETED, reason="the interpreter has no driver")
+
+ADAM = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+
+
+def call_pack() -> None:
+    table = PackTable.build([100, 7], [0, 128], GPU)
+    sumsq = torch.zeros(table.num_chunks)
+    pack([torch.ones(100), None], torch.zeros(192), table, scale=0.5, accumulate=False, sumsq=sumsq)
+
+
+def call_reduce() -> None:
+    reduce(torch.ones(5, 64), ((0, 1), (2, 3), (0, 2), (0, 4)), torch.zeros(64))
+
+
+def call_measured_reduce() -> None:
+    reduce(torch.ones(2, 64), ((0, 1),), torch.zeros(64), measures=Measures(sumsq=torch.zeros(1)))
+
+
+def call_norm() -> None:
+    y, mean, rstd = norm_forward(torch.ones(6, 32), torch.ones(32), torch.ones(32), eps=1e-5, centred=True)
+    x = y.view(2, 3, 32)
+    norm_backward(x, x, torch.ones(32), mean, rstd, with_bias=True)
+
+
+def call_lamb() -> None:
+    p, g, m, v = torch.ones(4, 64)
+    lamb(p, g, m, v, PackTable.build([60], [0], GPU), ADAM, step=torch.ones(()))
+
+
+CALLS: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
+    "pack": (call_pack, ["pack_kernel"]),
+    "reduce": (call_reduce, ["sum_rows_kernel"]),
+    "reduce that measures": (call_measured_reduce, ["reduce_kernel"]),
+    "block_sumsq": (lambda: block_sumsq(torch.ones(64), torch.zeros(num_blocks(64))), ["block_sumsq_kernel"]),
+    "sum_partials": (
+        lambda: sum_partials(torch.ones(64), torch.zeros((), dtype=torch.float64)),
+        ["sum_partials_kernel"],
+    ),
+    "adamw": (lambda: adamw(*torch.ones(4, 64), ADAM, step=torch.ones(())), ["adamw_kernel"]),
+    "sgd": (
+        lambda: sgd(*torch.ones(3, 64), SGDOptions(lr=0.1, momentum=0.9), first_step=True),
+        ["sgd_kernel"],
+    ),
+    "lamb": (call_lamb, ["lamb_moments_kernel", "lamb_trust_kernel", "lamb_apply_kernel"]),
+    "norm": (call_norm, ["norm_forward_kernel", "norm_backward_kernel", "norm_finish_kernel"]),
+}
+
+
+def check_devices(started: Sequence[Started]) -> None:
+    """Every launch was made on its tensors' device, on the stream that is current there."""
+    for each in started:
+        assert each.devices == {each.device}, f"{each.kernel}: device {each.device}, tensors on {each.devices}"
+        assert each.stream == 1000 + each.device
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_a_launch_is_made_on_its_tensors_device(kernel: str) -> None:
+    call, names = CALLS[kernel]
+    with recorded() as seen:
+        call()
+    assert [each.kernel for each in seen.started] == names
+    assert {each.device for each in seen.started} == {1}
+    check_devices(seen.started)
+    assert seen.device == 0  # the current device is the caller's again
+
+
+def test_without_the_guard_launches_are_found_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness catches what it is for."""
+    monkeypatch.setattr(Launch, "run", lambda launch: launch._start(launch.arguments))
+    with recorded() as seen:
+        call_pack()
+    with pytest.raises(AssertionError, match=r"pack_kernel: device 0, tensors on \{1\}"):
+        check_devices(seen.started)
+
+
+def test_the_device_is_changed_only_where_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded() as seen:
+        monkeypatch.setattr(torch.cuda, "_exchange_device", lambda device: pytest.fail("changed the current device"))
+        seen.device = 1
+        call_reduce()
+    check_devices(seen.started)
+
+
+def test_tables_are_uploaded_to_the_tensors_device_from_pinned_memory() -> None:
+    with recorded() as seen:
+        call_pack()
+        pointers = seen.uploads[-1]
+        call_reduce()
+        order = seen.uploads[-1]
+        count = len(seen.uploads)
+        call_reduce()
+    assert pointers == order == (GPU, True)
+    assert len(seen.uploads) == count, "the order of the same merges was uploaded again"
+
+
+def test_tensors_of_one_launch_on_several_devices_are_refused() -> None:
+    with torch.no_grad(), FakeTensorMode():
+        here, there = (torch.empty(4, device=f"cuda:{index}") for index in range(2))
+        on_host = torch.empty(4)
+    for other in (there, on_host):
+        given = {"flat": here, "out": other, "numel": 4}
+        mixed = Launch(triton_reduce.block_sumsq_kernel, (1,), given, {"LANE": 4, "TILE": 1024, "BLOCK": 4096})
+        with pytest.raises(ValueError, match=rf"block_sumsq_kernel: out is on {other.device}, flat on cuda:0: must be"):
+            mixed.run()
+
+
+# -- what is compiled, and when ---------------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    """Its buckets' lengths, with the tail, are no multiples of 16: so shards differ in that, too."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+class Steps:
+    """Planned steps of a model on one rank of a group whose other ranks send zeros."""
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], Any], reproducible: bool) -> None:
+        current().comm = CommOptions(reproducible=reproducible, bucket_mb=0.004)
+        self.model = network()
+        self.opt = make(list(self.model.parameters()))
+
+    def run(self, micro_batches: int, size: int, rank: int = 0) -> None:
+        """One step of `micro_batches` over `size` workers."""
+        if (size, rank) != (self.opt.engine.group.size, self.opt.engine.group.rank):
+            self.opt.engine.set_group(Echo(rank, size, GPU))
+        mine = worker_range(micro_batches, size, rank, None)
+        ranges = tuple(worker_range(micro_batches, size, r, None) for r in range(size))
+        self.opt.begin(StepPlan(micro_batches, ranges))
+        for j in mine:
+            with self.opt.micro_batch(1, last=j == mine[-1]):
+                self.model(torch.ones(1, 20)).sum().backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "adamw": lambda params: kf.FusedAdamW(params, lr=1e-3),
+    "sgd": lambda params: kf.FusedSGD(params, lr=1e-3, momentum=0.9),
+    "lamb": lambda params: kf.FusedLAMB(params, lr=1e-3),
+    "any": lambda params: kf.Optimizer(torch.optim.RMSprop(params, lr=1e-3)),
+}
+
+
+LATER = [(2, 2, 0), (4, 2, 1), (29, 2, 0), (64, 2, 1), (64, 3, 2), (29, 5, 4), (7, 7, 1), (64, 16, 3), (100, 15, 9)]
+"""Micro-batches, workers and this worker's rank, of one step after another."""
+
+
+@pytest.mark.parametrize("optimizer", MAKERS)
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_after_the_first_step_nothing_is_compiled(optimizer: str, reproducible: bool) -> None:
+    """Whatever the batch size and the workers become, and where a worker accumulates for the first time."""
+    with recorded() as seen:
+        steps = Steps(MAKERS[optimizer], reproducible)
+        steps.run(2, 2)  # each worker has one micro-batch
+        check_devices(seen.started)
+        compiled = list(seen.compiled)
+        assert compiled
+        later = (
+            (2, 2, 0),
+            (4, 2, 1),
+            (29, 2, 0),
+            (64, 2, 1),
+            (64, 3, 2),
+            (29, 5, 4),
+            (7, 7, 1),
+            (64, 16, 3),
+            (100, 15, 9),
+        )
+        for micro_batches, size, rank in later:
+            before = len(seen.started)
+            steps.run(micro_batches, size, rank)
+            more = seen.compiled[len(compiled) :]
+            assert not more, f"compiled for {micro_batches} micro-batches on {size} workers: {more}"
+            assert len(seen.started) > before
+        check_devices(seen.started)
+        assert {"pack_kernel", "sum_partials_kernel"} <= {each.kernel for each in seen.started}
+        assert ("sum_rows_kernel" in {each.kernel for each in seen.started}) == reproducible
+
+
+class Growing(kf.BasePolicy):
+    """Another batch size every few steps. `compiled` gets how many binaries there were after each step."""
+
+    def __init__(self, compiled: Callable[[], int]) -> None:
+        self.count, self.compiled, self.steps = compiled, list[int](), 0
+
+    def after_step(self) -> None:
+        self.compiled.append(self.count())
+        self.steps += 1
+        if self.steps % 5 == 0:
+            kf.set_batch_size(4 + 3 * self.steps)
+
+
+def test_a_decision_compiles_nothing_in_the_steps_that_it_applies_to() -> None:
+    """A whole training with kf.fit: from one micro-batch a step to seven."""
+    with recorded() as seen:
+        current().comm = CommOptions(reproducible=True)
+        net = network()
+        opt = kf.FusedSGD(net.parameters(), lr=1e-3, momentum=0.9, clip_norm=1.0)
+        policy = Growing(lambda: len(seen.compiled))
+        data = torch.utils.data.TensorDataset(torch.ones(400, 20), torch.zeros(400, dtype=torch.int64))
+        sizes = []
+        for step in kf.DataLoader(data, net, opt, batch_size=4, micro_batch=4, epochs=1, policy=policy):
+            sizes.append(len(step))
+            for x, y in step:
+                torch.nn.functional.cross_entropy(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    assert sizes[0] == 1 and max(sizes) > 6
+    assert policy.compiled[0] > 0
+    assert set(policy.compiled) == {policy.compiled[0]}
+
+
+def test_a_job_that_grows_from_one_worker_compiles_nothing_in_a_step() -> None:
+    """With one worker nothing is reduced: the transport compiles it as it is made, between steps."""
+    with recorded() as seen:
+        steps = Steps(MAKERS["adamw"], reproducible=True)
+        steps.run(1, 1)
+        compiled = list(seen.compiled)
+        steps.run(4, 2)
+        assert seen.compiled == compiled
+
+
+def test_merges_that_are_compiled_in_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness catches what it is for: `reduce` as it was, a binary for each order of additions."""
+
+    def compiled_in(given: Any) -> Launch:
+        rows, count = given.rows, len(given.rows)
+        constants = {"PROGRAM": triton_reduce.postfix(count, given.merges), "COUNT": count, "HELD": True}
+        constants |= {"UNROLLED": True, "LANE": 4, "TILE": 1024, "BLOCK": 1024}
+        values = {"rows": rows, "numel": rows.shape[1], "stride": rows.stride(0)}
+        values = vars(given) | values | vars(Measures())
+        return Launch(triton_reduce.reduce_kernel, (1,), values, constants)
+
+    monkeypatch.setattr(triton_reduce, "_plain_reduce", compiled_in)
+    with recorded() as seen:
+        steps = Steps(MAKERS["adamw"], reproducible=True)
+        steps.run(2, 2)
+        steps.run(2, 2)
+        compiled = len(seen.compiled)
+        steps.run(29, 2)
+        assert [kernel for kernel, *_ in seen.compiled[compiled:]][:1] == ["reduce_kernel"]
+
+
+def test_an_order_of_additions_is_data_for_any_plan() -> None:
+    """All plans of up to 40 workers and 256 micro-batches fit the registers that one binary has for unfinished sums."""
+    from kfuse.comm.sum_tree import plan_merges, plan_range
+
+    for total in (1, 2, 3, 29, 64, 100, 255, 256):
+        for workers in (1, 2, 3, 5, 8, 13, 40):
+            ranges = [worker_range(total, workers, rank, None) for rank in range(workers)]
+            nodes = [node for mine in ranges for node in plan_range(mine.start, len(mine), total).pieces]
+            lines = triton_reduce.adding_program(len(nodes), plan_merges(nodes, total))
+            assert len(lines) % triton_reduce.AHEAD == 0
+            assert max(high for _, _, high, _ in lines) <= triton_reduce.DEPTH
+
+
+# -- registers --------------------------------------------------------------------------------------------------------
+
+
+def test_no_program_may_have_more_registers_than_there_are() -> None:
+    """Threads x registers of every launch; ptxas keeps to the limit (test_kernels_aot reads binaries)."""
+    from kfuse.kernels import aot, triton_norm
+
+    for width in range(1, triton_norm.MAX_WIDTH + 1, 31):
+        threads = triton_norm._threads(1 << (width - 1).bit_length())
+        assert threads * int(options(threads, 32)["maxnreg"]) <= REGISTERS
+    for case in aot.cases():
+        threads, registers = case.launch.threads, case.launch.registers
+        assert threads * int(options(threads, 32, registers)["maxnreg"]) <= REGISTERS, case.name
+    assert options(256, 32)["maxnreg"] == 128 and options(512, 32)["maxnreg"] == 128  # as ever: bits and spills
+    assert options(1024, 32)["maxnreg"] == 64

@@ -1,0 +1,495 @@
+"""Groups over NCCL keep its rules: errors become CommError in time, nothing blocks for ever, torch kills no process.
+
+The process group is the double of nccl_double.py, between real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import nccl_double
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import WorkersFailed, run_workers
+from nccl_double import Faults, installed, messages, records
+from torch.distributed import PrefixStore
+
+from kfuse.comm import group as groups
+from kfuse.comm import nccl
+from kfuse.comm.group import CommError, Group
+from kfuse.comm.nccl import NcclGroup, NcclPending
+from kfuse.comm.plan import CommOptions
+from kfuse.elastic.rendezvous import Rendezvous
+
+PLENTY_S = 20.0  # no test waits for it
+
+
+def connect(timeout_s: float = PLENTY_S, name: str = "view", **arguments: Any) -> NcclGroup:
+    place = Rendezvous.of_environment()
+    assert place is not None
+    store = PrefixStore(name, place.store(PLENTY_S))
+    return NcclGroup(place.rank, place.size, store, torch.device("cpu"), timeout_s, **arguments)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def others_stay(seconds: float = 0.0) -> None:
+    """The first process to end would take its messages along."""
+    place = Rendezvous.of_environment()
+    assert place is not None
+    place.await_others_at_end(PLENTY_S + seconds)
+
+
+# -- collectives ---------------------------------------------------------------------------------------------------
+
+
+def everything(log: Path) -> dict[str, Any]:
+    with installed(log):
+        group = connect()
+        r, n = group.rank, group.size
+        flat = torch.arange(300.0) * (r + 1)
+        group.all_reduce(flat, "sum").wait()
+        top = torch.tensor([float(r)])
+        group.all_reduce(top, "max", "max").wait()
+        sent = torch.tensor([r], dtype=torch.uint8)
+        group.broadcast(sent, "from the last", n - 1).wait()
+        gathered = [t.tolist() for t in group.all_gather(torch.tensor([[r], [-r]]), "gather")]
+        numbers = [t.item() for t in group.all_gather(torch.tensor(2.0**40 + r, dtype=torch.float64), "a scalar")]
+        shared = {}
+        for numel in (5, 64 * n, 1000):
+            parts = torch.full((numel,), -1.0)
+            mine = group.shards(numel)[r]
+            parts[mine] = torch.arange(float(numel))[mine]
+            pending = group.share(parts, "parts")
+            pending.wait()
+            shared[numel] = torch.equal(parts, torch.arange(float(numel))) and pending.done()
+        into, cut = [n - 1 if s == 0 else 0 for s in range(n)], [n - 1 if r == 0 else 0] * n
+        out = torch.zeros(sum(into))
+        group.all_to_all(out, into, torch.arange(float(sum(cut))), cut, "only rank 0 sends").wait()
+        group.finish()
+        group.retire()
+        others_stay()
+        return {
+            "sum": torch.equal(flat, torch.arange(300.0) * 6),
+            "max": top.item(),
+            "broadcast": sent.item(),
+            "gathered": gathered,
+            "numbers": numbers,
+            "shared": shared,
+            "all_to_all": out.tolist(),
+            "threads": [t.name for t in threading.enumerate() if t.name.startswith("kfuse-nccl")],
+            "environment": os.environ.get("TORCH_NCCL_BLOCKING_WAIT"),
+        }
+
+
+def test_every_collective_brings_what_it_should_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    results = run_workers(3, everything, tmp_path)
+    for r, result in enumerate(results):
+        assert result == {
+            "sum": True,
+            "max": 2.0,
+            "broadcast": 2,
+            "gathered": [[[0], [0]], [[1], [-1]], [[2], [-2]]],
+            "numbers": [2.0**40 + k for k in range(3)],
+            "shared": {5: True, 192: True, 1000: True},
+            "all_to_all": [2.0 * r, 2.0 * r + 1],
+            "threads": [],
+            "environment": None,
+        }
+    assert [line["watchdog"] for line in records(tmp_path, "constructed")] == [False] * 3
+    assert [line["high_priority"] for line in records(tmp_path, "constructed")] == [True] * 3
+    assert [line["blocking"] for line in records(tmp_path, "init")] == [False] * 3
+    assert len(records(tmp_path, "ended")) == 3 and not records(tmp_path, "abort"), "finish shuts a healthy group down"
+    (logs,) = messages(tmp_path).values()
+    assert logs[0] == logs[1] == logs[2]
+    assert len([m for m in logs[0] if m.startswith("allgather")]) == 2 + 2, "one all-gather a share, none for 5 numbers"
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 191, 192, 1000, 4096])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_shards_cover_the_buffer_and_are_equal_but_for_the_last(numel: int, size: int) -> None:
+    group = NcclGroup.__new__(NcclGroup)
+    group.size = size
+    shards = group.shards(numel)
+    assert [i for s in shards for i in range(s.start, s.stop)] == list(range(numel))
+    widths = {s.stop - s.start for s in shards[:-1]}
+    assert len(widths) == 1 and all(s.start % 64 == 0 for s in shards)
+    assert shards[-1].stop - shards[-1].start < widths.pop() + 64 * size
+
+
+def late_barrier(log: Path) -> float:
+    with installed(log):
+        group = connect()
+        if rank() == 1:
+            time.sleep(0.5)
+        began = time.monotonic()
+        group.barrier()
+        waited = time.monotonic() - began
+        group.finish()
+        others_stay()
+        return waited
+
+
+def test_a_barrier_waits_on_the_host(tmp_path: Path) -> None:
+    waited = run_workers(2, late_barrier, tmp_path)
+    assert waited[0] > 0.3
+
+
+# -- options --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_reach_ncclconfig_and_those_it_lacks_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl_double.ProcessGroupNCCL, raising=False)
+    options = nccl._options(CommOptions(nccl_high_priority=False, nccl_min_ctas=2, nccl_max_ctas=8), 5.0)
+    assert (options.config.min_ctas, options.config.max_ctas, options.config.blocking) == (2, 8, False)
+    assert not options.is_high_priority_stream and options._timeout.total_seconds() == 5.0
+    untouched = nccl._options(CommOptions(), 5.0).config
+    assert (untouched.min_ctas, untouched.max_ctas, untouched.cga_cluster_size) == (None, None, None)
+    with pytest.raises(ValueError, match=r"comm\.nccl_cta_policy=zero: .* whose NCCL has no such option"):
+        nccl._options(CommOptions(nccl_cta_policy="zero"), 5.0)
+    monkeypatch.setattr(nccl_double.Config, "cta_policy", None, raising=False)
+    assert nccl._options(CommOptions(nccl_cta_policy="zero"), 5.0).config.cta_policy == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"nccl_min_ctas": 0}, "nccl_min_ctas=0: must be at least 1"),
+        ({"nccl_min_ctas": 4, "nccl_max_ctas": 2}, "nccl_max_ctas=2: must be at least 4"),
+        ({"nccl_cga_cluster_size": 9}, "nccl_cga_cluster_size=9: must be 0 to 8"),
+        ({"nccl_cta_policy": "most"}, "nccl_cta_policy='most': must be one of default, efficiency, zero"),
+    ],
+)
+def test_wrong_settings_are_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        CommOptions(**given)
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+def failure_of(act: Any) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        act()
+    except CommError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", time.monotonic() - began
+
+
+def reduce_until_failure(log: Path, faults: Faults, timeout_s: float, elastic: bool) -> tuple[str, float, str]:
+    """A step's reductions; the error, the seconds until then, and what a later call says."""
+    groups._LATE_GRACE_S = 0.3
+    with installed(log, faults):
+        group = connect(timeout_s, check=(lambda: None) if elastic else None)
+
+        def steps() -> None:
+            for _ in range(20):
+                for k in range(3):
+                    group.all_reduce(torch.ones(100), f"bucket {k}").wait_on_stream()
+                group.settle()
+
+        error, seconds = failure_of(steps)
+        later, _ = failure_of(lambda: group.barrier("kf.barrier"))
+        group.retire()
+        return error, seconds, later
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "fixed"])
+def test_an_error_of_nccl_becomes_commerror_and_ends_the_group(tmp_path: Path, elastic: bool) -> None:
+    """The failed work counts as completed; its data are not there. The other rank just waits, until the timeout."""
+    results = run_workers(2, reduce_until_failure, tmp_path, Faults(error_on={0: 6}), 1.0, elastic)
+    error, _, later = results[0]
+    assert error.startswith("bucket 1: lost contact with rank 1: NCCL error: unhandled system error"), error
+    assert ("incomplete sums" in error) is not elastic
+    assert later == error
+    error, seconds, _ = results[1]
+    assert "bucket 1: waited" in error and "for rank 0 (comm.timeout_s)" in error and seconds < 10
+    assert not records(tmp_path, "unhandled error") and not records(tmp_path, "killed by the watchdog")
+
+
+def believe_what_is_completed(log: Path) -> tuple[str, float, str]:
+    NcclPending.failed = lambda self: None  # type: ignore[method-assign]
+    nccl_double.HOST_IS_STREAM = False
+    return reduce_until_failure(log, Faults(error_on={0: 6, 1: 6}), 1.0, True)
+
+
+@pytest.mark.full
+def test_the_double_finds_an_error_that_nobody_looked_at(tmp_path: Path) -> None:
+    """Negative: a group that takes `is_completed` for success."""
+    run_workers(2, believe_what_is_completed, tmp_path)
+    assert {line["rank"] for line in records(tmp_path, "unhandled error")} == {0, 1}
+
+
+def end_in_the_middle(log: Path, noticed: bool, elastic: bool) -> tuple[str, float, str]:
+    return reduce_until_failure(log, Faults(lost_in=(2, 9), loss_is_noticed=noticed), 1.5, elastic)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "fixed"])
+@pytest.mark.parametrize("noticed", [True, False], ids=["network", "nvlink"])
+def test_a_killed_rank_ends_the_others_waits_within_the_timeout(tmp_path: Path, noticed: bool, elastic: bool) -> None:
+    """Fixed: the host is blocked in a wait of its stream (as where the device's queue is full). The thread frees it."""
+    with pytest.raises(WorkersFailed) as told:
+        run_workers(3, survivors_report, tmp_path, noticed, elastic)
+    assert "1 of 3 workers" in str(told.value) and "exit code -9" in str(told.value)
+    reports = [line for line in records(tmp_path, "survived")]
+    assert len(reports) == 2
+    for report in reports:
+        assert "bucket" in report["error"] and report["seconds"] < 20, report
+        assert "rank 2" in report["error"] or "the other 2 ranks" in report["error"]
+
+
+def survivors_report(log: Path, noticed: bool, elastic: bool) -> None:
+    error, seconds, _ = end_in_the_middle(log, noticed, elastic)
+    nccl_double.record("survived", error=error, seconds=seconds)
+
+
+def abort_that_hangs(log: Path) -> tuple[str, float, str]:
+    nccl._END_S = 0.3
+    faults = Faults(error_on={0: 4, 1: 4}, abort_blocks=True)
+    with installed(log, faults):
+        group = connect(check=lambda: None)
+        pending = group.all_reduce(torch.ones(3), "bucket")
+        again = group.all_reduce(torch.ones(3), "bucket")
+        error, seconds = failure_of(lambda: (group.settle(), group.barrier(), pending.done(), again.done()))
+        began = time.monotonic()
+        group.retire()
+        return error, seconds, str(time.monotonic() - began)
+
+
+@pytest.mark.full
+def test_an_abort_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+    for error, seconds, retiring in run_workers(2, abort_that_hangs, tmp_path):
+        assert "lost contact" in error and seconds < 5 and float(retiring) < 2
+
+
+def shutdown_that_hangs(log: Path) -> float:
+    nccl._END_S = 0.3
+    with installed(log, Faults(shutdown_blocks=True)):
+        group = connect(check=lambda: None)
+        began = time.monotonic()
+        group.finish()
+        group.retire()
+        seconds = time.monotonic() - began
+        others_stay()
+        return seconds
+
+
+@pytest.mark.full
+def test_a_shutdown_that_hangs_is_followed_by_an_abort(tmp_path: Path) -> None:
+    assert max(run_workers(2, shutdown_that_hangs, tmp_path)) < 5
+    assert len(records(tmp_path, "shutdown")) == 2 and len(records(tmp_path, "abort")) == 2
+
+
+def start_after_the_end(log: Path) -> list[str]:
+    with installed(log):
+        group = connect()
+        group.barrier()
+        group._pg.abort()  # NCCL has ended by itself: the next call raises as it is made
+        told = [failure_of(lambda: group.all_reduce(torch.ones(1), "bucket 7"))[0]]
+        return [*told, failure_of(lambda: group.settle())[0]]
+
+
+@pytest.mark.full
+def test_an_error_as_a_message_is_started_names_the_message(tmp_path: Path) -> None:
+    for first, second in run_workers(2, start_after_the_end, tmp_path):
+        assert first.startswith("bucket 7: starting it with rank") and "was aborted" in first
+        assert second == first
+
+
+# -- torch's watchdog -----------------------------------------------------------------------------------------------
+
+
+def as_torch_makes_it(log: Path) -> None:
+    """As the group did it before: the watchdog runs, and remembers a work that failed before the abort."""
+    nccl._BLOCKING_WAIT = "KFUSE_NOTHING"
+    with installed(log, Faults(error_on={0: 4, 1: 4})):
+        group = connect(check=lambda: None)
+        failure_of(lambda: [group.barrier() for _ in range(4)])
+        time.sleep(0.3)
+
+
+@pytest.mark.full
+def test_the_double_finds_a_watchdog_that_kills_a_survivor(tmp_path: Path) -> None:
+    """Negative: without TORCH_NCCL_BLOCKING_WAIT."""
+    run_workers(2, as_torch_makes_it, tmp_path)
+    assert len(records(tmp_path, "killed by the watchdog")) == 2
+
+
+# -- init -----------------------------------------------------------------------------------------------------------
+
+
+class Given(CommError):
+    """As the session's check raises it: there is another view."""
+
+
+def never_there(log: Path, gives_up: bool) -> tuple[str, float, list[str]]:
+    with installed(log, Faults(absent=1)):
+        began = time.monotonic()
+
+        def check() -> None:
+            if gives_up and time.monotonic() - began > 0.5:
+                raise Given("another view")
+
+        error, seconds = failure_of(lambda: connect(1.5, check=check))
+        deadline = time.monotonic() + 10
+        while (left := connecting()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        others_stay()
+        return error, seconds, left
+
+
+def connecting() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "kfuse-connect"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gives_up", [True, False], ids=["another view", "timeout"])
+def test_a_communicator_that_never_comes_up_leaves_no_thread_and_is_aborted(tmp_path: Path, gives_up: bool) -> None:
+    results = run_workers(2, never_there, tmp_path, gives_up)
+    for error, seconds, left in results:
+        assert seconds < 8 and left == []
+        assert ("another view" in error) if gives_up else ("connect" in error)
+    assert len(records(tmp_path, "abort")) == 2
+
+
+def never_there_and_blocking(log: Path) -> list[str]:
+    options = nccl._options
+
+    def blocking(comm: CommOptions, timeout_s: float) -> Any:
+        made = options(comm, timeout_s)
+        made.config.blocking = True
+        return made
+
+    nccl._options = blocking
+    with installed(log, Faults(absent=1)):
+        failure_of(lambda: connect(0.5, check=lambda: None))
+        time.sleep(3)
+        return connecting()
+
+
+@pytest.mark.full
+def test_the_double_finds_a_blocking_init_that_keeps_its_thread(tmp_path: Path) -> None:
+    """Negative: as it was before."""
+    assert run_workers(2, never_there_and_blocking, tmp_path) == [["kfuse-connect"]] * 2
+
+
+# -- a planned change of the view -------------------------------------------------------------------------------------
+
+
+def change_the_view(log: Path, aborts: bool) -> str:
+    """Rank 1 is slower: as rank 0 has its data, and goes on, rank 1 still waits for what rank 0 sends."""
+    if aborts:
+        NcclGroup.finish = NcclGroup.abort  # type: ignore[method-assign,assignment]
+    groups._LATE_GRACE_S = 0.3
+    with installed(log, Faults(slow_s={1: 0.4})):
+        group = connect(2.0, check=lambda: None)
+
+        def change() -> None:
+            group.all_reduce(torch.ones(5), "the last bucket").wait()
+            group.finish()
+
+        told, _ = failure_of(change)
+        others_stay()
+        return told
+
+
+def test_a_planned_change_ends_a_healthy_group_by_shutdown(tmp_path: Path) -> None:
+    assert run_workers(2, change_the_view, tmp_path, False) == ["nothing"] * 2
+    assert not records(tmp_path, "bytes lost") and not records(tmp_path, "abort")
+    assert len(records(tmp_path, "ended")) == 2
+
+
+@pytest.mark.full
+def test_the_double_finds_an_abort_of_a_healthy_group(tmp_path: Path) -> None:
+    """Negative: an abort at a planned change, as it was before."""
+    results = run_workers(2, change_the_view, tmp_path, True)
+    assert results[0] == "nothing" and "the last bucket" in results[1]
+    assert [line["rank"] for line in records(tmp_path, "bytes lost")] == [1]
+    assert records(tmp_path, "abort")[0]["healthy"] or records(tmp_path, "abort")[1]["healthy"]
+
+
+# -- the host's waits -------------------------------------------------------------------------------------------------
+
+
+def count_waits(log: Path, elastic: bool, checkpoints: bool) -> tuple[int, int]:
+    """The host's waits in ten steps of three buckets, then in a barrier."""
+    waits = 0
+    wait = NcclGroup._wait_until
+
+    def counted(self: NcclGroup, done: Any) -> None:
+        nonlocal waits
+        waits += 1
+        wait(self, done)
+
+    with installed(log):
+        group = connect(check=(lambda: None) if elastic else None)
+        group.waits_each_step = group.waits_each_step or checkpoints
+        NcclGroup._wait_until = counted  # type: ignore[method-assign]
+        for _ in range(10):
+            for k in range(3):
+                group.all_reduce(torch.ones(10), f"bucket {k}").wait_on_stream()
+            group.settle()
+        in_steps = waits
+        group.barrier()
+        total = waits - in_steps
+        others_stay()
+        group.close(5.0)
+        return in_steps, total
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("elastic", "checkpoints", "waits"),
+    [(True, False, 10), (False, False, 0), (False, True, 10)],
+    ids=["elastic", "fixed", "fixed with checkpoints"],
+)
+def test_the_host_waits_once_a_step_where_the_group_may_change_and_not_at_all_where_it_is_fixed(
+    tmp_path: Path, elastic: bool, checkpoints: bool, waits: int
+) -> None:
+    assert run_workers(2, count_waits, tmp_path, elastic, checkpoints) == [(waits, 1)] * 2
+
+
+def stop_for_a_while(log: Path) -> str:
+    """A message waits for a slow device, not for a rank: that is no failure."""
+    with installed(log):
+        group = connect(0.5)
+        happened = time.monotonic() + 2.0
+
+        class Late:
+            def record(self, stream: Any = None) -> None: ...
+
+            def query(self) -> bool:
+                return time.monotonic() > happened
+
+        group._device.event = lambda timing=False: Late()  # type: ignore[method-assign,assignment,return-value]
+        if rank() == 1:
+            time.sleep(2.2)  # its device computes as long
+        told, _ = failure_of(lambda: group.all_reduce(torch.ones(3), "bucket").wait())
+        others_stay()
+        return told
+
+
+@pytest.mark.full
+def test_time_that_the_device_computes_does_not_count_as_waiting(tmp_path: Path) -> None:
+    assert run_workers(2, stop_for_a_while, tmp_path) == ["nothing"] * 2
+
+
+def test_signals_are_not_touched() -> None:
+    """One worker alone needs neither thread nor process group."""
+    group = Group()
+    assert signal.getsignal(signal.SIGTERM) is not None
+    group.barrier()
+    group.settle()
+    group.finish()
+    assert group.close(0.0) and [t.tolist() for t in group.all_gather(torch.tensor([3]), "x")] == [[3]]

@@ -1,0 +1,113 @@
+"""What the recorder is for: each bug here, put back on purpose, is found in a step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu.recorder import RecordedDevice, RecordedEvent, RecordedStream
+from gpu.steps import TINY_BUCKETS, Job, job
+
+from kfuse.comm import devices
+from kfuse.comm.nccl import NcclPending
+
+
+def found(act: Callable[[Job], Any], *texts: str, **arguments: Any) -> None:
+    """Some error of the job has all of these texts."""
+    with job(**arguments) as it:
+        act(it)
+        it.group.abort()
+        gc.collect()
+        it.recorder.end_step()
+        errors = list(it.recorder.errors)
+        it.recorder.errors.clear()
+    assert any(all(text in error for text in texts) for error in errors), errors
+
+
+def steps(it: Job) -> None:
+    for _ in range(2):
+        it.bare_step()
+
+
+@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all", "tree"])
+def test_a_wait_that_returns_before_the_stream_waits(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NcclPending, "wait_on_stream", lambda pending: None)
+    monkeypatch.setattr(RecordedStream, "wait_stream", lambda stream, other: None)
+    found(steps, "no order between", "a collective", schedule=schedule)
+
+
+def test_a_missing_record_stream_in_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The side stream's addition may still run when the buffers are dropped."""
+
+    def abort(it: Job) -> None:
+        it.opt.engine.on_last_micro_batch = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            it.step()
+        it.opt.engine.abort()
+        it.next_group()
+        it.opt.engine.on_last_micro_batch = it.opt.synchronize
+        it.step()
+
+    monkeypatch.setattr(RecordedDevice, "keep", lambda device, tensors, stream: None)
+    found(abort, "memory is dropped", "all_to_all.py", schedule="all_to_all")
+
+
+def test_a_device_that_nobody_made_current() -> None:
+    found(steps, "a kernel is launched on cuda:0", size=1, current=False)
+
+
+def test_a_stream_of_whichever_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedDevice, "event", lambda device, timing=False: torch.cuda.Event(enable_timing=timing))
+    with pytest.raises(RuntimeError, match=r"torch\.cuda\.Event"):
+        found(steps)
+
+
+@pytest.mark.parametrize("bucket_mb", [TINY_BUCKETS, 25.0])
+def test_hooks_on_a_second_stream_without_an_order(bucket_mb: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_two_streams(it: Job) -> None:
+        it.forwards_on_two_streams()
+        it.step()
+
+    monkeypatch.setattr(devices.StreamOrder, "go_on_here", lambda order, reads=(): None)
+    found(on_two_streams, "no order between", bucket_mb=bucket_mb, all_used=True)
+
+
+def test_gradients_of_another_stream_that_are_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_two_streams(it: Job) -> None:
+        it.forwards_on_two_streams()
+        it.step()
+
+    monkeypatch.setattr(RecordedDevice, "keep", lambda device, tensors, stream: None)
+    found(on_two_streams, "memory is dropped", "engine.py", bucket_mb=25.0, all_used=True)
+
+
+def test_a_record_that_is_read_before_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedEvent, "query", lambda event: True)
+    monkeypatch.setattr(RecordedEvent, "synchronize", lambda event: None)
+    found(steps, "no order between", "step_stats.py", "on the host")
+
+
+def test_pinned_memory_that_is_written_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Any] = {}
+    plain = RecordedDevice.pinned
+
+    def pinned(device: Any, shape: Any, dtype: Any) -> Any:
+        return kept.setdefault((tuple(shape), dtype), plain(device, shape, dtype))
+
+    monkeypatch.setattr(RecordedDevice, "pinned", pinned)
+    found(steps, "no order between", "tail.py", "writes on the host")
+
+
+def test_a_side_stream_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adding up what has not arrived."""
+    plain = NcclPending.wait_on_stream
+
+    def wait_on_stream(pending: Any) -> None:
+        if "exchange" not in pending.what:
+            plain(pending)
+
+    monkeypatch.setattr(NcclPending, "wait_on_stream", wait_on_stream)
+    found(steps, "no order between a collective", "all_to_all.py", schedule="all_to_all")

@@ -1,0 +1,55 @@
+"""Training from end to end on a recorded device: kf.fit with loader processes, and their copies on a side stream."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu.recorder import RecordedEvent, Recorder
+from gpu.steps import job
+from torch import nn
+
+import kfuse as kf
+
+pytestmark = pytest.mark.full
+
+
+class Counts(kf.BasePolicy):
+    """The host's waits of each step."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.steps: list[list[str]] = []
+
+    def after_step(self) -> None:
+        self.steps.append(list(self.recorder.host_waits))
+        self.recorder.host_waits.clear()
+        self.recorder.end_step()
+
+
+def train(workers: int) -> tuple[list[list[str]], list[str]]:
+    """Of each step of kf.fit, the host's waits; and what is wrong."""
+    torch.manual_seed(0)
+    data = (torch.randn(256, 6), torch.randint(0, 4, (256,)))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    with job(lambda params: None, lag=2) as it:
+        opt, counts = kf.FusedAdamW(model.parameters()), Counts(it.recorder)
+        settings = {"batch_size": 32, "micro_batch": 8, "epochs": 2, "num_workers": workers}
+        kf.fit(model, data, opt, kf.Hook(counts), loss_fn=F.cross_entropy, **settings)
+        errors = list(it.recorder.errors)
+        it.recorder.errors.clear()
+    return counts.steps, errors
+
+
+def test_fit_waits_once_a_step_for_the_statistics_that_it_reports() -> None:
+    steps, errors = train(workers=2)
+    assert errors == []
+    assert len(steps) == 16
+    for waits in steps[1:8]:
+        assert len(waits) <= 1 and all(wait.startswith("event.synchronize") for wait in waits), waits
+
+
+def test_a_batch_that_is_used_before_its_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedEvent, "wait", lambda event, stream=None: None)
+    _, errors = train(workers=1)
+    assert any("feeder.py" in error and "no order between" in error for error in errors), errors

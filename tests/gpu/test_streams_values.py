@@ -1,0 +1,136 @@
+"""What a GPU decides for itself, since the host does not wait to hear it, is what the host decides on the CPU.
+
+The same steps run twice over a stood-in group: with a device that is said to be asynchronous, and with one that is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu.recorder import RecordedDevice
+from gpu.stand_in import StandInProcessGroup
+from gpu.steps import OPTIMIZERS, Job, job
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+import kfuse as kf
+from kfuse.comm import tail
+from kfuse.optim import base
+
+pytestmark = pytest.mark.full
+
+SOME = {
+    **{name: make for name, make in OPTIMIZERS.items() if name != "wrapped adamw"},
+    "sgd without momentum": lambda params: kf.FusedSGD(params, lr=0.1),
+    "wrapped amsgrad": lambda params: kf.Optimizer(torch.optim.Adam(params, amsgrad=True, fused=True)),
+}
+
+
+def trained(
+    optimizer: str, act: Callable[[Job], Any], asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], dict[int, dict[str, Tensor]]]:
+    """Parameters and optimizer state after some steps."""
+    monkeypatch.setattr(RecordedDevice, "asynchronous", asynchronous)
+    with job(SOME[optimizer]) as it:
+        act(it)
+        if not asynchronous:
+            it.recorder.errors.clear()  # the CPU's way of reading memory
+    return [p.detach().clone() for p in it.model.parameters()], it.opt.state_dict()["state"]
+
+
+def same(optimizer: str, act: Callable[[Job], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the last bits, since the CPU's updates of whole buckets and of single parameters round differently.
+
+    A parameter that was never updated may have a state of zeros where the host did not ask.
+    """
+    ours, state = trained(optimizer, act, True, monkeypatch)
+    theirs, expected = trained(optimizer, act, False, monkeypatch)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    for key, tensors in state.items():
+        for name, value in tensors.items():
+            other = expected[key][name] if key in expected else torch.zeros_like(value)
+            torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-8)
+    assert expected.keys() <= state.keys()
+
+
+def bare_steps(it: Job) -> None:
+    for _ in range(5):
+        it.bare_step()
+
+
+@pytest.mark.parametrize("optimizer", SOME)
+def test_parameters_that_no_worker_uses(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    same(optimizer, bare_steps, monkeypatch)
+
+
+@pytest.mark.parametrize("optimizer", SOME)
+def test_parameters_that_another_worker_uses(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It contributes a quarter to each element, and to each count."""
+    plain = StandInProcessGroup.allreduce
+
+    def allreduce(group: Any, tensors: list[Tensor], options: Any) -> Any:
+        with _disable_current_modes():
+            tensors[0].add_(0.25)
+        return plain(group, tensors, options)
+
+    monkeypatch.setattr(StandInProcessGroup, "allreduce", allreduce)
+    same(optimizer, bare_steps, monkeypatch)
+
+
+@pytest.mark.parametrize("optimizer", SOME)
+def test_steps_that_are_left_out(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and a later one, whose gradients are not finite."""
+
+    def act(it: Job) -> None:
+        it.opt.skip_nonfinite = True
+        for k in range(5):
+            (it.loss() * (float("inf") if k in (0, 3) else 1.0)).backward()
+            it.end_step()
+
+    same(optimizer, act, monkeypatch)
+
+
+@pytest.mark.parametrize("optimizer", SOME)
+def test_a_loss_scale_with_overflows(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(it: Job) -> None:
+        it.opt.set_clip_norm(0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # type: ignore[attr-defined]
+        for k in range(5):
+            scaler.scale(it.loss() * (float("inf") if k in (0, 3) else 1.0)).backward()
+            scaler.step(it.opt)
+            scaler.update()
+            it.opt.zero_grad()
+
+    same(optimizer, act, monkeypatch)
+
+
+def test_gradients_set_by_hand_are_in_no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(it: Job) -> None:
+        for _ in range(2):
+            it.loss().backward()
+            it.model.never.weight.grad = torch.ones_like(it.model.never.weight)
+            it.end_step()
+
+    same("adamw", act, monkeypatch)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("lag", [0, 2, None])
+def test_all_workers_learn_of_a_difference_after_the_same_step(
+    lag: int | None, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far their devices are behind, and whoever reads statistics: what follows is a collective."""
+    digests = itertools.count()
+    monkeypatch.setattr(tail, "digest_from_slots", lambda slots: next(digests))
+    monkeypatch.setattr(base, "first_difference", lambda *given: "all")
+    with job(lag=lag) as it:
+        with pytest.raises(kf.ConsistencyError, match="step 0: "):
+            for _ in range(20):
+                it.bare_step()
+                assert not reads or it.opt.stats is not None
+        assert it.opt.engine.step == 9

@@ -1,0 +1,139 @@
+"""Activation checkpointing: right numbers, or one line that names the remedy; never a step that is cut in the middle.
+
+Reentrant checkpointing runs each segment's backward inside the outer one, and autograd calls back at the end of that
+inner backward: a bare backward then has no end that kfuse could notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_workers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import kfuse as kf
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+Y = X @ torch.randn(4, 2, generator=torch.Generator().manual_seed(4))
+REFUSAL = r"give checkpoint\(\) use_reentrant=False, or use opt\.micro_batch"
+
+
+class Net(nn.Module):
+    """Two segments. reentrant: None: without checkpointing."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.reentrant = nn.Linear(4, 6), nn.Linear(6, 2), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            out: Tensor = self.last(torch.tanh(self.first(x)))
+            return out
+        x = x.detach().requires_grad_()  # without it reentrant checkpointing computes no gradients
+        hidden = checkpoint(lambda v: torch.tanh(self.first(v)), x, use_reentrant=self.reentrant)
+        out = checkpoint(self.last, hidden, use_reentrant=self.reentrant)
+        return out
+
+
+def loss(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean()
+
+
+def by_hand(reentrant: bool | None, how: str, steps: int = 3) -> list[float]:
+    """A loop of one's own on this worker's samples; returns the parameters."""
+    kf.init()
+    net = Net(reentrant)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    x, y = X[kf.rank() :: kf.size()], Y[kf.rank() :: kf.size()]
+    if how == "accumulate":
+        opt.accumulate(2)
+    for _ in range(steps):
+        if how == "bare":
+            loss(net(x), y).backward()
+        elif how == "accumulate":
+            for part in (slice(0, 6), slice(6, 12)):
+                (loss(net(x[part]), y[part]) / 2).backward()
+        else:
+            for part in (slice(0, 6), slice(6, 12)):
+                with opt.micro_batch(samples=6, last=part.stop == 12):
+                    loss(net(x[part]), y[part]).backward()
+        opt.step()
+        opt.zero_grad()
+    return torch.cat([p.detach().view(-1) for p in net.parameters()]).tolist()
+
+
+def fitted(reentrant: bool | None) -> list[float]:
+    """kf.fit; returns the parameters."""
+    kf.init()
+    net = Net(reentrant)
+    data = torch.utils.data.TensorDataset(X, Y)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), loss_fn=loss, batch_size=12, micro_batch=3, epochs=2)
+    return torch.cat([p.detach().view(-1) for p in net.parameters()]).tolist()
+
+
+def refused(how: str) -> str:
+    """What the first backward raises."""
+    with pytest.raises(RuntimeError) as error:
+        by_hand(True, how)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["bare", "accumulate"])
+def test_a_bare_backward_with_reentrant_segments_is_refused(how: str) -> None:
+    message = refused(how)
+    assert "\n" not in message
+    assert "use_reentrant=False, or use opt.micro_batch" in message
+
+
+def test_reentrant_segments_do_not_count_as_the_parts_of_a_step() -> None:
+    """Two segments of one backward are not the two backwards of a step, whose update would have half the gradient."""
+    net = Net(True)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    opt.accumulate(2)
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(RuntimeError, match=r"opt\.accumulate\(2\): Reentrant .*" + REFUSAL):
+        (loss(net(X), Y) / 2).backward()
+    opt.zero_grad()
+    opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("how", ["bare", "accumulate", "micro_batch"])
+def test_checkpointing_changes_nothing(how: str) -> None:
+    expected = by_hand(None, how)
+    assert by_hand(False, how) == expected
+    if how == "micro_batch":
+        assert by_hand(True, how) == expected
+
+
+def test_one_reentrant_segment_is_a_whole_backward() -> None:
+    net, twin = Net(None), Net(None)
+    opt, plain = kf.FusedSGD(net.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    opt.accumulate(2)
+    for _ in range(2):
+        out: Any = checkpoint(net, X.clone().requires_grad_(), use_reentrant=True)
+        (loss(out, Y) / 2).backward()
+        (loss(twin(X), Y) / 2).backward()
+    opt.step(), plain.step()
+    assert all(torch.allclose(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+def test_fit_takes_either_kind() -> None:
+    expected = fitted(None)
+    assert fitted(False) == fitted(True) == expected
+
+
+@pytest.mark.full
+def test_two_workers() -> None:
+    """The refusal on both, or the numbers of a run without checkpointing."""
+    for how in ("bare", "accumulate"):
+        for message in run_workers(2, refused, how):
+            assert "use_reentrant=False, or use opt.micro_batch" in message
+    one, other = run_workers(2, by_hand, True, "micro_batch")
+    assert one == other == run_workers(2, by_hand, None, "micro_batch")[0]
+    one, other = run_workers(2, fitted, True)
+    assert one == other == run_workers(2, fitted, None)[0]

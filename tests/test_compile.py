@@ -1,0 +1,238 @@
+"""Models compiled by torch.compile, as a whole and block by block, train as the same models without it.
+
+The backend is aot_eager: it traces forward and backward as Inductor's are, and needs no C++ compiler. By hand:
+
+    KFUSE_COMPILE_BACKEND=inductor pytest tests/test_compile.py
+
+Inductor's arithmetic is its own; then what is equal to the bit here is compared with a tolerance.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm import engine
+from kfuse.comm.plan import CommOptions
+from kfuse.comm.reduction import Reduction
+from kfuse.session import reset
+from kfuse.train.evaluation import params_sha256
+
+pytestmark = pytest.mark.full
+
+BACKEND = os.environ.get("KFUSE_COMPILE_BACKEND", "aot_eager")
+WAYS = ("whole", "in place", "blocks")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+        return out
+
+
+class Net(nn.Module):
+    """Three blocks between two layers. `seen` gets what each block returned, where it is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 3)
+        self.statistics = nn.BatchNorm1d(12)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.seen: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.statistics(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+            if self.seen is not None:
+                self.seen.append(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+def compiled(net: Net, way: str) -> nn.Module:
+    """dynamic=False: each size of a micro-batch has code of its own, whatever sizes a worker has seen before."""
+    if way == "whole":
+        return torch.compile(net, backend=BACKEND, dynamic=False)  # type: ignore[return-value]
+    if way == "in place":
+        net.compile(backend=BACKEND, dynamic=False)
+    for block in net.blocks if way == "blocks" else ():
+        block.compile(backend=BACKEND, dynamic=False)
+    return net
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def problem() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(70, 6, generator=generator)  # a batch has 12, the last one 10: a micro-batch of 2 among those of 4
+    return x, (x @ torch.randn(6, 3, generator=generator)).argmax(1)
+
+
+def fitted(way: str, **arguments: Any) -> tuple[str, list[float], dict[str, Any]]:
+    """After two epochs of kf.fit: the parameters' digest; figures of the last step; what the model's buffers are."""
+    reset()
+    kf.init(CommOptions(reproducible=True))
+    net = Net()
+    model = compiled(net, way)
+    opt = kf.FusedAdamW(model.parameters(), lr=0.01)
+    kf.fit(model, problem(), opt, **{"batch_size": 12, "micro_batch": 4, "epochs": 2, **arguments})
+    stats = opt.stats
+    assert stats is not None and stats.grad_norm is not None and stats.grad_variance is not None
+    figures = [stats.grad_norm, stats.grad_variance, float(stats.loss or 0.0)]
+    return params_sha256(model), figures, {name: each.tolist() for name, each in net.named_buffers()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_trains_as_the_model_itself(way: str) -> None:
+    """Parameters, statistics, BatchNorm's buffers and dropout, with kf.fit's micro-batches."""
+    plain, figures, buffers = fitted("eager")
+    digest, measured, averaged = fitted(way)
+    if BACKEND == "aot_eager":
+        assert (digest, measured, averaged) == (plain, figures, buffers)
+    assert averaged.keys() == buffers.keys()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits_for_any_number_of_workers(way: str) -> None:
+    alone = fitted(way)
+    for workers in (2, 3):
+        assert [each[0] for each in run_workers(workers, fitted, way)] == [alone[0]] * workers
+
+
+class Events:
+    """What happens in a backward: which block's output is reached, and which buckets are packed and launched."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.happened: list[str] = []
+        self.packed: list[int] = []
+        pack, launch = engine.pack, Reduction.launch
+
+        def packing(grads: list[Any], *arguments: Any, **more: Any) -> None:
+            self.happened.append("bucket")
+            self.packed.append(len(grads))
+            pack(grads, *arguments, **more)
+
+        def launching(reduction: Reduction, *arguments: Any) -> None:
+            before = reduction.launched
+            launch(reduction, *arguments)
+            self.happened += ["launch"] * (reduction.launched - before)
+
+        patch.setattr(engine, "pack", packing)
+        patch.setattr(Reduction, "launch", launching)
+
+    def watch(self, name: str, output: Tensor) -> None:
+        """Notes when the backward of the node that made `output` is over: then its gradients are computed."""
+        assert output.grad_fn is not None
+        output.grad_fn.register_hook(lambda *_: self.happened.append(name))
+
+
+def one_step(way: str, patch: pytest.MonkeyPatch) -> Events:
+    kf.init(CommOptions(bucket_mb=0.001))
+    net = Net()
+    model = compiled(net, way)
+    opt = kf.FusedAdamW(model.parameters(), lr=0.01)
+    events = Events(patch)
+    x, y = problem()
+    if way == "blocks":
+        net.seen = []
+    out = model(x)
+    events.watch("model", out)
+    for k, output in enumerate(net.seen or ()):
+        events.watch(f"block {k}", output)
+    F.cross_entropy(out, y).backward()
+    opt.step()
+    assert sum(events.packed) == len(opt.engine.params) + len(opt.engine.averaged.tensors)  # each one hook, once
+    return events
+
+
+@pytest.mark.parametrize("way", ["whole", "in place"])
+def test_a_model_compiled_as_a_whole_launches_nothing_before_its_backward_is_over(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward is one node of autograd: no gradient leaves it before all are computed."""
+    happened = one_step(way, monkeypatch).happened
+    assert happened[0] == "model"
+    assert happened.count("launch") > 5
+
+
+def test_blocks_that_are_compiled_one_by_one_launch_their_buckets_during_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened = one_step("blocks", monkeypatch).happened
+    assert happened.index("launch") < happened.index("block 1") < happened.index("block 0")
+    for later, earlier in (("block 2", "block 1"), ("block 1", "block 0")):
+        between = happened[happened.index(later) : happened.index(earlier)]
+        assert "launch" in between, happened
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_files_do_not_depend_on_whether_the_model_is_compiled(way: str, tmp_path: Path) -> None:
+    """A run whose model is not compiled goes on from the checkpoint of one whose is, and the other way round."""
+    whole = fitted("eager")[0]
+    for first, then in (("eager", way), (way, "eager")):
+        kept = tmp_path / f"{first} {then}"
+        fitted(first, checkpoint=kept, epochs=1, run_dir=kept / "run", save_model=True)
+        weights = torch.load(kept / "run" / "model.pt", weights_only=True)
+        assert list(weights) == list(Net().state_dict())
+        resumed = fitted(then, checkpoint=kept, resume="auto")[0]
+        assert BACKEND != "aot_eager" or resumed == whole
+
+
+def step(net: nn.Module, x: Tensor) -> None:
+    net(x).square().mean().backward()
+
+
+def under_compiled_autograd(net: nn.Module, x: Tensor) -> None:
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        step(net, x)
+
+
+def test_compiled_autograd_is_refused_in_a_bare_backward() -> None:
+    """It has no callbacks at the end of a backward. The refusal is one line, and the step is dropped."""
+    net = nn.Linear(6, 2)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"^a bare backward under compiled autograd .* opt\.micro_batch.*$"):
+        under_compiled_autograd(net, torch.ones(4, 6))
+    opt.zero_grad()
+    with opt.micro_batch(samples=4):
+        step(net, torch.ones(4, 6))
+    opt.step()
+
+
+def test_compiled_autograd_in_a_micro_batch_gives_the_same_gradients() -> None:
+    found = []
+    for backward in (step, under_compiled_autograd):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        opt = kf.FusedSGD(net.parameters(), lr=0.1)
+        for number in range(2):
+            for j in range(3):
+                with opt.micro_batch(samples=4, last=j == 2):
+                    backward(net, torch.ones(4, 6) * (1 + number + j))
+            opt.step()
+            opt.zero_grad()
+        stats = opt.stats
+        assert stats is not None
+        found.append((params_sha256(net), stats.grad_norm, stats.grad_variance))
+    assert found[0] == found[1]

@@ -1,0 +1,316 @@
+"""`kfuse doctor` finds what is wrong with a machine, says what to do, hangs nowhere and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kfuse.cli import doctor, machine
+from kfuse.cli.app import main
+
+BAD_TRANSPORTS = """
+import os, signal, time
+
+from kfuse.comm.transports.allreduce import AllReduce
+
+class Hangs(AllReduce):
+    def wait(self, key):
+        open(f"rank{os.environ['RANK']}", "w").write(str(os.getpid()))
+        time.sleep(1000)
+
+class Dies(AllReduce):
+    def wait(self, key):
+        if self._group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().wait(key)
+
+class AddsWrong(AllReduce):
+    def launch(self, key, slots, what):
+        slots[0].mul_(1.001)
+        super().launch(key, slots, what)
+"""
+
+
+def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`kfuse doctor` in `folder`, on a pipe."""
+    command = [sys.executable, "-m", "kfuse", "doctor", *words]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=150)
+
+
+def lines(text: str) -> dict[str, tuple[str, str]]:
+    """{name: (status, what was found and the remedy)}; every line has the report's form."""
+    found: dict[str, tuple[str, str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if line.startswith(" " * 20):
+            found[name] = (found[name][0], f"{found[name][1]}\n{line.strip()}")
+            continue
+        match = re.fullmatch(r"(ok|warn|fail) +(\S.{13})(.+)", line)
+        assert match, line
+        name = match[2].strip()
+        found[name] = (match[1], match[3])
+    return found
+
+
+@pytest.fixture
+def bad_transports(tmp_path: Path) -> Path:
+    (tmp_path / "bad.py").write_text(BAD_TRANSPORTS)
+    return tmp_path
+
+
+# -- the whole report ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_this_machine_is_well(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "\x1b" not in done.stdout, "plain text on a pipe"
+    found = lines(done.stdout)
+    names = "machine, versions, GPUs, compiler, Triton cache, shared memory, open files, transport, extras, determinism"
+    assert [*found] == [*names.split(", "), "reduction", "kernels"]
+    assert "fail" not in {status for status, _ in found.values()}
+    assert found["reduction"][0] == found["kernels"][0] == "ok"
+    for part in ("2 processes", "allreduce", "all_to_all (reproducible)", "float64", "the same bits twice"):
+        assert part in found["reduction"][1]
+    assert list(tmp_path.iterdir()) == [], "it writes nothing"
+
+
+@pytest.mark.full
+def test_the_overrides_choose_what_is_tried(tmp_path: Path) -> None:
+    found = lines(run(tmp_path, "comm.schedule=tree", "comm.dtype=bf16").stdout)
+    assert found["transport"][1].startswith("tree, gradients in bf16: comm.schedule=tree")
+    assert found["reduction"][0] == "ok" and "tree in bf16" in found["reduction"][1]
+    found = lines(run(tmp_path, "comm.reproducible=true").stdout)
+    assert found["transport"][1].startswith("all_to_all") and "comm.reproducible=true" in found["transport"][1]
+    assert "threads 1" in found["determinism"][1]
+
+
+@pytest.mark.full
+def test_a_terminal_gets_colours(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    process = subprocess.Popen([sys.executable, "-m", "kfuse", "doctor"], cwd=tmp_path, env=env, stdout=follower)
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            part = os.read(leader, 2**16)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(leader)
+    assert process.wait(60) == 0
+    assert b"\x1b[32mok" in shown
+
+
+# -- what is wrong is found ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [
+        ("AddsWrong", r"bad.AddsWrong: a mean gradient differs from the sum in float64 by 1\.\de-03"),
+        ("Dies", "rank 1: ended while reducing by bad.Dies .SIGKILL"),
+    ],
+)
+def test_a_wrong_reduction_fails(transport: str, said: str, bad_transports: Path) -> None:
+    done = run(bad_transports, f"comm._target_=bad.{transport}")
+    status, found = lines(done.stdout)["reduction"]
+    assert (done.returncode, status, done.stderr) == (1, "fail", "")
+    assert re.search(said, found), found
+    assert len(found.splitlines()) == 2, "a remedy"
+
+
+@pytest.mark.full
+def test_a_hanging_self_test_says_what_it_waited_for(bad_transports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bad_transports)
+    monkeypatch.setattr(doctor, "LIMIT_S", 20.0)
+    config = config_of("comm._target_=bad.Hangs")
+    [line] = [line for line in doctor.lines(config) if line.name == "reduction"]
+    assert line.status == "fail"
+    assert "rank 0: no answer within 20 s; it was reducing by bad.Hangs" in line.found
+    assert_ended(bad_transports)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_its_processes_die_with_it(number: signal.Signals, bad_transports: Path) -> None:
+    command = [sys.executable, "-m", "kfuse", "doctor", "comm._target_=bad.Hangs"]
+    process = subprocess.Popen(command, cwd=bad_transports, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not all((bad_transports / f"rank{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert errors == ""
+    assert_ended(bad_transports)
+
+
+def assert_ended(folder: Path) -> None:
+    """The processes of `Hangs` have ended, or do so at once."""
+    deadline = time.monotonic() + 5
+    for rank in range(2):
+        status = Path("/proc", (folder / f"rank{rank}").read_text(), "stat")
+        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline, "a process of the self-test lives on"
+            time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_limits_and_places_are_looked_at(tmp_path: Path) -> None:
+    """A cache that is no folder, few files, no compiler: warnings on a machine without a GPU, where they do no harm."""
+    (tmp_path / "cache").write_text("")
+    command = f"ulimit -Sn 200; exec {sys.executable} -m kfuse doctor"
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache" / "deeper"), "CC": str(tmp_path / "no-compiler")}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=150)
+    found = lines(done.stdout)
+    assert done.returncode == 0, "none of this is needed here"
+    status, text = found["open files"]
+    assert status == "warn" and text.startswith("at most 200 (workers.max=2)\nulimit -n ")
+    assert "only machines with a GPU need it" in found["Triton cache"][1]
+    assert "TRITON_CACHE_DIR" in found["Triton cache"][1]
+    assert "only machines with a GPU need it" in found["compiler"][1]
+
+
+# -- the compiler ----------------------------------------------------------------------------------------------------
+
+
+def test_the_compiler_is_tried_as_triton_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.compiler().problem == "no C compiler"
+    assert "apt install gcc" in machine.compiler().remedy
+    fails = tmp_path / "gcc"
+    fails.write_text("#!/bin/sh\necho 'gcc: error: broken' >&2\nexit 1\n")
+    fails.chmod(fails.stat().st_mode | stat.S_IXUSR)
+    assert "gcc: error: broken" in (machine.compiler().problem or "")
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    found = machine.compiler()
+    assert found.problem == f"no Python.h in {tmp_path}"
+    assert f"python{sys.version_info.major}.{sys.version_info.minor}-dev" in found.remedy
+
+
+# -- GPUs: lines for answers of machines that are not here -----------------------------------------------------------
+
+H100 = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.2, "free_gib": 78.5}
+TOPOLOGY = """\
+\tGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tSYS\t0-15\t0\tN/A
+GPU1\tNV18\t X \tSYS\t0-15\t0\tN/A
+GPU2\tSYS\tSYS\t X \t0-15\t1\tN/A
+
+Legend:
+  X    = Self
+"""
+
+
+def answer(*gpus: dict[str, Any], peers: list[list[int]], problem: str | None = None) -> dict[str, Any]:
+    return {"gpus": list(gpus), "peers": peers, "nccl": "2.28.9", "nccl_problem": problem}
+
+
+def of_gpus(devices: dict[str, Any], problem: str | None = None) -> dict[str, machine.Line]:
+    return {line.name: line for line in machine.gpu_lines(devices, problem)}
+
+
+def test_gpus_and_links_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "topology").write_text(TOPOLOGY)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n[ \"$*\" = 'topo -m' ] && /bin/cat {tmp_path / 'topology'}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "version", lambda package: "3.6.0")
+    found = of_gpus(answer(H100, H100, H100, peers=[[0, 1], [0, 2], [1, 2]]))
+    assert found["GPUs"].found.startswith("3 x NVIDIA H100 (compute capability 9.0, 79.2 GiB); free GiB: 78.5, 78.5")
+    assert found["links"].found == "between 3 pairs: NV18, SYS; 3 with peer access"
+    assert {line.status for line in found.values()} == {"ok"}
+    found = of_gpus(answer(H100, H100, H100, peers=[[0, 1]]))
+    assert found["links"].status == "warn" and "0-2, 1-2" in found["links"].remedy
+
+
+def test_what_a_gpu_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "version", lambda package: "3.6.0")
+    assert of_gpus({}, "no answer within 40 s; it was asking the driver for GPUs")["GPUs"].status == "fail"
+    assert of_gpus(answer(H100 | {"free_gib": 3.0}, peers=[]))["GPUs"].status == "warn"
+    assert of_gpus(answer(H100 | {"capability": "7.5"}, peers=[]))["GPUs"].status == "warn"
+    nccl = of_gpus(answer(H100, peers=[], problem="ncclSystemError"))["NCCL"]
+    assert (nccl.status, nccl.found) == ("fail", "ncclSystemError") and "NCCL_DEBUG=INFO" in nccl.remedy
+    monkeypatch.setattr(machine, "version", lambda package: None)
+    assert of_gpus(answer(H100, peers=[]))["GPUs"].status == "fail", "Triton is needed"
+
+
+def test_determinism_is_read_off_torch() -> None:
+    good = {
+        "threads": 1,
+        "deterministic algorithms": True,
+        "cudnn.deterministic": True,
+        "cudnn.benchmark": False,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    assert doctor.determinism(True, good, 2).status == "ok"
+    for name, value in {
+        "deterministic algorithms": False,
+        "cudnn.deterministic": False,
+        "cudnn.benchmark": True,
+        "CUBLAS_WORKSPACE_CONFIG": None,
+    }.items():
+        line = doctor.determinism(True, good | {name: value}, 2)
+        assert line.status == "fail" and line.remedy, name
+        assert doctor.determinism(True, good | {name: value}, 0).status == "ok", "on a CPU the threads alone matter"
+    assert doctor.determinism(False, good, 2).status == "ok"
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["batch.size=0"], "batch.size=0: must be a whole number, at least 1"),
+        (["comm.schedule=ring"], "comm.schedule=ring: must be one of auto"),
+        (["comm.reproducible=true", "comm.dtype=bf16"], "comm.dtype=bf16: must be fp32"),
+        (["-m"], "kfuse doctor takes overrides only, not --multirun"),
+        (["--cfg", "job"], "kfuse doctor takes overrides only, not --cfg"),
+        (["--fast"], "--fast: no such flag"),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kfuse", "doctor", *words])
+    assert main() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"kfuse: error: {said}") and printed.err.count("\n") == 1
+
+
+def test_help_says_what_it_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["kfuse", "doctor", "--help"])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("kfuse doctor [override ...]")
+
+
+def config_of(*overrides: str) -> dict[str, Any]:
+    import hydra
+    from omegaconf import OmegaConf
+
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+        config: Any = OmegaConf.to_container(hydra.compose("config", list(overrides)), resolve=True)
+    return config
