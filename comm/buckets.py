@@ -161,6 +161,11 @@ class Bucket:
             for place, shape, strides in zip(places, self.shapes, self._strides, strict=True)
         ]
 
+    def laid_out(self, k: int, gradient: Tensor) -> Tensor:
+        """A gradient of the k-th parameter, its dimensions in the order in which this bucket holds its elements."""
+        order = self.orders[k]
+        return gradient if order is None else gradient.permute(order)
+
     def show_mean(self) -> None:
         """`visible` shows the mean gradient."""
         if self.visible is not self.mean:

@@ -433,6 +433,28 @@ def test_torchs_adamw_takes_our_state_and_we_take_its(done: int) -> None:
     assert not any("master" in state for state in fp32.state.values())
 
 
+@ALL
+def test_a_state_that_arrives_from_another_worker_finds_its_place(make: Make) -> None:
+    """Masters and moments are made before, and loading what lies in them copies nothing."""
+    net, _ = networks()
+    opt = make(net.parameters())
+    train(net, opt, range(3))
+    theirs = networks()[0]
+    other = make(theirs.parameters())
+    state = opt.state_dict()
+    other.make_room(state)
+    rooms = other.state_dict()["state"]
+    for key, values in state["state"].items():
+        assert rooms[key].keys() == values.keys()
+        for name, value in values.items():
+            rooms[key][name].copy_(value)
+    places = [value.data_ptr() for values in rooms.values() for value in values.values()]
+    theirs.load_state_dict(net.state_dict())
+    other.load_state_dict({**state, "state": rooms})
+    assert bits(theirs, other) == bits(net, opt)
+    assert places == [value.data_ptr() for values in other.state_dict()["state"].values() for value in values.values()]
+
+
 def test_a_state_of_another_shape_is_refused() -> None:
     net, _ = networks()
     opt = kf.FusedSGD(net.parameters(), lr=1e-2)

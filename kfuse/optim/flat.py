@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -21,6 +20,7 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import Reduced
 from kfuse.kernels import PackTable, take_changed
 from kfuse.optim.base import DistributedOptimizer
+from kfuse.optim.parameters import loading_as_fp32
 
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
 _OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which AdamW sets to True as it loads
@@ -87,7 +87,6 @@ class FlatOptimizer(DistributedOptimizer):
     _moment_names: tuple[str, ...]
     """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
     _weight_names = (_MASTER,)
-    _skips_on_device = True
     _warned: tuple[str, ...] = ()
 
     def _check_layout(self) -> None:
@@ -117,28 +116,14 @@ class FlatOptimizer(DistributedOptimizer):
         if devices.of(bucket.device).asynchronous:
             for p in params:  # later the host would wait until the table is on the device
                 _one_tensor(p.numel(), p.device)
-        param = _gather(bucket, [p.data for p in params], bucket.layout.dtype)
-        for p, view in zip(params, bucket.view(param), strict=True):
+        param = torch.zeros(bucket.body, dtype=bucket.layout.dtype, device=bucket.device)
+        views = bucket.view(param)
+        _fill(views, [p.data for p in params])
+        for p, view in zip(params, views, strict=True):
             p.data = _with_own_storage(view)
-        states: list[dict[str, Any]] = [self.state.get(p, {}) for p in params]
-        master = None
-        if param.dtype != torch.float32:  # another optimizer, torch's above all, has saved no master
-            weights = [state.get(_MASTER, p.data) for state, p in zip(states, params, strict=True)]
-            master = _gather(bucket, weights)
-        steps = torch.tensor([float(state.get("step", 0.0)) for state in states], device=bucket.device)
-        known = [any(state.get(name) is not None for name in self._moment_names) for state in states]
-        moments = {}
-        for name in self._moment_names if any(known) else ():
-            moments[name] = _gather(bucket, [state.get(name) for state in states])
-        together = len(set(known)) == 1 and len(set(steps.tolist())) == 1
-        flat = Flat(param, master, moments, steps, known, together)
-        for k, p in enumerate(params):
-            has_master = _MASTER in states[k]
-            states[k].pop(_MASTER, None)
-            if known[k]:
-                self._publish(p, flat, bucket, k)
-            if known[k] or has_master:
-                self._publish_masters(params, flat, bucket, [k])
+        master = None if param.dtype == torch.float32 else torch.zeros(bucket.body, device=bucket.device)
+        flat = Flat(param, master, {}, torch.zeros(len(params), device=bucket.device), [], True)
+        self._take_state(bucket, flat)
         return flat
 
     def _params_of(self, bucket: Bucket) -> list[Parameter]:
@@ -162,39 +147,50 @@ class FlatOptimizer(DistributedOptimizer):
         """
         self._refuse_options(state_dict["param_groups"], _NEVER_LOADED)
         self._check_shapes(state_dict)
-        with self._state_kept_fp32():
+        with loading_as_fp32(self, {*self._moment_names, _MASTER}):
             super().load_state_dict(state_dict)
-        self._layout_changed()
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
+            self._take_state(bucket, flat)
 
-    @contextmanager
-    def _state_kept_fp32(self) -> Iterator[None]:
-        """Context in which load_state_dict leaves moments and masters as they are.
+    def make_room(self, state_dict: dict[str, Any]) -> None:
+        """Makes the flat state tensors that `state_dict` has and this optimizer has not, zeros."""
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        states = {id(p): state_dict["state"].get(key, {}) for p, key in zip(params, saved, strict=False)}
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
+            mine = self._params_of(bucket)
+            theirs = [states.get(id(p), {}) for p in mine]
+            missing = [k for k, state in enumerate(theirs) if not flat.known[k] and self._has_moments(state)]
+            if missing:
+                self._first_update(mine, flat, bucket, missing)
+            self._publish_masters(mine, flat, bucket, [k for k, state in enumerate(theirs) if _MASTER in state])
 
-        torch rounds a state tensor to its parameter's dtype. It leaves objects alone that it does not know, and it asks
-        the hook that was registered last, which sees what other hooks made of the state.
-        """
-        kept = {*self._moment_names, _MASTER}
+    def _take_state(self, bucket: Bucket, flat: Flat) -> None:
+        """Moves what torch has loaded into `state` to its place in the flat buffers. What lies there is not copied."""
+        params = self._params_of(bucket)
+        states: list[dict[str, Any]] = [self.state.get(p, {}) for p in params]
+        flat.known = [self._has_moments(state) for state in states]
+        if not any(flat.known):
+            flat.moments = {}
+        elif not flat.moments:
+            flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
+        for name, moment in flat.moments.items():
+            _fill(bucket.view(moment), [state.get(name) for state in states])
+        if flat.master is not None:  # another optimizer, torch's above all, has saved no master
+            _fill(
+                bucket.view(flat.master), [state.get(_MASTER, p.data) for state, p in zip(states, params, strict=True)]
+            )
+        _fill(flat.steps, [_number(state.get("step", 0.0)) for state in states])
+        flat.together = len(set(flat.known)) == 1 and len(set(flat.steps.tolist())) == 1
+        for k, (p, state) in enumerate(zip(params, states, strict=True)):
+            had_master = state.pop(_MASTER, None) is not None
+            if flat.known[k]:
+                self._publish(p, flat, bucket, k)
+            if flat.known[k] or had_master:
+                self._publish_masters(params, flat, bucket, [k])
 
-        def hide(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-            states = {
-                key: {name: _Kept(value) if name in kept and value is not None else value for name, value in of.items()}
-                for key, of in state_dict["state"].items()
-            }
-            return state_dict | {"state": states}
-
-        def show(_: Any) -> None:
-            for p, state in self.state.items():
-                for name, value in state.items():
-                    if isinstance(value, _Kept):
-                        state[name] = value.tensor.to(p.device, torch.float32)
-
-        before = self.register_load_state_dict_pre_hook(hide)
-        after = self.register_load_state_dict_post_hook(show, prepend=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
+    def _has_moments(self, state: dict[str, Any]) -> bool:
+        return any(state.get(name) is not None for name in self._moment_names)
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -205,6 +201,10 @@ class FlatOptimizer(DistributedOptimizer):
                     raise ValueError(
                         f"{label} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
                     )
+
+    @property
+    def _skips_on_device(self) -> bool:
+        return True
 
     def _keeps_state(self, group: dict[str, Any]) -> bool:
         """Whether an update with this group's settings makes state, or needs the state that is there."""
@@ -332,13 +332,6 @@ def _one_tensor(numel: int, device: torch.device) -> PackTable:
     return PackTable.build([numel], [0], device)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A state tensor that torch's load_state_dict does not see."""
-
-    tensor: Tensor
-
-
 def _with_own_storage(view: Tensor) -> Tensor:
     """The same memory as a tensor whose storage begins and ends with it (and keeps the whole buffer alive).
 
@@ -369,10 +362,15 @@ def _refuse_overlaps(named: list[tuple[Parameter, str]]) -> None:
             )
 
 
-def _gather(bucket: Bucket, tensors: list[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-    """A flat buffer in the bucket's layout with these values (None: zeros)."""
-    flat = torch.zeros(bucket.body, dtype=dtype, device=bucket.device)
-    for view, tensor in zip(bucket.view(flat), tensors, strict=True):
-        if tensor is not None:
-            view.copy_(tensor)
-    return flat
+def _fill(places: Iterable[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Copies each value to its place; None: zeros. One that lies there already is not copied."""
+    for place, value in zip(places, values, strict=True):
+        if value is None:
+            place.zero_()
+        elif value.data_ptr() != place.data_ptr():
+            place.copy_(value)
+
+
+def _number(value: Any) -> Tensor:
+    """A number, or a tensor of one, as a 0-dim fp32 tensor; one that is so is returned itself."""
+    return torch.as_tensor(value, dtype=torch.float32).reshape(())

@@ -43,13 +43,17 @@ class Forward:
 
         Raises TypeError or ValueError for a batch that cannot become a loss; the first time before the model is run.
         """
-        if not self._checked:
-            self._check(batch)
-        done = forward(self._objective, self._model, batch, self._precision, self._device)
+        done = self.run(batch)
         step.loss = done.loss
         if self._objective.step_fn is not None:
             step.figures = self._figures(done)
         return done.loss
+
+    def run(self, batch: Any) -> Outcome:
+        """Runs the model and the loss on a batch. Raises as a call does."""
+        if not self._checked:
+            self._check(batch)
+        return forward(self._objective, self._model, batch, self._precision, self._device)
 
     def _check(self, batch: Any) -> None:
         self._objective.check(self._model, batch, "the data")
