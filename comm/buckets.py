@@ -178,7 +178,7 @@ class Bucket:
         """
         if self.visible is not self.mean:
             same = self.mean.to(self.layout.dtype) == self.visible
-            self.mean.copy_(torch.where(same, self.mean, self.visible.to(torch.float32)))
+            torch.where(same, self.mean, self.visible, out=self.mean)
 
     def begin_micro_batch(self) -> None:
         """No gradient is there yet."""

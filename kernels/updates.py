@@ -232,7 +232,7 @@ def take_changed(param: Tensor, master: Tensor) -> None:
     """Elements of `param` that are not the rounded master were changed since the last update: they replace it."""
     same = master.to(param.dtype) == param
     if not same.all():
-        master.copy_(torch.where(same, master, param.to(torch.float32)))
+        torch.where(same, master, param, out=master)
 
 
 def adamw_by_torch(given: AdamWArguments) -> None:
