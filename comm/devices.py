@@ -8,6 +8,7 @@ both kinds of device; tests put a recorder in its place.
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class DeviceError(RuntimeError):
+    """This worker's GPU is not there, or cannot be set up as the options ask. The message is one line."""
 
 
 class Event(Protocol):
@@ -53,6 +58,14 @@ class Device:
 
     def __init__(self, name: torch.device) -> None:
         self.name = name
+
+    def model(self) -> str:
+        """What kind of hardware it is: two devices of one kind compute the same bits."""
+        with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # Linux
+            for line in lines:
+                if line.startswith("model name"):
+                    return f"{line.partition(':')[2].strip()} ({torch.backends.cpu.get_cpu_capability()})"
+        return f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
 
     def make_current(self) -> None:
         """From now on this thread's kernels, streams and events are this device's, unless told otherwise."""
@@ -101,6 +114,9 @@ class CudaDevice(Device):
 
     asynchronous = True
 
+    def model(self) -> str:
+        return torch.cuda.get_device_name(self.name)
+
     def make_current(self) -> None:
         torch.cuda.set_device(self.name)
 
@@ -138,6 +154,21 @@ class CudaDevice(Device):
     def set_random_state(self, state: Tensor | None) -> None:
         assert state is not None
         torch.cuda.set_rng_state(state, self.name)
+
+
+def count() -> int:
+    """How many GPUs this process sees (CUDA_VISIBLE_DEVICES chooses them). 0: its device is the CPU."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def started() -> bool:
+    """Whether this process has used a GPU: some settings of the environment are too late then."""
+    return torch.cuda.is_initialized()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def current() -> int:
+    """The number of the GPU that this thread uses unless told otherwise; no GPU is used to find out."""
+    return torch.cuda.current_device() if started() else 0
 
 
 class StreamOrder:

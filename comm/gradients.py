@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -161,6 +161,16 @@ def check_owner(engine: Owner) -> None:
 def at_the_end_of_backward(act: Callable[[], None]) -> None:
     """Runs `act` when the backward under way is over, after the callbacks that were queued before.
 
+    Where that is an inner backward of another one, as in reentrant activation checkpointing, the inner one counts.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def at_the_end_of_outer_backward(act: Callable[[], None]) -> None:
+    """Runs `act` when the outermost backward under way is over.
+
+    Reentrant activation checkpointing runs a backward for each segment inside a node of the outer backward. There `act`
+    is queued as that node is over: then the outer backward is the one under way.
     Raises RuntimeError under compiled autograd, which has no such callbacks.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # where it is not imported, it is not in use
@@ -169,15 +179,29 @@ def at_the_end_of_backward(act: Callable[[], None]) -> None:
             "a bare backward under compiled autograd has no end that kfuse could notice: wrap it in `with "
             "opt.micro_batch(samples=len(x))`, or use kf.fit or kf.DataLoader"
         )
-    torch.autograd.Variable._execution_engine.queue_callback(act)
+    node = _outer_node()
+    if node is None:
+        at_the_end_of_backward(act)
+        return
+
+    def queue(*_: object) -> None:
+        handle.remove()  # the graph may be retained for another backward
+        at_the_end_of_outer_backward(act)
+
+    # Autograd calls the hooks that a node has when it is over, also those that came while it ran (torch 2.13,
+    # torch/csrc/autograd/engine.cpp: call_post_hooks).
+    handle = node.register_hook(queue)
 
 
-def in_inner_backward() -> bool:
-    """Whether a node of another backward runs the present one: autograd's own callbacks do not tell."""
+def _outer_node() -> Any:
+    """The node of the outermost backward that runs the present one; None if that is the outermost itself."""
+    node = None
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:  # a node that is written in Python
+            node = frame.f_locals["self"]
         frame = frame.f_back
-    return frame is not None
+    return node
 
 
 def close_together(engine: Owner) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from kfuse.comm import transports
+from kfuse.comm import devices, transports
+from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import CommError, Group, drop_retired
 from kfuse.comm.plan import CommOptions
 from kfuse.elastic import protocol
@@ -251,7 +252,8 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
     comm: how gradients are reduced. timeout_s: how long any wait for another worker may take (60 s by default). With
     comm.reproducible torch is set to one CPU thread, since a matrix product's bits depend on the number of threads.
     The first optimizer calls it, if nothing has before.
-    Raises RuntimeError if a session exists with other options, ControlError or CommError if joining fails.
+    Raises RuntimeError if a session exists with other options, DeviceError for a GPU that is not there, ControlError or
+    CommError if joining fails.
     """
     global _current
     comm_options = comm or CommOptions()
@@ -272,7 +274,7 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
     rendezvous = Rendezvous.of_environment()
     if rendezvous is not None and rendezvous.size > 1:
         return join_fixed_group(rendezvous, comm_options, timeout_s)
-    _current = Session(Group(device=_device(), timeout_s=timeout_s), comm_options)
+    _current = Session(Group(device=_take_device(comm_options), timeout_s=timeout_s), comm_options)
     return _current
 
 
@@ -284,7 +286,7 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
 
         set_up_logging(client.job["observe"]["log_level"], f"worker {client.worker}")
     _leave_sigterm_to_the_supervisor()
-    _current = Session(Group(device=_device(), timeout_s=timeout_s), comm, client)
+    _current = Session(Group(device=_take_device(comm), timeout_s=timeout_s), comm, client)
     _close_at_exit(_current)
     return _current
 
@@ -301,7 +303,7 @@ def join_fixed_group(
 ) -> Session:
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     global _current
-    group, view = rendezvous.form_group(_device(), timeout_s, comm)
+    group, view = rendezvous.form_group(_take_device(comm), timeout_s, comm)
     _current = Session(group, comm, record=record)
     _current.view = view
     _current.log_view()
@@ -346,8 +348,32 @@ def reset() -> None:
     _current = None
 
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
+def _take_device(comm: CommOptions) -> torch.device:
+    """This worker's device, set up for `comm`, and the current one from now on. Raises DeviceError if it cannot be."""
+    device = devices.of(_choose_device())
+    if comm.reproducible and device.asynchronous:
+        from kfuse.determinism import make_deterministic
+
+        make_deterministic()  # before the GPU is used
+    device.make_current()
+    return device.name
+
+
+def _choose_device() -> torch.device:
+    """The GPU that LOCAL_RANK names, among those that this process sees; the CPU where it sees none.
+
+    The launcher has set LOCAL_RANK. A process that was started plainly has the GPU that is current in it.
+    Raises DeviceError for a GPU that is not there: NCCL refuses two workers on one.
+    """
+    gpus, given = devices.count(), os.environ.get("LOCAL_RANK")
+    if gpus == 0:
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", os.environ.get(protocol.ENV_WORKER, "0"))) % torch.cuda.device_count()
+    if given is None and gpus > 1 and protocol.ENV_CONTROL in os.environ:
+        raise DeviceError(f"LOCAL_RANK is not set: must be 0 to {gpus - 1}, the GPU that its launcher gives a worker")
+    index = devices.current() if given is None else int(given)
+    if index >= gpus:
+        raise DeviceError(
+            f"LOCAL_RANK={index}: must be below {gpus}, the number of GPUs that this process sees, as each worker "
+            "needs one of its own; where each process sees its own GPU only, LOCAL_RANK=0"
+        )
     return torch.device("cuda", index)

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kfuse import BasePolicy, session
+from kfuse.comm import chunks
+from kfuse.comm.group import CommError
 from kfuse.elastic import protocol
 from kfuse.policies import GNSPolicy, SchedulePolicy
 from kfuse.policies.signals import Decision, Signals
@@ -28,15 +30,22 @@ MOMENTS = (
     "joining",  # a new worker, or a member, connects to a planned view
     "forward",
     "mid_reduction",  # the first bucket's reduction has started, the last one's has not
+    "reduced",  # all workers have the mean gradient, and the optimizer does not know yet
     "between_reduction_and_update",
+    "audit",  # of a step (comm.audit_every): the second run is made, and no digest is sent yet
+    "third run",  # the same, of a third worker
+    "audited",  # the digests have arrived, and the update is not made
     "after_step",
     "evaluation",
     "evaluated",  # and nobody was told yet
     "checkpoint_write",  # a file is written, and not yet durable
     "source",  # of state: the most advanced worker
     "receiver",  # of state
+    "sending",  # state, the source: `message` broadcasts of this transfer have been made (2: the tensors' description)
+    "receiving",  # state, likewise
     "recovery",  # entering the view that recovers from another loss
 )
+_ANY_STEP = ("boot", "joining", "source", "receiver", "sending", "receiving", "recovery")
 _AHEAD = 8  # steps: a proposed view is in force within four
 _PATIENCE_S = 120.0
 
@@ -57,6 +66,9 @@ def strike(how: str) -> None:
             ctypes.PyDLL(None).sleep(1000)
         case "exit":
             os._exit(3)
+        case "lose_contact":  # with the others, which are well
+            time.sleep(0.3)  # they go on meanwhile
+            raise CommError("struck by chaos")
         case "exception":
             raise RuntimeError("struck by chaos")
         case "silence":  # of this host, a network namespace: no packet comes or goes, and nobody is told
@@ -74,7 +86,8 @@ class Chaos(BasePolicy):
     directory: where each event leaves its mark. phases: SchedulePolicy's. gates: {step, workers}: training does not
     go beyond that step with another number of workers. topologies: {step, topology}: asked for at that step.
     adaptive: whether the batch size follows the noise scale. pace_s: a step takes at least this long. again: events
-    may strike more than once. until: training does not end before this file is there.
+    may strike more than once. until: training does not end before this file is there. chunk_bytes: of a message with
+    state. keeps_position: a bug, as a receiver of state would have it: half a state counts as the one before.
     """
 
     def __init__(
@@ -88,6 +101,8 @@ class Chaos(BasePolicy):
         pace_s: float = 0.0,
         again: bool = False,
         until: str | None = None,
+        chunk_bytes: int | None = None,
+        keeps_position: bool = False,
     ) -> None:
         self._directory, self._again, self._pace_s = Path(directory), again, pace_s
         self._until = None if until is None else Path(until)
@@ -99,6 +114,8 @@ class Chaos(BasePolicy):
         self._schedule = SchedulePolicy(phases)
         self._adapts = GNSPolicy(every=5) if adaptive else BasePolicy()
         self._trainer: Any = None
+        self._messages = 0
+        self._chunk_bytes, self._keeps_position = chunk_bytes, keeps_position
         self._began = time.monotonic()
         if protocol.ENV_WORKER in os.environ:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -148,7 +165,7 @@ class Chaos(BasePolicy):
             session.current().check()
 
     def _await_workers_for(self, event: Mapping[str, Any], mark: Path) -> None:
-        of_newcomers = event["moment"] in ("boot", "joining", "source", "receiver")
+        of_newcomers = event["moment"] in ("boot", "joining", "source", "receiver", "sending", "receiving")
         needed = max(event.get("workers", 2), event.get("rank", 0) + 1)
         self._await(lambda size: mark.exists() or (size >= needed and not of_newcomers), event)
 
@@ -177,7 +194,9 @@ class Chaos(BasePolicy):
         for index, event in enumerate(self._events):
             here = event["moment"] == moment and rank in (None, event.get("rank", 0))
             # New workers, and those that recover or receive, know no step, or an old one: what came before counts.
-            reached = moment in ("boot", "joining", "source", "receiver", "recovery") or self._step >= event["step"]
+            reached = moment in _ANY_STEP or self._step >= event["step"]
+            reached = reached and event.get("message", self._messages) == self._messages
+            reached = reached and not (moment == "sending" and self._step == 0)  # as the job starts
             if here and reached and self._armed(event):
                 self._strike(index, event, rank)
 
@@ -193,12 +212,14 @@ class Chaos(BasePolicy):
     def _patch(self) -> None:
         """Has `_reached` called at each of the moments."""
         from kfuse.checkpoint.format import _HashedFile
+        from kfuse.comm.engine import Engine
         from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
         from kfuse.optim import base
+        from kfuse.train import audit, trainer
         from kfuse.train import state as training_state
-        from kfuse.train import trainer
+        from kfuse.train.recovery import Recovery
 
         def before(owner: Any, name: str, look: Callable[..., None]) -> None:
             original = getattr(owner, name)
@@ -229,19 +250,45 @@ class Chaos(BasePolicy):
             if key == 0:
                 self._reached("mid_reduction", session.current().group.rank)
 
-        def share(group: Any, source: int, _: Any) -> None:
+        def share(group: Any, source: int, _: Any, room: Any) -> None:
             self._reached("source" if group.rank == source else "receiver", group.rank)
+            role, self._messages = "sending" if group.rank == source else "receiving" if room else "", 0
+
+            def sent(*_: Any) -> None:
+                self._reached(role, None if role == "sending" else group.rank)  # the source is one, whichever it is
+                self._messages += 1
+
+            kind = type(group)
+            if not hasattr(kind.broadcast, "patched"):
+                before(kind, "broadcast", lambda *arguments: self._sent(*arguments))
+                kind.broadcast.patched = True
+            self._sent = sent
+
+        def shared(*_: Any) -> None:
+            self._sent = lambda *_: None
 
         def form(view: Any, rank: int, *_: Any) -> None:
             self._reached("recovery" if view.recovers else "joining", rank)
 
         before(trainer.Trainer, "steps", steps)
+
+        def digests(_: Any, __: Any, ___: Any, what: str) -> None:
+            self._reached("audit" if what == "audit" else "third run", session.current().group.rank)
+
         before(MicroBatch, "__enter__", here("forward"))
         after(AllToAll, "launch", launched)
         after(AllReduce, "launch", launched)
+        after(Engine, "finish", here("reduced"))
         before(base, "scaling", here("between_reduction_and_update"))
+        before(audit.Audit, "_gather", digests)
+        after(audit.Audit, "_gather", here("audited"))
         before(trainer, "evaluate", here("evaluation"))
         after(trainer, "evaluate", here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))
         before(training_state, "share", share)
+        after(training_state, "share", shared)
+        if self._chunk_bytes is not None:
+            chunks.CHUNK_BYTES = self._chunk_bytes
+        if self._keeps_position:
+            Recovery._make_room = lambda own, given, intact: [None, own._state.room_for(given[1])]  # type: ignore
         before(session, "form_group", form)

@@ -31,9 +31,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import kfuse.checkpoint.format
+import kfuse.checkpoint.snapshot
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
 from kfuse.checkpoint.manager import Checkpoints
+from kfuse.checkpoint.snapshot import HostCopy, Snapshots
 
 PATIENCE_S = 60.0
 FILES = ("manifest.json", "model.pt", "optimizer.pt", "state.pt")
@@ -237,7 +238,7 @@ def test_one_copy_at_a_time(tmp_path: Path, held: Callable[[], None], monkeypatc
     checkpointer = Checkpointer(tmp_path, 9, events := Events())
     assert checkpointer.save(1, state_of(1))
     with monkeypatch.context() as patch:
-        patch.setattr("kfuse.checkpoint.format._snapshot", lambda *_: pytest.fail("a second copy was made"))
+        patch.setattr(Snapshots, "take", lambda *_: pytest.fail("a second copy was made"))
         assert not checkpointer.save(2, state_of(2))
     held()
     assert checkpointer.wait(PATIENCE_S)
@@ -250,14 +251,14 @@ def test_one_copy_at_a_time(tmp_path: Path, held: Callable[[], None], monkeypatc
 def test_nothing_holds_the_copy_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[Tensor]] = []
 
-    def remember(value: Any, where: str) -> Any:
-        copy = snapshot(value, where)
+    def remember(value: Any, where: str, of_tensor: Any) -> Any:
+        copy = copy_plain(value, where, of_tensor)
         if isinstance(copy, Tensor):
             copies.append(weakref.ref(copy))
         return copy
 
-    snapshot = kfuse.checkpoint.format._snapshot
-    monkeypatch.setattr("kfuse.checkpoint.format._snapshot", remember)
+    copy_plain = kfuse.checkpoint.snapshot._copy_plain
+    monkeypatch.setattr("kfuse.checkpoint.snapshot._copy_plain", remember)
     checkpointer = Checkpointer(tmp_path, 1, Events())
     checkpointer.save(1, state_of(1))
     checkpointer.wait()
@@ -426,7 +427,7 @@ def test_files_can_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    monkeypatch.setattr("kfuse.checkpoint.format._snapshot", lambda value, where: value)
+    monkeypatch.setattr(Snapshots, "take", lambda self, value, where: HostCopy(value, ()))
     checkpointer = Checkpointer(tmp_path, 1, Events())
     checkpointer.save(1, {"model": {"w": Evil()}, "optimizer": {}})
     checkpointer.wait()

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from kfuse.cli import doctor, machine
+from kfuse.cli import doctor, machine, self_test
 from kfuse.cli.app import main
 
 BAD_TRANSPORTS = """
@@ -254,6 +257,33 @@ def test_what_a_gpu_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (nccl.status, nccl.found) == ("fail", "ncclSystemError") and "NCCL_DEBUG=INFO" in nccl.remedy
     monkeypatch.setattr(machine, "version", lambda package: None)
     assert of_gpus(answer(H100, peers=[]))["GPUs"].status == "fail", "Triton is needed"
+
+
+def test_the_driver_is_asked_as_torch_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch.cuda's functions replaced by a machine of two GPUs, and NCCL by gloo."""
+    cuda, current, begin = torch.cuda, [], dist.init_process_group
+    properties = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda index: (78 * 2**30, 79 * 2**30))
+    monkeypatch.setattr(cuda, "can_device_access_peer", lambda i, j: True)
+    monkeypatch.setattr(cuda, "set_device", current.append)
+    monkeypatch.setattr(cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda count, device: torch.zeros(count) + 1)
+
+    def over_gloo(backend: str, device_id: torch.device, **more: Any) -> None:
+        assert (backend, device_id, current) == ("nccl", torch.device("cuda", 0), [torch.device("cuda", 0)])
+        begin("gloo", **more)
+
+    monkeypatch.setattr(dist, "init_process_group", over_gloo)
+    gpu = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.0, "free_gib": 78.0}
+    assert self_test.devices() == {"gpus": [gpu, gpu], "peers": [[0, 1]], "nccl": "2.28.9", "nccl_problem": None}
+    assert not dist.is_initialized()
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert self_test.devices()["nccl_problem"] == "this build of torch has no ProcessGroupNCCL"
 
 
 def test_determinism_is_read_off_torch() -> None:

@@ -20,14 +20,13 @@ import shutil
 import socket
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
 
+from kfuse.checkpoint.snapshot import HostCopy, Snapshots
 from kfuse.version import __version__
 
 FORMAT = 3
@@ -63,11 +62,15 @@ class Checkpointer:
         if keep < 1:
             raise ValueError(f"keep={keep}: must be at least 1")
         self._directory, self._keep, self._report = directory, keep, report
+        self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None
         self._wrote = False
 
     def save(self, step: int, state: dict[str, Any]) -> bool:
         """Copies `state` to the host and returns; the copy is written in the background.
+
+        From a GPU it is copied in the background, too: the caller may change the state by work that it enqueues on the
+        present stream, which begins after the copy.
 
         state: "model", "optimizer" and others: tensors and plain values (None, bool, int, float, str), nested in lists,
         tuples and dicts. Returns False, having done nothing, while the last checkpoint is still being written: there is
@@ -77,11 +80,10 @@ class Checkpointer:
         if not self.wait(0.0):
             return False
         started = time.perf_counter()
-        copy = snapshot(state, "state")
-        parts = {_MODEL: copy.pop("model"), _OPTIMIZER: copy.pop("optimizer"), _REST: copy}
+        copy = self._snapshots.take(state, "state")
         snapshot_s = time.perf_counter() - started
         # A thread for each, so that nothing holds the copy once it is written. Not a daemon: exit waits for it.
-        self._thread = threading.Thread(target=self._write, args=(step, parts, snapshot_s), name="kfuse-checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(step, copy, snapshot_s), name="kfuse-checkpoint")
         self._thread.start()
         return True
 
@@ -92,11 +94,16 @@ class Checkpointer:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _write(self, step: int, parts: dict[str, Any], snapshot_s: float) -> None:
+    def _write(self, step: int, copy: HostCopy, snapshot_s: float) -> None:
         started = time.perf_counter()
         path = self._directory / f"step-{step:08d}"
         hidden = self._hidden(path)
         try:
+            for device, arrived in copy.on_the_way:
+                device.make_current()  # in this thread, which would use GPU 0 else
+                arrived.synchronize()
+            rest = copy.value
+            parts = {_MODEL: rest.pop("model"), _OPTIMIZER: rest.pop("optimizer"), _REST: rest}
             if not self._directory.is_dir():
                 self._directory.mkdir(parents=True, exist_ok=True)
                 fsync_directory(self._directory.parent)
@@ -207,46 +214,6 @@ def _find(directory: Path) -> list[tuple[int, bool, Path]]:
     matches = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()]
     found = [(int(match[1]), bool(match[2]), path) for path, match in matches if match]
     return sorted(found, key=lambda item: (-item[0], item[1]))
-
-
-def snapshot(value: Any, where: str) -> Any:
-    """A copy of `value` that shares nothing with it, tensors dense and on the host.
-
-    What torch.load(weights_only=True) reads back, and nothing else: tensors, None, bool, int, float, str, and lists,
-    tuples and dicts of those. where: what `value` is, for messages. Raises TypeError, naming the place.
-    """
-    copy = _snapshot(value, where)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-    return copy
-
-
-def _snapshot(value: Any, where: str) -> Any:
-    """As `snapshot`, but copies from a GPU are still under way.
-
-    Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, Tensor):
-        if type(value.detach()) is not Tensor or value.layout is not torch.strided:
-            what = f"{type(value.detach()).__qualname__} of layout {value.layout}"
-            raise TypeError(f"{where} is a {what}; a checkpoint holds plain dense tensors")
-        if value.is_cuda:
-            return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
-        return value.detach().to("cpu", copy=True)
-    for plain in (int, float, str):
-        if isinstance(value, plain):
-            return plain(value)
-    if type(value) in (list, tuple):
-        return type(value)(_snapshot(item, f"{where}[{index}]") for index, item in enumerate(value))
-    if type(value) in (dict, OrderedDict):
-        copy = type(value)((_snapshot(key, where), _snapshot(item, f"{where}[{key!r}]")) for key, item in value.items())
-        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
-            vars(copy).update(_snapshot(vars(value), f"vars({where})"))
-        return copy
-    allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
-    raise TypeError(f"{where} is a {type(value).__qualname__}; what a checkpoint can hold: {allowed}")
 
 
 def _write_files(folder: Path, step: int, parts: dict[str, Any]) -> int:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfuse.checkpoint.format import fsync_directory, one_line, snapshot
+from kfuse.checkpoint.format import fsync_directory, one_line
+from kfuse.checkpoint.snapshot import snapshot
 from kfuse.session import Record, Session
 
 _MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
@@ -103,13 +104,8 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
     Raises TypeError for what torch.load(weights_only=True) would not read.
     """
     # Variables are kept, so that a tied parameter is one object.
-    state: dict[str, Any] = uncompiled(model).state_dict(keep_vars=True)
-    copies: dict[int, Any] = {}
-    for name, value in list(state.items()):  # all values are held, so that an id stays that of one object
-        if id(value) not in copies:
-            copies[id(value)] = snapshot(value, name)
-        state[name] = copies[id(value)]
-    return state
+    copy: dict[str, Any] = snapshot(uncompiled(model).state_dict(keep_vars=True), "model")
+    return copy
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kfuse import interrupt
 from kfuse.cli.run import supervise
+from kfuse.comm import devices
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
@@ -104,8 +105,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
-    cores = os.cpu_count() or 1
-    parser.add_argument("--slots", type=int, default=cores, help="workers that this host takes (default: its cores)")
+    gpus, cores = devices.count(), os.cpu_count() or 1
+    slots = "workers that this host takes (default: its GPUs, or its cores where it has none)"
+    parser.add_argument("--slots", type=int, default=gpus or cores, help=slots)
     parser.add_argument("--version", action="version", version=f"kfuse-run {__version__}")
     parser.add_argument("script", type=_path, nargs="?", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -118,7 +120,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
     if args.slots < 1:
         parser.error(f"--slots {args.slots}: must be at least 1")
-    if args.listen is not None or args.join is not None:
+    several_hosts = args.listen is not None or args.join is not None
+    option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.workers)
+    if 0 < gpus < here:
+        parser.error(f"{option} {here}: must be at most {gpus}, the GPUs here, as each worker needs one of its own")
+    if several_hosts:
         args.token = _token(parser, args.token_file)
     if args.join is not None:
         if args.script is not None or args.listen is not None:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from kfuse import session
+from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import CommError
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
@@ -33,7 +34,7 @@ def lead(rendezvous: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int
     why: str | None = "failed"
     try:
         why = _train(rendezvous, job, record)
-    except (CommError, ConsistencyError) as error:
+    except (CommError, ConsistencyError, DeviceError) as error:
         recorder.failed(str(error))
         print(f"kfuse: error: {error}; the run directory is {recorder.directory.path}", file=sys.stderr)
         return 1
@@ -51,7 +52,7 @@ def follow(rendezvous: Rendezvous) -> int:
         set_up_logging(job["observe"]["log_level"], f"worker {rendezvous.rank}")
         return STOP_STATUS.get(_train(rendezvous, job) or "", 0)
     except RuntimeError as error:
-        if not isinstance(error, CommError | ConsistencyError):
+        if not isinstance(error, CommError | ConsistencyError | DeviceError):
             raise
         print(f"kfuse: rank {rendezvous.rank} ends: {error}", file=sys.stderr)
         return 1

@@ -84,9 +84,15 @@ def validate(cfg: DictConfig) -> None:
     _check_optimizer(values["optimizer"], values["lr"]["base"])
     if not hasattr(policy := _make("policy", values["policy"]), "decide"):
         raise _wrong_result("policy", values["policy"], policy, "kfuse.BasePolicy")
-    fixed = getattr(_make("launcher", values["launcher"]), "workers", None)
+    launcher = _make("launcher", values["launcher"])
+    fixed, gpus = getattr(launcher, "workers", None), getattr(launcher, "gpus", 0)
     if fixed not in (None, values["workers"]["count"]):
         raise ConfigError(f"workers.count={values['workers']['count']}: must be {fixed}, as many as torchrun started")
+    if 0 < gpus < values["workers"]["count"]:
+        raise ConfigError(
+            f"workers.count={values['workers']['count']}: must be at most {gpus}, the number of GPUs that this process "
+            "sees, as each worker needs one of its own"
+        )
     spec, samples = _check_data(values["data"], values["train"])
     _check_model(values["model"], spec)
     _check_decay(values, samples)
@@ -127,6 +133,8 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
     ):
         if comm["reproducible"] and comm[name] not in allowed:
             raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.reproducible=true")
+    if comm["audit_every"] is not None and not comm["reproducible"]:
+        raise ConfigError(f"comm.audit_every={comm['audit_every']}: must be null without comm.reproducible=true")
     if comm["slots_on_host"] and not comm["reproducible"]:
         raise ConfigError("comm.slots_on_host=true: must be false with comm.reproducible=false")
 

@@ -40,7 +40,7 @@ class Workers:
 
     count: int = setting(1, "worker processes of the first steps; policies may change it", least=1, most=2**20)
     min: int = setting(1, "worker processes; lost ones are replaced up to it in any case", least=1, most=2**20)
-    max: int = setting(2, "worker processes; policies never go above", least=1, most=2**20)
+    max: int = setting(2, "worker processes; policies never go above; at most as many as GPUs", least=1, most=2**20)
     balance: bool = setting(True, "give slower workers fewer micro-batches, so that none waits long")
     threads: int | None = setting(
         None,
@@ -122,6 +122,12 @@ class Comm:
         False, "with comm.reproducible=true on GPUs: older partial sums of gradients lie in the host's memory"
     )
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
+    audit_every: int | None = setting(
+        None,
+        "steps between audits: a micro-batch is run again on another worker, and the gradients are compared; null: "
+        "never; needs comm.reproducible=true",
+        least=1,
+    )
     nccl_high_priority: bool = setting(True, "on GPUs: messages go before kernels that wait for a place on the GPU")
     nccl_min_ctas: int | None = setting(None, "NCCL's least thread blocks a message; null: its own choice", least=1)
     nccl_max_ctas: int | None = setting(

@@ -41,7 +41,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, Event
-from kfuse.data.batch import map_leaves, tensors
+from kfuse.data.batch import copy_to, map_leaves, tensors
 from kfuse.data.dataset import Dataset
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan, Watch
 from kfuse.data.sampler import EpochSampler, StreamSampler
@@ -129,7 +129,7 @@ class Feeder(Fetcher):
 
         watch: looks at the first micro-batch in the first loader process.
         """
-        super().__init__(data, sampler)
+        super().__init__(data, sampler, loading.pin_memory)
         self._loading, self._on_loss, self._watch = loading, on_loss, watch
         self._side_stream = None
         self._device = devices.of(device)
@@ -167,6 +167,17 @@ class Feeder(Fetcher):
         """
         expected = self._order.popleft() if self._order else None
         assert task == expected, f"{task} is asked for, and {expected} was expected"
+        batch = self._await(task)
+        self._request_more()
+        return self._checked(batch)
+
+    def fetch_out_of_turn(self, task: Task) -> Any:
+        """As `fetch`, for a task that `expect` did not announce: another worker's, or one that was fetched before."""
+        self._request(min(self._loaders, key=lambda loader: len(loader.tasks)), task)
+        return self._checked(self._await(task))
+
+    def _await(self, task: Task) -> Any:
+        """Waits for the batch, or failure, of a task that was requested, and takes it. Raises LoaderError."""
         started = time.monotonic()
         while task not in self._ready:
             self._receive()
@@ -175,7 +186,10 @@ class Feeder(Fetcher):
                 _LOG.warning("%.0f s for one micro-batch: waiting for loader processes %s", _PATIENCE_S, pids)
                 started = time.monotonic()
         batch, self._copy = self._ready.pop(task)
-        self._request_more()
+        return batch
+
+    def _checked(self, batch: Any) -> Any:
+        """The batch. Raises the exception that the data set raised in its place."""
         if isinstance(batch, _Failure):
             batch.error.add_note(batch.text)
             raise batch.error
@@ -306,8 +320,7 @@ class Feeder(Fetcher):
         def copy(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            pinned = self._device.pinned(leaf.shape, leaf.dtype).copy_(leaf)
-            return pinned.to(self._device.name, non_blocking=True)
+            return copy_to(self._device, leaf, pin=True)
 
         event = self._device.event()
         with self._device.on(stream):

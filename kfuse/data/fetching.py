@@ -79,7 +79,7 @@ class Loading:
     prefetch: int = 2
     """Micro-batches that each loader process fetches ahead."""
     pin_memory: bool = True
-    """On CUDA: copy batches from pinned memory, on a stream of their own, beside the forward that runs meanwhile."""
+    """On CUDA: copy batches from pinned memory; with loader processes on a stream of its own, beside the forward."""
     init: Callable[[int], object] | None = None
     """Called first in each loader process, with its number from 0."""
 
@@ -104,9 +104,9 @@ class Fetcher:
     `kfuse.data.feeder.Feeder` has the same methods, and fetches in loader processes.
     """
 
-    def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler) -> None:
-        """sampler: the order of the samples in each epoch, and the seed."""
-        self.data, self.sampler = data, sampler
+    def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler, pin_memory: bool = True) -> None:
+        """sampler: the order of the samples in each epoch, and the seed. pin_memory: as in `Loading`."""
+        self.data, self.sampler, self._pin_memory = data, sampler, pin_memory
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -121,9 +121,13 @@ class Fetcher:
         indices = self.sampler.indices(*task)
         return fetch(self.data, indices, self.sampler.seed, task.epoch)
 
+    def fetch_out_of_turn(self, task: Task) -> Any:
+        """As `fetch`, for a task that `expect` did not announce: another worker's, or one that was fetched before."""
+        return self.fetch(task)
+
     def to_device(self, batch: Any, device: torch.device) -> Any:
         """Returns the batch that was fetched last, with its tensors on `device`."""
-        return to_device(batch, device)
+        return to_device(batch, device, self._pin_memory)
 
 
 def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) -> Any:

@@ -34,6 +34,11 @@ class LostWorkers:
 
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
+        await self._decide(worker, was, status)
+        if self._processes.awaits_gpu and self._job.takes_newcomers and not self._job.stopping:
+            await self._views.add_up_to(self._job.wanted)
+
+    async def _decide(self, worker: Worker, was: State, status: int | None) -> None:
         if status == 0:
             self._quit(worker)
         elif not self._job.done and not self._all_out_of_loop(worker):

@@ -44,6 +44,8 @@ class Worker:
     pid: int | None = None
     """None until it has connected."""
     host: str = ""
+    gpu: int | None = None
+    """Which of the machine's GPUs it has. None: there are none, or the launcher chooses."""
     started_at: float = field(default_factory=time.monotonic)
     last_message_at: float = field(default_factory=time.monotonic)
     """When its last message arrived."""
@@ -121,6 +123,10 @@ class Processes:
         self.workers: dict[int, Worker] = {}
         self.environment: dict[str, str] = {}
         """Environment variables of workers: the supervisor's address and the job's token."""
+        self.gpus: int = getattr(launcher, "gpus", 0)
+        """How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own."""
+        self.awaits_gpu = False
+        """A worker is to be started as soon as another one, which is on its way out, has left its GPU."""
         self._starting = asyncio.Lock()
         self._undecided = 0
         """How many workers have ended and are still being handled by `ended`."""
@@ -142,21 +148,33 @@ class Processes:
         """Its rank in the newest view; None if it is not in it."""
         return None if self._job.view is None else self._job.view.rank_of(worker.number)
 
+    def free_gpu(self) -> int | None:
+        """The first GPU that no living worker has; None where there is none."""
+        taken = {worker.gpu for worker in self.alive()}
+        return next((gpu for gpu in range(self.gpus) if gpu not in taken), None)
+
     async def start_up_to(self, target: int) -> None:
         """Starts as many workers as are missing. One call at a time: several losses may ask for it at once.
+
+        Each gets a GPU of its own, by LOCAL_RANK. Where none is free `awaits_gpu` is set.
 
         Raises LaunchError.
         """
         async with self._starting:
+            self.awaits_gpu = False
             newcomers = [worker for worker in self.alive() if worker.state in (State.BOOTING, State.READY)]
             staying = [worker for worker in self.members() if not worker.leaving]
             for _ in range(target - len(staying) - len(newcomers)):
-                number = len(self.workers)
+                number, gpu = len(self.workers), self.free_gpu()
+                if self.gpus and gpu is None:
+                    self.awaits_gpu = True
+                    return
+                own = {protocol.ENV_WORKER: str(number), **({} if gpu is None else {"LOCAL_RANK": str(gpu)})}
                 try:
-                    process = await self._launcher.start({**self.environment, protocol.ENV_WORKER: str(number)})
+                    process = await self._launcher.start({**self.environment, **own})
                 except Exception as error:  # a launcher may be the user's own
                     raise LaunchError(" ".join(str(error).split()) or type(error).__name__) from error
-                self.workers[number] = Worker(number, process)
+                self.workers[number] = Worker(number, process, gpu=gpu)
                 if not self._job.takes_newcomers:  # meanwhile training has ended, perhaps another has begun
                     self.workers[number].kill()
                 task = asyncio.create_task(self._watch(self.workers[number]))

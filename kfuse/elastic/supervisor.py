@@ -56,6 +56,7 @@ class Supervisor:
         Raises JobFailed. Whatever happens, no worker is left behind, and all records are passed on.
         """
         job = self.job
+        self._limit_to_gpus()
         opening, over = asyncio.create_task(self._launcher.open()), asyncio.create_task(job.over.wait())
         await asyncio.wait([opening, over], return_when=asyncio.FIRST_COMPLETED)
         if not opening.done():  # stopped before it began
@@ -86,6 +87,22 @@ class Supervisor:
             await self.processes.all_ended()
             self.records.flush()
             await self._launcher.close()
+
+    def _limit_to_gpus(self) -> None:
+        """Each worker needs a GPU of its own, where there are any. Raises JobFailed for more workers at first.
+
+        A larger maximum is no error, since it is often a default: it is lowered, with a log line and an event.
+        """
+        limits, gpus = self.job.elasticity, self.processes.gpus
+        if not gpus or limits.max <= gpus:
+            return
+        why = f"each needs a GPU of its own, and this machine shows {gpus}"
+        if limits.count > gpus:
+            raise JobFailed(f"{limits.count} workers: must be at most {gpus}, as {why}")
+        self.job.elasticity = replace(limits, max=gpus)
+        note = f"at most {limits.max} workers clipped to {gpus}: {why}"
+        _log.warning("%s", note)
+        self.records.event("clipped", note=note)
 
     def stop(self, reason: str) -> None:
         """Asks the workers to stop at the next step boundary; a second call, or a long silence, kills them."""

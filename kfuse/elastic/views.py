@@ -35,6 +35,7 @@ class Views:
 
         Each view has its own, in this process: so no lost worker takes it down, and no old key is left in it."""
         self._asked = job.wanted
+        self._not_replaced: set[int] = set()
         self._quit_events: list[dict[str, Any]] = []
         """Events about workers whose scripts have ended or left the loop. Written if the others continue."""
 
@@ -59,9 +60,15 @@ class Views:
             self.propose()
 
     async def replace(self, number: int) -> None:
-        """Starts a worker in the place of member `number`, which leaves when the new one is ready."""
+        """Starts a worker in the place of member `number`, which leaves when the new one is ready.
+
+        Where no GPU is free for it nothing happens, which an event records.
+        """
         for worker in self._processes.members():
             if worker.number == number and not worker.leaving and self._job.takes_newcomers:
+                if self._processes.gpus and self._processes.free_gpu() is None:
+                    self._report_not_replaced(number)
+                    return
                 worker.leaving = True
                 _log.info("replacement asked for worker %d", number)
                 self._records.event("decision", replace=number)
@@ -82,6 +89,13 @@ class Views:
                 worker.leaving = False
             asked, job.wanted = job.wanted, min(job.wanted, alive)
             self._report_clipped(asked, job.wanted, f"the launcher cannot start another: {error}")
+
+    def _report_not_replaced(self, number: int) -> None:
+        """Once for each worker: a policy may ask at every step."""
+        if number not in self._not_replaced:
+            self._not_replaced.add(number)
+            why = f"the new one starts beside it, and all {self._processes.gpus} GPUs are in use"
+            self._records.event("clipped", note=f"worker {number} is not replaced: {why}")
 
     def _report_clipped(self, asked: int, allowed: int, why: str) -> None:
         self._records.event("clipped", note=f"workers {asked} clipped to {allowed}: {why}")

@@ -57,8 +57,6 @@ class DistributedOptimizer(ParameterGroups, ABC):
     """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
     loop_handles_lost_workers: bool = False
     """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
-    _skips_on_device: bool = False
-    """`_update` leaves parameters as they are where the device says so; else the host would have to ask it."""
     _in_doubt: set[int]
     """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
     _lost_worker_error: CommError | None = None
@@ -172,6 +170,12 @@ class DistributedOptimizer(ParameterGroups, ABC):
         """Takes over what `state_dict` gave, or a torch optimizer's; after that one the statistics are as they were."""
         super().load_state_dict(state_dict)
         self._load_statistics(state_dict)
+
+    def make_room(self, state_dict: dict[str, Any]) -> None:
+        """Makes the state tensors that `state_dict` has and this optimizer has not, where its class knows how.
+
+        So a state that arrives from another worker is written where it stays. It is loaded once all has arrived.
+        """
 
     def _with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, _KFUSE: self.statistics.state_dict()}
@@ -428,6 +432,11 @@ class DistributedOptimizer(ParameterGroups, ABC):
     def rebuild(self) -> None:
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
         self._build_engine()
+
+    @property
+    def _skips_on_device(self) -> bool:
+        """Whether `_update` leaves parameters alone where the device says so, and the host need not ask it."""
+        return False
 
     @abstractmethod
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:

@@ -61,7 +61,6 @@ class FlatOptimizer(DistributedOptimizer):
 
     _moment_names: tuple[str, ...]
     """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
-    _skips_on_device = True
     _warned_of_shared_memory = False
 
     def _check_layout(self) -> None:
@@ -96,7 +95,7 @@ class FlatOptimizer(DistributedOptimizer):
             p.data = _with_own_storage(view)
         states: list[dict[str, Any]] = [self.state.get(p, {}) for p in params]
         steps = torch.tensor([float(state.get("step", 0.0)) for state in states], device=bucket.device)
-        known = [any(state.get(name) is not None for name in self._moment_names) for state in states]
+        known = [self._has_moments(state) for state in states]
         moments = {}
         for name in self._moment_names if any(known) else ():
             moments[name] = _gather(bucket, [state.get(name) for state in states])
@@ -122,7 +121,47 @@ class FlatOptimizer(DistributedOptimizer):
         self._refuse_options(state_dict["param_groups"], _NEVER_LOADED)
         self._check_shapes(state_dict)
         super().load_state_dict(state_dict)
-        self._layout_changed()
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
+            self._take_state(bucket, flat)
+
+    def make_room(self, state_dict: dict[str, Any]) -> None:
+        """Makes the flat state tensors that `state_dict` has and this optimizer has not, zeros."""
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        states = {id(p): state_dict["state"].get(key, {}) for p, key in zip(params, saved, strict=False)}
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
+            mine = self._params_of(bucket)
+            missing = [k for k, p in enumerate(mine) if not flat.known[k] and self._has_moments(states.get(id(p), {}))]
+            if missing:
+                self._first_update(mine, flat, bucket, missing)
+
+    def _take_state(self, bucket: Bucket, flat: Flat) -> None:
+        """Moves what torch has loaded into `state` to its place in the flat buffers. What lies there is not copied."""
+        params = self._params_of(bucket)
+        states: list[dict[str, Any]] = [self.state.get(p, {}) for p in params]
+        flat.known = [self._has_moments(state) for state in states]
+        if not any(flat.known):
+            flat.moments = {}
+        elif not flat.moments:
+            flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
+        for name, moment in flat.moments.items():
+            for place, state in zip(bucket.view(moment), states, strict=True):
+                value = state.get(name)
+                if value is None:
+                    place.zero_()
+                elif value.data_ptr() != place.data_ptr():
+                    place.copy_(value)
+        for place, state in zip(flat.steps, states, strict=True):
+            step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(())
+            if step.data_ptr() != place.data_ptr():
+                place.copy_(step)
+        flat.together = len(set(flat.known)) == 1 and len(set(flat.steps.tolist())) == 1
+        for k, p in enumerate(params):
+            if flat.known[k]:
+                self._publish(p, flat, bucket, k)
+
+    def _has_moments(self, state: dict[str, Any]) -> bool:
+        return any(state.get(name) is not None for name in self._moment_names)
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -133,6 +172,10 @@ class FlatOptimizer(DistributedOptimizer):
                     raise ValueError(
                         f"{label} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
                     )
+
+    @property
+    def _skips_on_device(self) -> bool:
+        return True
 
     def _keeps_state(self, group: dict[str, Any]) -> bool:
         """Whether an update with this group's settings makes state, or needs the state that is there."""

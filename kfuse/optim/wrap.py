@@ -79,7 +79,7 @@ class Optimizer(DistributedOptimizer):
         self._load_statistics(state_dict)
 
     @property
-    def _skips_on_device(self) -> bool:  # type: ignore[override]
+    def _skips_on_device(self) -> bool:
         """Its fused kernel takes `found_inf`, from the device, and its state begins with zeros."""
         known = type(self.inner) in (torch.optim.Adam, torch.optim.AdamW)
         return known and all(group.get("fused") for group in self.param_groups)

@@ -29,7 +29,7 @@ def comm_options(config: dict[str, Any]) -> CommOptions:
     """How gradients are reduced, as configured. Raises ValueError for what does not go together."""
     comm = config["comm"]
     schedule = comm["_target_"] or comm["schedule"]
-    names = ("dtype", "bucket_mb", "reproducible", "slots_on_host", "tree", "check_every")
+    names = ("dtype", "bucket_mb", "reproducible", "slots_on_host", "tree", "check_every", "audit_every")
     nccl = [name for name in comm if name.startswith("nccl_")]
     return CommOptions(schedule, **{name: comm[name] for name in (*names, *nccl)})
 

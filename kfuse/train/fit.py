@@ -151,7 +151,7 @@ def fit(
     num_workers: loader processes of each training worker, which fetch its micro-batches ahead. 0, the default: none.
         Parameters have the same bits with any number. They are forked when training begins.
     prefetch_factor: micro-batches that each of them fetches ahead. Default: 2.
-    pin_memory: on CUDA, copy batches from pinned memory, on a stream of their own. Default: True.
+    pin_memory: on CUDA, copy batches from pinned memory; with loader processes on a stream of its own. Default: True.
     worker_init_fn(number): called first in each loader process.
     persistent_workers: must be True: they live until training ends.
 

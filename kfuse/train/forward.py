@@ -42,18 +42,21 @@ class Forward:
 
         Raises TypeError or ValueError for a batch that cannot become a loss; the first time before the model is run.
         """
-        if not self._checked:
-            self._check(batch)
-        if not self._in_bf16 and not torch.is_autocast_enabled(self._device.type):
-            # autocast(enabled=False) would change nothing here, and take 20 us.
-            done = self._objective(self._model, batch)
-        else:
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._in_bf16):
-                done = self._objective(self._model, batch)
+        done = self.run(batch)
         step.loss = done.loss
         if self._objective.step_fn is not None:
             step.figures = self._figures(done)
         return done.loss
+
+    def run(self, batch: Any) -> Outcome:
+        """Runs the model and the loss on a batch. Raises as a call does."""
+        if not self._checked:
+            self._check(batch)
+        if not self._in_bf16 and not torch.is_autocast_enabled(self._device.type):
+            # autocast(enabled=False) would change nothing here, and take 20 us.
+            return self._objective(self._model, batch)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._in_bf16):
+            return self._objective(self._model, batch)
 
     def _check(self, batch: Any) -> None:
         self._objective.check(self._model, batch, "the data")

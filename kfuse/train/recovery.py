@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.checkpoint.format import snapshot
+from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlError
@@ -55,6 +56,8 @@ class Recovery:
         self._arguments, self._base_lr = dict(arguments), base_lr
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
         self._joined = self._has_state = False
+        self._torn = False
+        """This worker's tensors are a part of one state and a part of another: the worker that sent it was lost."""
         if checkpoints is not None and not session.elastic:
             session.group.waits_each_step = True  # a last checkpoint must not hold an update by an incomplete sum
 
@@ -145,12 +148,14 @@ class Recovery:
         newest = max(positions)
         if min(positions) < newest:
             source = positions.index(newest)
-            shared = training_state.share(group, source, lambda: [self._arguments, self._state.capture()])
-            if positions[group.rank] < newest:
-                arguments, state = training_state.decode(shared, group.device)
+            make_room = partial(self._make_room, intact=self._has_tensors_of(source, positions))
+            room = make_room if positions[group.rank] < newest else None
+            received = training_state.share(group, source, lambda: [self._arguments, self._state.capture()], room)
+            if received is not None:
+                arguments, state = received
                 self._refuse_other_arguments(arguments)
                 self._restore(state)
-        self._has_state = True
+        self._has_state, self._torn = True, False
         if begins:
             self._decisions.workers_requested = self._decisions.workers_requested or view.size
             self._reporter.start(self._progress.step, self._restarts)
@@ -159,6 +164,29 @@ class Recovery:
         if begins or group.rank == 0:
             self._reporter.resend(events=not begins)
         self._reporter.view(self._progress.step, view, regroup_s, time.perf_counter() - started)
+
+    def _has_tensors_of(self, source: int, positions: list[int]) -> bool:
+        """Whether this worker has the tensors of the newest state, that of rank `source`, bit by bit.
+
+        So it is where it has made the newest update, and is behind in a later part of the step only. Every rank calls.
+        """
+        group = self._session.group
+        if not any(0 <= position < max(positions) for position in positions):
+            return False  # those that are behind have no state at all
+        own = self._state.fingerprint() if self._has_state else torch.zeros((), dtype=torch.int64)
+        fingerprints = group.all_gather(own.to(group.device), "fingerprints of the workers' states")
+        return self._has_state and bool(fingerprints[group.rank] == fingerprints[source])
+
+    def _make_room(self, structure: Any, intact: bool) -> list[Any]:
+        """The newest state is about to arrive, in place of this worker's own: the tensors to be overwritten.
+
+        intact: by the same bits, so that what this worker has stays the state of its position. Else it has no state
+        until all has arrived: its position must not say that a part of one state and a part of another is a state.
+        """
+        _, state = structure
+        if not intact:
+            self._has_state, self._torn = False, True
+        return [None, self._state.room_for(state)]
 
     def save_last(self) -> None:
         """Training is over: writes a last checkpoint, if checkpoints are enabled."""
@@ -218,6 +246,11 @@ class Recovery:
         at = self._progress
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
         saved = self._given if saved is None else saved
+        if saved is None and self._torn:
+            raise RuntimeError(
+                "the training state is lost: the only worker that had the newest one was lost while it sent it to the "
+                "others, and there is no checkpoint to go on from"
+            )
         if saved is None:
             self._decisions.begin()
         else:
@@ -229,10 +262,11 @@ class Recovery:
                 for group in self._opt.param_groups:
                     group["lr"] = self._base_lr
             at.stop = at.generation = 0
+            at.corrupt = ()  # numbers of another job's workers
             at.resumed_at = at.step
             if self._session.view is not None:
                 self._decisions.workers_requested = 0  # that was asked of another job
-        self._has_state = True
+        self._has_state, self._torn = True, False
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._state.restore(state)

@@ -8,16 +8,20 @@ micro-batch) before each micro-batch's forward. That workers have the same param
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from kfuse.comm.chunks import cut, dense, gather, memory, scatter
 from kfuse.comm.group import Group
 from kfuse.optim import DistributedOptimizer
 
 _TRANSFER = "state of the most advanced worker"
+_ODD = 0x100000001B3  # a fingerprint's factor: tensors that change places change it
 
 
 class Stateful(Protocol):
@@ -71,6 +75,32 @@ class TrainingState:
             missing = sorted(self._parts.keys() - state.keys())
             raise ValueError(f"another program's state: parts unknown here are {unknown}, missing are {missing}")
 
+    def room_for(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This worker's own tensors where `state` has tensors, to be overwritten in place: of the model, the optimizer.
+
+        state: of another worker; its tensors' values are not needed. Optimizer state that this worker does not have
+        yet is made. Other parts are small, and get new tensors.
+        """
+        for name, part in self._parts.items():
+            if isinstance(part, DistributedOptimizer) and name in state:
+                part.make_room(state[name])
+        return self._large_parts()
+
+    def fingerprint(self) -> Tensor:
+        """Of the model's and the optimizer's tensors: int64 scalar on the host. Equal ones mean equal bits."""
+        total = torch.zeros((), dtype=torch.int64)
+        _, tensors = _take_apart(self._large_parts())
+        for tensor in tensors:
+            bits = memory(tensor)
+            assert bits is not None
+            bits = bits.view(torch.int32) if bits.numel() % 4 == 0 and bits.storage_offset() % 4 == 0 else bits
+            total = total.to(tensor.device) * _ODD + bits.sum(dtype=torch.int64)
+        return total.cpu()
+
+    def _large_parts(self) -> dict[str, Any]:
+        kinds = DistributedOptimizer | nn.Module
+        return {name: part.state_dict() for name, part in self._parts.items() if isinstance(part, kinds)}
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
 
@@ -85,27 +115,160 @@ class TrainingState:
                 raise ValueError(f"another program's state: its {name} does not fit: {why}") from error
 
 
-def share(group: Group, source: int, make: Callable[[], Any]) -> bytes:
-    """Sends what `make` returns on rank `source` (tensors and plain values) to every rank; returns it encoded.
+# -- from one worker to others ----------------------------------------------------------------------------------------
 
-    Two broadcasts: the size, then the bytes. Decode with `decode`. Raises CommError.
+
+def share(group: Group, source: int, make: Callable[[], Any], room: Callable[[Any], Any] | None) -> Any:
+    """Sends what `make` returns on rank `source` to the ranks that want it. Every rank calls it.
+
+    1) The structure travels pickled: plain values, and each tensor's shape, strides and dtype.
+    2) The tensors follow in chunks (`comm.chunks`), each a broadcast: from the source's own memory to the receiver's
+       own, large ones without a copy. No rank needs more than one chunk of memory besides.
+
+    room: None on a rank that does not receive. It takes part, and its own tensors are not touched. On one that does:
+    room(structure) returns the tensors to be overwritten, in a structure like the one given; where one is missing there
+    or differs in shape, strides, dtype or device, a new one is made. It is called before the first byte arrives. From
+    then on these tensors hold parts of both states, until all has arrived.
+
+    Returns on a receiver what `make` returned there, with this rank's tensors: those of the host on the host, all
+    others on the group's device. None on the others. Raises CommError.
     """
+    structure, host, tensors = None, list[bool](), list[Tensor]()
+    if group.rank == source:
+        structure, tensors = _take_apart(make())
+        host = [tensor.device.type == "cpu" != group.device.type for tensor in tensors]
+    structure, host = _share_structure(group, source, [structure, host])
+    sizes = [description.nbytes for description in _descriptions(structure)]
+    receives = group.rank != source and room is not None
+    if receives and room is not None:
+        structure, tensors = _put_in_place(structure, room(structure), host, group.device)
+    _share_tensors(group, source, sizes, tensors)
+    return structure if receives else None
+
+
+def _take_apart(value: Any) -> tuple[Any, list[Tensor]]:
+    """`value` with a description (a tensor on the meta device) in each tensor's place, and the tensors.
+
+    Two tensors that are the same memory, as of tied weights, are one in the list, and have one description.
+    """
+    tensors: list[Tensor] = []
+    described: dict[object, Tensor] = {}
+
+    def describe(tensor: Tensor, _: Any) -> Tensor:
+        tensor = tensor.detach()
+        key = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in described:
+            return described[key]
+        tensor = dense(tensor)
+        tensors.append(tensor)
+        described[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return described[key]
+
+    return _replace_tensors(value, describe), tensors
+
+
+def _descriptions(structure: Any) -> list[Tensor]:
+    """The descriptions in a structure, each once, in the order of their tensors in the source's list."""
+    found: dict[int, Tensor] = {}
+    _replace_tensors(structure, lambda description, _: found.setdefault(id(description), description))
+    return list(found.values())
+
+
+def _put_in_place(structure: Any, own: Any, host: list[bool], device: torch.device) -> tuple[Any, list[Tensor]]:
+    """The structure with this rank's tensors, `own` where they fit and else new ones; and the list of them."""
+    numbers = {id(description): number for number, description in enumerate(_descriptions(structure))}
+    tensors: dict[int, Tensor] = {}
+
+    def place(description: Tensor, mine: Any) -> Tensor:
+        number = numbers[id(description)]
+        if number not in tensors:
+            where = torch.device("cpu") if host[number] else device
+            fits = isinstance(mine, Tensor) and mine.device == where and _alike(mine, description)
+            shape, strides = description.shape, description.stride()
+            new = None if fits else torch.empty_strided(shape, strides, dtype=description.dtype, device=where)
+            tensors[number] = mine.detach() if new is None else new
+        return tensors[number]
+
+    placed = _replace_tensors(structure, place, own)
+    return placed, [tensors[number] for number in range(len(numbers))]
+
+
+def _alike(tensor: Tensor, description: Tensor) -> bool:
+    """Whether its memory can take the described tensor's bytes."""
+    same = (tensor.shape, tensor.stride(), tensor.dtype) == (
+        description.shape,
+        description.stride(),
+        description.dtype,
+    )
+    return same and memory(tensor) is not None
+
+
+def _share_tensors(group: Group, source: int, sizes: list[int], tensors: list[Tensor]) -> None:
+    """Broadcasts the source's tensors, chunk by chunk. sizes: their bytes. tensors: empty on a rank that takes none."""
+    memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
+    chunks = cut(sizes)
+    staging: Tensor | None = None
+    for chunk in chunks:
+        first = chunk.parts[0]
+        message = memories[first.tensor][first.start : first.end] if memories else None
+        staged = message is None or len(chunk.parts) > 1 or message.device != group.device
+        if staged:
+            if staging is None:
+                most = max(each.size for each in chunks)
+                staging = torch.empty(most, dtype=torch.uint8, device=group.device)
+            message = staging[: chunk.size]
+            if group.rank == source:
+                gather(memories, chunk, message)
+        assert message is not None
+        group.broadcast(message, _TRANSFER, source).wait()
+        if staged and memories and group.rank != source:
+            scatter(message, chunk, memories)
+
+
+def _replace_tensors(value: Any, act: Callable[[Tensor, Any], Any], beside: Any = None) -> Any:
+    """A copy of `value`, of nested lists, tuples and dictionaries, with act(tensor, other) in each tensor's place.
+
+    other: what `beside`, a structure like `value`, has in that place; None where it has nothing. Tensors that have no
+    dense memory by their kind (sparse, quantized, of a subclass) and all other values stay.
+    """
+    if isinstance(value, Tensor):
+        plain = type(value.detach()) is Tensor and value.layout is torch.strided and not value.is_quantized
+        return act(value, beside) if plain else value
+    if type(value) in (list, tuple):
+        others = beside if type(beside) is type(value) and len(beside) == len(value) else [None] * len(value)
+        return type(value)(_replace_tensors(item, act, other) for item, other in zip(value, others, strict=True))
+    if type(value) in (dict, OrderedDict):
+        others = beside if isinstance(beside, dict) else {}
+        copy = type(value)((key, _replace_tensors(item, act, others.get(key))) for key, item in value.items())
+        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
+            vars(copy).update(vars(value))
+        return copy
+    return value
+
+
+def _share_structure(group: Group, source: int, value: Any) -> Any:
+    """Rank `source`'s value, on every rank. Only tensors and plain values are accepted: nothing in it can run code."""
     payload = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
         buffer = io.BytesIO()
-        torch.save(make(), buffer)
+        torch.save(value, buffer)
         payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(group.device)
     size = torch.tensor([payload.numel()], device=group.device)
     group.broadcast(size, _TRANSFER, source).wait()
     if group.rank != source:
         payload = torch.empty(int(size.item()), dtype=torch.uint8, device=group.device)
     group.broadcast(payload, _TRANSFER, source).wait()
-    return payload.cpu().numpy().tobytes()
+    return decode(payload.cpu().numpy().tobytes(), group.device)
 
 
 def decode(payload: bytes, device: torch.device) -> Any:
-    """Decodes `share`'s bytes, with all tensors on `device`.
-
-    Only tensors and plain values are accepted: nothing in it can run code.
+    """Decodes a pickled structure. Tensors in it, of kinds that do not travel in chunks (sparse ones), that were on a
+    GPU are put on `device`; those of the host stay there. Raises pickle.UnpicklingError for what could run code.
     """
-    return torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
+
+    move: Any = torch.serialization.default_restore_location
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else move(storage, str(device))
+
+    return torch.load(io.BytesIO(payload), map_location=place, weights_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.recorder import RecordedEvent, Recorder
+from gpu.order import RecordedEvent
+from gpu.recorder import Recorder
 from gpu.steps import job
 from torch import nn
 

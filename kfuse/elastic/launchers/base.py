@@ -23,7 +23,12 @@ class WorkerProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts worker processes; all methods are called by the supervisor."""
+    """Starts worker processes; all methods are called by the supervisor.
+
+    A launcher whose workers all run on one machine may have an attribute `gpus`, how many GPUs they see (0: none). Then
+    the supervisor gives each worker one of its own, by LOCAL_RANK. Any other launcher sets LOCAL_RANK itself, to the
+    number of the worker's GPU among those that the worker sees.
+    """
 
     async def open(self) -> str:
         """Called once, before the rest: the address of this machine at which workers reach it. Raises OSError."""

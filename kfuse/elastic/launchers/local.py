@@ -133,6 +133,13 @@ class LocalLauncher:
         self._folder, self._parent_end_signal, self._share = folder, parent_end_signal, share
         self._processes: list[LocalProcess] = []
 
+    @property
+    def gpus(self) -> int:
+        """How many GPUs its workers see, as this process does."""
+        from kfuse.comm import devices  # here, as Ray copies this module to where kfuse is not imported
+
+        return devices.count()
+
     async def open(self) -> str:
         """The address at which workers of this machine reach it."""
         return "127.0.0.1"

@@ -132,6 +132,8 @@ class RayLauncher:
         for name, value in (("cpus", cpus), ("gpus", gpus)):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value}: must be a number, at least 0")
+        if gpus % 1:
+            raise ValueError(f"gpus={gpus}: must be a whole number, as NCCL needs a GPU for each worker")
         if importlib.util.find_spec("ray") is None:
             raise ValueError("launcher=ray: Ray is not installed; needed is pip install 'kfuse[ray]'")
         self._address, self._host = address, host
@@ -194,8 +196,10 @@ class RayLauncher:
     async def start(self, env: Mapping[str, str]) -> RayProcess:
         """A worker that starts as soon as a node has room for it."""
         path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
-        threads = {protocol.ENV_THREADS: str(max(1, int(self._cpus)))}
-        return RayProcess(self._actors.remote(), f"cpus={self._cpus}, gpus={self._gpus}", {**path, **threads, **env})
+        settings = {protocol.ENV_THREADS: str(max(1, int(self._cpus)))}
+        if not self._gpus:
+            settings["CUDA_VISIBLE_DEVICES"] = ""  # whether or not Ray hides them from workers that asked for none
+        return RayProcess(self._actors.remote(), f"cpus={self._cpus}, gpus={self._gpus}", {**path, **settings, **env})
 
     async def close(self) -> None:
         """Disconnects from the cluster."""

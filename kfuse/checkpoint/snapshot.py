@@ -1,0 +1,155 @@
+"""Copies of a state on the host, which share nothing with it: what a checkpoint, and kf.state_dict, consist of.
+
+From a GPU all tensors are copied to one flat buffer of pinned memory, on a stream of their own, and the host does not
+wait: whoever uses the copy does. The present stream waits on the device, so that what it does next (a forward changes
+BatchNorm's statistics, an update changes the rest) cannot change what is being copied.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kfuse.comm import devices
+from kfuse.comm.chunks import cut, dense, gather, memory
+from kfuse.comm.devices import Device, Event, Stream
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy of a nested value on the host."""
+
+    value: Any
+    on_the_way: tuple[tuple[Device, Event], ...]
+    """For each GPU that tensors come from, the event after which they are here. Until then they hold anything."""
+
+
+@dataclass
+class _Landing:
+    """Where the tensors of one GPU are copied to, and how."""
+
+    stream: Stream
+    buffer: Tensor
+    """uint8, pinned, as large as the largest state so far."""
+    place: np.ndarray
+    """The same memory, for numpy."""
+
+
+class Snapshots:
+    """Takes copies of states, one after the other. From a GPU each takes the memory of the one before."""
+
+    def __init__(self) -> None:
+        self._landings: dict[torch.device, _Landing] = {}
+
+    def take(self, value: Any, where: str) -> HostCopy:
+        """A copy of `value` that shares nothing with it, tensors dense and on the host.
+
+        What torch.load(weights_only=True) reads back, and nothing else: tensors, None, bool, int, float, str, and
+        lists, tuples and dicts of those. One tensor at several places is one in the copy. where: what `value` is, for
+        messages. Raises TypeError, naming the place.
+        """
+        copies: dict[int, Tensor] = {}
+        far: dict[torch.device, list[Tensor]] = {}
+
+        def copy(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                asynchronous = devices.of(tensor.device).asynchronous
+                copies[id(tensor)] = tensor if asynchronous else tensor.detach().to("cpu", copy=True)
+                if asynchronous:
+                    far.setdefault(tensor.device, []).append(tensor)
+            return copies[id(tensor)]
+
+        copied = _copy_plain(value, where, copy)
+        if not far:
+            return HostCopy(copied, ())
+        landed: dict[int, Tensor] = {}
+        on_the_way = []
+        for name, tensors in far.items():
+            here, arrived = self._copy_from(devices.of(name), tensors)
+            landed.update(zip(map(id, tensors), here, strict=True))
+            on_the_way.append((devices.of(name), arrived))
+        return HostCopy(_copy_plain(copied, where, lambda t: landed.get(id(t), t)), tuple(on_the_way))
+
+    def _copy_from(self, device: Device, tensors: list[Tensor]) -> tuple[list[Tensor], Event]:
+        """Enqueues the copies of one GPU's tensors: (tensors on the host, the event after which they are there)."""
+        tensors = [dense(tensor) for tensor in tensors]
+        memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
+        chunks = cut([tensor.nbytes for tensor in tensors])
+        landing = self._landing(device, chunks[-1].start + chunks[-1].size if chunks else 0)
+        landing.stream.wait_stream(device.current_stream())
+        with device.on(landing.stream):
+            for chunk in chunks:
+                first = chunk.parts[0]
+                source = memories[first.tensor][first.start : first.end]
+                if len(chunk.parts) > 1:  # small tensors: one copy to the host for all of them
+                    source = torch.empty(chunk.size, dtype=torch.uint8, device=source.device)
+                    gather(memories, chunk, source)
+                landing.buffer[chunk.start : chunk.start + chunk.size].copy_(source, non_blocking=True)
+            arrived = device.event()
+            arrived.record()
+        arrived.wait()  # the present stream: what it does next may change the tensors
+        starts = {part.tensor: chunk.start + part.at - part.start for chunk in chunks for part in chunk.parts}
+        return [_at(landing.place, starts.get(number, 0), tensor) for number, tensor in enumerate(tensors)], arrived
+
+    def _landing(self, device: Device, size: int) -> _Landing:
+        found = self._landings.get(device.name)
+        if found is None or found.buffer.numel() < size:
+            stream = device.new_stream() if found is None else found.stream
+            buffer = device.pinned((size,), torch.uint8)
+            found = self._landings[device.name] = _Landing(stream, buffer, buffer.numpy())
+        return found
+
+
+def snapshot(value: Any, where: str) -> Any:
+    """As `Snapshots.take`, complete: waits for what comes from a GPU."""
+    copy = Snapshots().take(value, where)
+    for _, arrived in copy.on_the_way:
+        arrived.synchronize()
+    return copy.value
+
+
+def _at(place: np.ndarray, start: int, like: Tensor) -> Tensor:
+    """The tensor at byte `start` of memory on the host, with the shape, strides and type of `like`.
+
+    Its storage begins and ends with it, since what writes a tensor writes its storage.
+    """
+    if not like.numel():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    own = torch.from_numpy(place[start : start + like.nbytes])
+    return own.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _copy_plain(value: Any, where: str, of_tensor: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of `value` with of_tensor(tensor) for each tensor. Raises TypeError as `Snapshots.take` does.
+
+    Subclasses of plain values (numpy.float64 is a float) become those: reading accepts nothing else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Tensor):
+        if type(value.detach()) is not Tensor or value.layout is not torch.strided:
+            what = f"{type(value.detach()).__qualname__} of layout {value.layout}"
+            raise TypeError(f"{where} is a {what}; a checkpoint holds plain dense tensors")
+        return of_tensor(value)
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    if type(value) in (list, tuple):
+        return type(value)(_copy_plain(item, f"{where}[{index}]", of_tensor) for index, item in enumerate(value))
+    if type(value) in (dict, OrderedDict):
+        pairs = (
+            (_copy_plain(key, where, of_tensor), _copy_plain(item, f"{where}[{key!r}]", of_tensor))
+            for key, item in value.items()
+        )
+        copy = type(value)(pairs)
+        if isinstance(copy, OrderedDict):  # a module's state dict has its version numbers in an attribute
+            vars(copy).update(_copy_plain(vars(value), f"vars({where})", of_tensor))
+        return copy
+    allowed = "tensors, None, bool, int, float, str, and lists, tuples and dicts of those"
+    raise TypeError(f"{where} is a {type(value).__qualname__}; what a checkpoint can hold: {allowed}")

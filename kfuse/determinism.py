@@ -1,0 +1,65 @@
+"""comm.reproducible=true on a GPU: operations whose bits depend on timing are replaced, or refused.
+
+Attention, in torch's own sources (pytorch/pytorch 00afd8f2, aten/src/ATen/native/transformers/cuda):
+- attention_backward.cu, _flash_attention_backward: flash attention's backward takes its deterministic algorithm.
+- attention_backward.cu, _efficient_attention_backward: memory-efficient attention's does not split the keys.
+- sdp_utils.cpp, check_cudnn_deterministic: cuDNN's attention is passed over.
+All three only if torch.use_deterministic_algorithms has not warn_only. Any other operation without a deterministic
+algorithm raises an error that names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+
+import torch
+
+from kfuse.comm import devices
+from kfuse.comm.devices import DeviceError
+
+_LOG = logging.getLogger("kfuse")
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACES = (":4096:8", ":16:8")
+"""With one of these cuBLAS's results do not depend on which stream was given which workspace (NVIDIA, cuBLAS library,
+section "Results reproducibility")."""
+_REFUSED = re.compile(r"(?:^|\n)\s*(\S+) does not have a deterministic implementation")
+
+
+def make_deterministic() -> None:
+    """From now on, until the process ends, this process's GPU gives the same bits for the same operations.
+
+    Sets torch's deterministic algorithms, cuDNN's deterministic ones without a search for the fastest, fp32 without
+    TF32 and cuBLAS's workspace. These settings are the whole process's; what the user had set is not put back.
+    Raises DeviceError where the process has used a GPU before and cuBLAS's workspace was not set.
+    """
+    given = os.environ.get(_WORKSPACE)
+    if given is None and devices.started():
+        raise DeviceError(
+            f"comm.reproducible=true: {_WORKSPACE} is not set, and this process has used a GPU already: call kf.init "
+            f"before, or set {_WORKSPACE}={_WORKSPACES[0]} as the process starts"
+        )
+    if given not in (None, *_WORKSPACES):
+        raise DeviceError(f"{_WORKSPACE}={given}: must be one of {', '.join(_WORKSPACES)} with comm.reproducible=true")
+    os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
+    torch.use_deterministic_algorithms(True)
+    # Else torch fills each new buffer, a pass over memory before the one that writes it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    _LOG.info("deterministic algorithms on the GPU: %s=%s, no TF32", _WORKSPACE, os.environ[_WORKSPACE])
+
+
+def refused_operation(error: BaseException) -> str | None:
+    """One line about the operation that torch refused as not deterministic by this error; None for other errors."""
+    found = _REFUSED.search(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
+        return None
+    return (
+        f"comm.reproducible=true: the operation {found[1]} has no deterministic algorithm on a GPU: train without it, "
+        "or with comm.reproducible=false"
+    )

@@ -1,0 +1,83 @@
+"""A batch that is fetched in the step's own thread reaches a GPU by pinned memory, and is fetched once.
+
+The meta device stands for the GPU: what is copied there has a shape and a type, and no data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm import devices
+from kfuse.comm.devices import Device
+from kfuse.data.batch import to_device
+
+GPU = torch.device("meta")
+
+
+class Counting(Device):
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__(GPU)
+        self.pinned_shapes: list[tuple[int, ...]] = []
+
+    def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        self.pinned_shapes.append(tuple(shape))
+        return torch.empty(*shape, dtype=dtype)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    counting = Counting()
+    monkeypatch.setattr(devices, "of", lambda name: counting)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: False)  # asks CUDA, which is not there
+    return counting
+
+
+def test_tensors_go_by_pinned_memory_and_the_host_does_not_wait(gpu: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    to = Tensor.to
+
+    def count(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        asked.append(named["non_blocking"])
+        return to(self, *arguments, **named)
+
+    monkeypatch.setattr(Tensor, "to", count)
+    pair = to_device((torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)), GPU)
+    nested = to_device({"x": [torch.zeros(2)], "name": "a"}, GPU)
+    assert gpu.pinned_shapes == [(4, 3), (4,), (2,)] and asked == [True] * 3
+    assert [t.device.type for t in (*pair, nested["x"][0])] == ["meta"] * 3 and pair[1].dtype == torch.int64
+
+
+def test_what_is_there_is_left_and_strides_stay(gpu: Counting) -> None:
+    there = torch.zeros(3, device=GPU)
+    assert to_device((there, there), GPU)[0] is there
+    image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert to_device([image], GPU)[0].stride() == image.stride()
+    assert gpu.pinned_shapes == []
+    to_device([torch.zeros(3)], GPU, pin=False)
+    assert gpu.pinned_shapes == []
+
+
+class Counted(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self) -> None:
+        self.decoded: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        self.decoded[i] += 1
+        return torch.full((3,), float(i)), torch.tensor(i % 2)
+
+
+def test_each_sample_of_an_epoch_is_decoded_once() -> None:
+    data, net = Counted(), nn.Linear(3, 2)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), epochs=2, batch_size=8, micro_batch=4)
+    assert data.decoded == Counter({i: 2 for i in range(24)})

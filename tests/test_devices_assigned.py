@@ -1,0 +1,317 @@
+"""Each worker has a GPU of its own: assigned by the supervisor, free, there; what cannot have one is refused in words.
+
+No GPU is used: the number of GPUs is pretended, and the workers of the jobs train on the CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from elastic_job import Job, chaos, run_job, until, words
+from warm import WarmLauncher, WarmProcess
+
+import kfuse as kf
+from kfuse import session
+from kfuse.cli import kfuse_run
+from kfuse.comm import devices
+from kfuse.comm.devices import Device, DeviceError
+from kfuse.config.schema import ConfigError
+from kfuse.elastic import protocol
+from kfuse.elastic.launchers import LocalLauncher, RayLauncher, TorchrunLauncher
+from kfuse.elastic.processes import Processes
+from kfuse.elastic.supervisor import Supervisor
+
+# -- the worker's side: its session chooses the device --------------------------------------------------------------
+
+
+class Pretended(Device):
+    """A GPU by name; the tensors are on the CPU."""
+
+    made_current: ClassVar[list[str]] = []
+
+    def __init__(self, name: torch.device) -> None:
+        super().__init__(torch.device("cpu"))
+        self._pretended = str(name)
+
+    def make_current(self) -> None:
+        self.made_current.append(self._pretended)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """pretend(4): this process sees four GPUs."""
+    Pretended.made_current.clear()
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+    def act(gpus: int) -> None:
+        monkeypatch.setattr(devices, "count", lambda: gpus)
+        monkeypatch.setattr(devices, "of", Pretended)
+
+    return act
+
+
+@pytest.mark.parametrize(("gpus", "rank", "chosen"), [(4, "2", "cuda:2"), (1, "0", "cuda:0"), (4, None, "cuda:0")])
+def test_the_session_makes_its_gpu_the_current_one(
+    gpus: int, rank: str | None, chosen: str, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(gpus)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    kf.init()
+    assert Pretended.made_current == [chosen]
+
+
+def test_a_plain_process_has_the_gpu_that_is_current_in_it(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(4)
+    monkeypatch.setattr(devices, "current", lambda: 3)
+    kf.init()
+    assert Pretended.made_current == ["cuda:3"]
+
+
+def test_without_a_gpu_the_device_is_the_cpu(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(0)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    kf.init()
+    assert Pretended.made_current == ["cpu"]
+
+
+@pytest.mark.parametrize(("gpus", "rank"), [(2, 2), (8, 8), (1, 3)])
+def test_a_gpu_that_is_not_there_is_refused(
+    gpus: int, rank: int, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: `rank % gpus`, a GPU that another worker uses."""
+    pretend(gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    with pytest.raises(DeviceError, match=rf"^LOCAL_RANK={rank}: must be below {gpus}, the number of GPUs .*"):
+        kf.init()
+    assert session._current is None and Pretended.made_current == []
+
+
+def test_a_launcher_that_names_no_gpu_is_refused(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(2)
+    monkeypatch.setenv(protocol.ENV_CONTROL, "127.0.0.1:1")
+    with pytest.raises(DeviceError, match=r"^LOCAL_RANK is not set: must be 0 to 1"):
+        session._choose_device()
+
+
+def test_the_count_follows_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own count, which does; 0 where CUDA cannot be used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert devices.count() == 3 and LocalLauncher().gpus == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.count() == 0
+
+
+# -- too many workers ----------------------------------------------------------------------------------------------
+
+
+def test_torchrun_with_more_workers_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for gpus in (0, 3, 8):
+        monkeypatch.setattr(devices, "count", lambda gpus=gpus: gpus)
+        assert TorchrunLauncher().workers == 3
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    with pytest.raises(ValueError, match=r"^launcher=torchrun: --nproc-per-node is 3: must be at most 2"):
+        TorchrunLauncher()
+
+
+def test_ray_gives_each_worker_whole_gpus() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    RayLauncher(gpus=0), RayLauncher(gpus=1)
+    with pytest.raises(ValueError, match=r"^gpus=0\.5: must be a whole number"):
+        RayLauncher(gpus=0.5)
+
+
+def test_the_command_line_refuses_more_workers_than_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"^workers\.count=3: must be at most 2, the number of GPUs"):
+        run_job(tmp_path / "run", ["data=digits", "workers.count=3", "workers.max=3"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--workers", "3", __file__], "--workers 3: must be at most 2, the GPUs here"),
+        (["--listen", "127.0.0.1:0", "--slots", "3", __file__], "--slots 3: must be at most 2, the GPUs here"),
+        (["--join", "127.0.0.1:1", "--slots", "3"], "--slots 3: must be at most 2, the GPUs here"),
+    ],
+)
+def test_kfuse_run_refuses_more_workers_than_gpus(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    with pytest.raises(SystemExit, match="2"):
+        kfuse_run.main(arguments)
+    assert told in capsys.readouterr().err
+
+
+def test_a_host_offers_as_many_slots_as_it_has_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A slot's number is its worker's LOCAL_RANK, and no two workers have one slot: tests/test_launchers.py."""
+    token = tmp_path / "token"
+    token.write_text("x" * 16)
+    arguments = ["--join", "127.0.0.1:1", "--token-file", str(token)]
+    monkeypatch.setattr(devices, "count", lambda: 3)
+    assert kfuse_run._parse(arguments).slots == 3
+    monkeypatch.setattr(devices, "count", lambda: 0)
+    assert kfuse_run._parse(arguments).slots == os.cpu_count()
+
+
+# -- the supervisor's side: real jobs of CPU workers on pretended GPUs -----------------------------------------------
+
+TRAINING = words(
+    "comm=reproducible model=mlp data=digits model.hidden=[8] batch.size=16 batch.micro=4 batch.max=16 train.epochs=1",
+    "train.eval_every=1000 workers.max=3",
+)
+
+
+class Inventory(WarmLauncher):
+    """Starts real workers, and keeps which GPU each was given and which were in use then."""
+
+    def __init__(self, log: Path, gpus: int, linger_s: float = 0.0) -> None:
+        """linger_s: an ended worker still has its GPU for so long."""
+        super().__init__(log)
+        self.gpus, self.linger_s = gpus, linger_s
+        self.given: list[int] = []
+        self._in_use: list[tuple[int, Lingering]] = []
+
+    async def start(self, env: Mapping[str, str]) -> WarmProcess:
+        gpu = int(env["LOCAL_RANK"])
+        in_use = [other for other, process in self._in_use if process.status is None or process.lingers]
+        assert 0 <= gpu < self.gpus, f"GPU {gpu} of {self.gpus}"
+        assert gpu not in in_use, f"GPU {gpu} is in use"
+        started = await super().start(env)
+        process = Lingering(started, self.linger_s)
+        self.given.append(gpu)
+        self._in_use.append((gpu, process))
+        return process  # type: ignore[return-value]
+
+
+class Lingering:
+    """A process whose end is reported late, as of one that takes long to give its memory back."""
+
+    running = True
+
+    def __init__(self, process: WarmProcess, linger_s: float) -> None:
+        self._process, self._linger_s = process, linger_s
+        self.lingers = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    async def wait(self) -> int:
+        self.lingers = self._linger_s > 0
+        status = await self._process.wait()
+        await asyncio.sleep(self._linger_s)
+        self.lingers = False
+        return status
+
+
+def run_on(gpus: int, tmp_path: Path, settings: list[str], linger_s: float = 0.0, during: Any = None) -> Any:
+    launcher = Inventory(tmp_path / "run.log", gpus, linger_s)
+    job = run_job(tmp_path / "run", [*TRAINING, *settings], during, launcher)
+    return job, launcher.given
+
+
+def test_a_lost_workers_gpu_is_its_successors(tmp_path: Path) -> None:
+    events = [{"step": 20, "moment": "forward", "rank": 0, "how": "kill"}]
+    gates = [{"step": 40, "workers": 2}]
+    job, given = run_on(2, tmp_path, ["workers.count=2", "workers.max=2", *chaos(tmp_path, events=events, gates=gates)])
+    assert job.error is None, job.told()
+    assert given == [0, 1, 0]
+
+
+def test_a_gpu_given_twice_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative: the number of the worker modulo the number of GPUs, as it was."""
+    monkeypatch.setattr(Processes, "free_gpu", lambda self: len(self.workers) % self.gpus)
+    events = [{"step": 20, "moment": "forward", "rank": 1, "how": "kill"}]
+    job, _ = run_on(2, tmp_path, ["workers.count=2", "workers.max=2", *chaos(tmp_path, events=events)])
+    [clipped] = job.of_kind("clipped")
+    assert "GPU 0 is in use" in clipped["note"]
+
+
+def test_the_maximum_is_lowered_to_the_gpus_and_an_event_says_so(tmp_path: Path) -> None:
+    phases, gates = [{"step": 5, "workers": 3}], [{"step": 40, "workers": 2}]
+    job, given = run_on(2, tmp_path, ["workers.count=1", *chaos(tmp_path, phases=phases, gates=gates)])
+    assert job.error is None, job.told()
+    assert given == [0, 1] and max(len(view["workers"]) for view in job.views) == 2
+    first, *_ = job.of_kind("clipped")
+    assert first["note"] == "at most 3 workers clipped to 2: each needs a GPU of its own, and this machine shows 2"
+
+
+def test_more_workers_than_gpus_at_first_are_refused_before_any_starts(tmp_path: Path) -> None:
+    job, given = run_on(1, tmp_path, ["workers.count=2", *chaos(tmp_path)])
+    assert job.error == "2 workers: must be at most 1, as each needs a GPU of its own, and this machine shows 1"
+    assert given == [] and job.metrics == []
+
+
+@pytest.mark.parametrize(("gpus", "given"), [(3, [0, 1, 2]), (2, [0, 1])])
+def test_a_replacement_has_another_gpu_or_is_not_started(gpus: int, given: list[int], tmp_path: Path) -> None:
+    """It boots beside the worker that it replaces."""
+
+    async def replace(supervisor: Supervisor, job: Job) -> None:
+        await until("steps", lambda: len(job.metrics) > 5)
+        for _ in range(3):
+            await supervisor.views.replace(1)
+        if gpus == 3:
+            await until("the replacement", lambda: len(job.views) == 2)
+        (tmp_path / "done").touch()
+
+    policy = chaos(tmp_path, until=str(tmp_path / "done"))
+    job, found = run_on(gpus, tmp_path, ["workers.count=2", *policy], during=replace)
+    assert job.error is None, job.told()
+    assert found == given
+    refused = [event["note"] for event in job.of_kind("clipped") if "replaced" in event["note"]]
+    why = "worker 1 is not replaced: the new one starts beside it, and all 2 GPUs are in use"
+    assert refused == ([] if gpus == 3 else [why])
+
+
+@pytest.mark.full
+def test_a_new_worker_waits_for_the_gpu_of_one_on_its_way_out(tmp_path: Path) -> None:
+    phases = [{"step": 5, "workers": 1}, {"step": 15, "workers": 2}]
+    gates = [{"step": 30, "workers": 2}]
+    settings = ["workers.count=2", "workers.max=2", *chaos(tmp_path, phases=phases, gates=gates)]
+    job, given = run_on(2, tmp_path, settings, linger_s=1.0)
+    assert job.error is None, job.told()
+    assert given == [0, 1, 1]
+    assert [len(view["workers"]) for view in job.views] == [2, 1, 2]
+
+
+def test_all_lost_at_once_start_again_on_the_same_gpus(tmp_path: Path) -> None:
+    events = [{"step": 20, "moment": "forward", "rank": 0, "how": "kill_all", "workers": 2}]
+    settings = ["workers.count=2", "workers.max=2", "checkpoint.every_steps=5", *chaos(tmp_path, events=events)]
+    job, given = run_on(2, tmp_path, settings)
+    assert job.error is None, job.told()
+    assert given[:2] == [0, 1] and sorted(given[2:]) == [0, 1]
+
+
+@pytest.mark.full
+def test_torchruns_workers_with_too_few_gpus_end_in_one_line(tmp_path: Path) -> None:
+    """A rank that is not the first: it does not check the configuration."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os\n"
+        "from kfuse.comm import devices\n"
+        "devices.count = lambda: 1\n"
+        "from kfuse.cli import torchrun\n"
+        "from kfuse.elastic.rendezvous import Rendezvous\n"
+        "Rendezvous.await_job = lambda self: {'observe': {'log_level': 'off'}, 'comm': COMM, 'workers': WORKERS}\n"
+        "COMM = dict(_target_=None, schedule='auto', dtype='fp32', bucket_mb=1.0, reproducible=False, tree='binary')\n"
+        "COMM |= dict(check_every=None, timeout_s=5.0)\n"
+        "WORKERS = dict(max=2, threads=1)\n"
+        "raise SystemExit(torchrun.follow(Rendezvous.of_environment()))\n"
+    )
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run([sys.executable, str(script)], env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("kfuse: rank 1 ends: LOCAL_RANK=1: must be below 1")

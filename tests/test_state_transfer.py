@@ -1,0 +1,414 @@
+"""State goes from one worker to others in place, and half of it never counts as a state, whoever is lost meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import WorkersFailed, run_workers
+from elastic_job import Job, assert_same_training, chaos, run_job, words
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kfuse as kf
+from kfuse.comm import chunks
+from kfuse.comm.chunks import cut, gather, memory, scatter
+from kfuse.comm.group import Group
+from kfuse.session import current
+from kfuse.train import state as training_state
+from kfuse.train.state import TrainingState
+
+# -- chunks --------------------------------------------------------------------------------------------------------
+
+
+@given(sizes=st.lists(st.integers(0, 5000), max_size=30), limit=st.integers(64, 2048))
+def test_chunks_hold_each_byte_once_and_are_bounded(sizes: list[int], limit: int) -> None:
+    pieces = cut(sizes, limit)
+    held: dict[int, list[tuple[int, int]]] = {}
+    end = 0
+    for chunk in pieces:
+        assert 0 < chunk.size <= limit and chunk.start >= end and chunk.start % 64 == 0
+        end = chunk.start + chunk.size
+        after = 0
+        for part in chunk.parts:
+            assert part.at >= after and part.at % 64 == 0
+            after = part.at + part.end - part.start
+            held.setdefault(part.tensor, []).append((part.start, part.end))
+    for tensor, size in enumerate(sizes):
+        parts = sorted(held.get(tensor, []))
+        assert [start for start, _ in parts] == [0, *(end for _, end in parts)][: len(parts)]
+        assert (parts[-1][1] if parts else 0) == size
+    assert cut(sizes, limit) == pieces
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(3, 4).t(),
+        torch.tensor(2.5),
+        torch.randn(0, 3),
+        torch.tensor([True, False]),
+        torch.randn(5).bfloat16(),
+        torch.randn(3, dtype=torch.complex64),
+    ],
+)
+def test_memory_is_the_tensors_own(tensor: Tensor) -> None:
+    view = memory(tensor)
+    assert view is not None and view.shape == (tensor.nbytes,)
+    other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    place = memory(other)
+    assert place is not None
+    place.copy_(view)
+    assert torch.equal(other, tensor)
+
+
+def test_what_repeats_or_has_gaps_has_no_memory_of_its_own() -> None:
+    for tensor in (torch.zeros(1).expand(4), torch.zeros(8)[::2], torch.zeros(2, dtype=torch.complex64).conj()):
+        assert memory(tensor) is None
+
+
+def test_gathered_bytes_come_back() -> None:
+    sources = [torch.randn(n) for n in (3, 700, 1, 20)]
+    targets = [torch.zeros_like(t) for t in sources]
+    own, theirs = ([m for t in ts if (m := memory(t)) is not None] for ts in (sources, targets))
+    for chunk in cut([t.nbytes for t in sources], 512):
+        buffer = torch.empty(chunk.size, dtype=torch.uint8)
+        gather(own, chunk, buffer)
+        scatter(buffer, chunk, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
+
+
+# -- what arrives --------------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """A part of the state with tensors in plain structures, as a torch scheduler may have."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def odd_state() -> dict[str, Any]:
+    weight = torch.arange(12.0).view(3, 4)
+    nested = OrderedDict(tied=weight, again=weight, image=torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    nested._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
+    return {
+        "plain": [None, True, 3, 0.1, "x", (1, {"y": 2.5})],
+        "nested": nested,
+        "repeats": torch.tensor([7.0]).expand(3),
+        "gaps": torch.arange(8)[::2],
+        "empty": torch.empty(0, 2),
+        "sparse": torch.eye(3).to_sparse(),
+        "scalar": torch.tensor(5, dtype=torch.int64),
+        "half": torch.randn(70).bfloat16(),
+    }
+
+
+def receive_odd_state() -> Any:
+    kf.init()
+    group = current().group
+    torch.manual_seed(7)
+    receives = group.rank == 2
+    with patch.object(chunks, "CHUNK_BYTES", 256):
+        return training_state.share(group, 1, odd_state, (lambda structure: {}) if receives else None)
+
+
+def test_every_kind_of_value_arrives() -> None:
+    first, second, got = run_workers(3, receive_odd_state)
+    assert first is second is None
+    torch.manual_seed(7)
+    want = odd_state()
+    assert list(got) == list(want) and got["plain"] == want["plain"]
+    assert type(got["nested"]) is OrderedDict and got["nested"]._metadata == {"": {"version": 2}}
+    for name in ("repeats", "gaps", "empty", "scalar", "half"):
+        assert got[name].dtype == want[name].dtype and torch.equal(got[name], want[name]), name
+    assert torch.equal(got["sparse"].to_dense(), torch.eye(3))
+    for name, value in want["nested"].items():
+        assert torch.equal(got["nested"][name], value) and got["nested"][name].stride() == value.stride()
+    assert got["nested"]["tied"].data_ptr() == got["nested"]["again"].data_ptr(), "sent once"
+
+
+def test_tensors_land_on_the_receivers_device_and_those_of_the_host_on_the_host() -> None:
+    """The meta device stands for the receiver's GPU."""
+    gpu = torch.device("meta")
+    structure, tensors = training_state._take_apart({"moment": torch.zeros(4), "count": torch.zeros(3)})
+    assert len(tensors) == 2
+    own = {"moment": torch.zeros(4, device="meta"), "count": torch.zeros(3)}
+    placed, listed = training_state._put_in_place(structure, own, [False, True], gpu)
+    assert placed["moment"].device.type == "meta" and placed["count"].data_ptr() == own["count"].data_ptr()
+    assert [t.device.type for t in listed] == ["meta", "cpu"]
+    placed, _ = training_state._put_in_place(structure, {"moment": torch.zeros(4)}, [False, True], gpu)
+    assert placed["moment"].device.type == "meta" and placed["count"].device.type == "cpu"
+
+
+# -- what it costs -------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new storages that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in _tensors([args, kwargs])}
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == "meta" or storage._cdata in known or storage._cdata in self._alive:
+                continue
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            self._alive[storage._cdata] = weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return out
+
+    def _freed(self, key: int, size: int) -> None:
+        del self._alive[key]
+        self.now -= size
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+LIMIT = 2**18
+LAYERS, WIDTH = 4, 512
+
+
+def trained(steps: int, fused: bool) -> tuple[nn.Module, Any]:
+    torch.manual_seed(steps)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)), nn.BatchNorm1d(WIDTH))
+    if fused:
+        opt: Any = kf.FusedAdamW(net.parameters(), lr=0.1)
+    else:
+        opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=0.1))
+    return net, opt
+
+
+def transfer(fused: bool) -> dict[str, Any]:
+    """Rank 0 has made steps, rank 1 none, rank 2 has all of it already. Counts bytes; returns digests too."""
+    kf.init()
+    group = current().group
+    net, opt = trained(3, fused)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(group.rank))
+    for _ in range(3):
+        F.mse_loss(net(x), x).backward()
+        opt.step()
+        opt.zero_grad()
+    if group.rank == 1:
+        net, opt = fresh(group, fused)
+    else:
+        fresh(group, fused)  # makes an optimizer on every rank, as on rank 1
+    state = TrainingState({"model": net, "optimizer": opt, "rest": Holder({"epoch": group.rank})})
+    before = state.capture()
+    sent: list[Tensor] = []
+    broadcast = type(group).broadcast
+
+    def count(self: Group, tensor: Tensor, what: str, root: int = 0) -> Any:
+        sent.append(tensor.detach())
+        return broadcast(self, tensor, what, root)
+
+    room = state.room_for if group.rank == 1 else None
+    counted = patch.object(type(group), "broadcast", count)
+    with patch.object(chunks, "CHUNK_BYTES", LIMIT), counted, Allocations() as used:
+        received = training_state.share(group, 0, state.capture, room)
+        if received is not None:
+            state.restore(received)
+    own = [p for p in net.parameters() if p.nbytes >= LIMIT]
+    ranges = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in own]
+    in_place = sum(t.nbytes for t in sent if any(start <= t.data_ptr() < end for start, end in ranges))
+    moved = group.rank != 1 and sum(
+        a.data_ptr() != b.data_ptr() for a, b in zip(_tensors(before), _tensors(state.capture()), strict=True)
+    )
+    return {
+        "bytes": sum(t.nbytes for t in sent),
+        "largest": max(t.nbytes for t in sent[2:]),
+        "in_place": in_place,
+        "large": sum(p.nbytes for p in own),
+        "peak": used.peak,
+        "state": sum(t.nbytes for t in _tensors([net.state_dict(), opt.state_dict()["state"]])),
+        "parameters": sum(p.nbytes for p in net.parameters()),
+        "values": [t.double().sum().item() for t in _tensors([net.state_dict(), opt.state_dict()["state"]])],
+        "epoch": state.capture()["rest"]["epoch"],
+        "moved": moved,
+    }
+
+
+def fresh(group: Group, fused: bool) -> tuple[nn.Module, Any]:
+    return trained(10 + group.rank, fused)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_state_travels_once_in_place_and_nobody_holds_a_second_copy(fused: bool) -> None:
+    """Bytes, not times. Before: the source pickled 12 bytes a parameter, and every rank received and decoded them."""
+    source, receiver, bystander = run_workers(3, transfer, fused)
+    for each in (source, receiver, bystander):
+        assert each["state"] <= each["bytes"] <= 1.02 * each["state"] + 20_000, "the state, once, and its description"
+        assert each["largest"] <= LIMIT
+    assert source["in_place"] == receiver["in_place"] == source["large"] > 0.9 * source["parameters"]
+    assert bystander["in_place"] == 0
+    assert receiver["values"] == source["values"] and receiver["epoch"] == 0
+    assert bystander["epoch"] == 2 and bystander["moved"] == source["moved"] == 0
+    slack = LIMIT + 100_000  # one chunk, and the description of the tensors
+    assert source["peak"] <= slack and bystander["peak"] <= slack
+    assert receiver["peak"] <= 2 * receiver["parameters"] + slack, "the two moments, which it did not have yet"
+
+
+# -- losses in the middle ------------------------------------------------------------------------------------------
+
+
+def lost_in_the_middle(directory: str, message: int) -> None:
+    """Rank 0 is killed before broadcast number `message`; the others tell in files what they have then."""
+    kf.init(timeout_s=5.0)
+    group = current().group
+    net = nn.Linear(40, 40)
+    nn.init.constant_(net.weight, group.rank)
+    state = TrainingState({"model": net})
+    broadcast, made, began = type(group).broadcast, [0], []
+
+    def count(self: Group, tensor: Tensor, what: str, root: int = 0) -> Any:
+        if group.rank == 0 and made[0] == message:
+            os.kill(os.getpid(), signal.SIGKILL)
+        made[0] += 1
+        return broadcast(self, tensor, what, root)
+
+    def room(structure: Any) -> Any:
+        began.append(made[0])
+        return state.room_for(structure)
+
+    with patch.object(chunks, "CHUNK_BYTES", 1024), patch.object(type(group), "broadcast", count):
+        try:
+            training_state.share(group, 0, state.capture, room if group.rank == 1 else None)
+        except kf.CommError:
+            values = net.weight.unique().tolist()
+            Path(directory, str(group.rank)).write_text(f"{values} {bool(began)}")
+
+
+@pytest.mark.parametrize("message", [0, 1, 2, 4, 8])
+def test_only_a_receiver_that_was_told_has_a_torn_state(message: int, tmp_path: Path) -> None:
+    """Broadcasts 0 and 1 carry the description. A rank that does not receive keeps every byte."""
+    with pytest.raises(WorkersFailed, match=r"rank 0, exit code -9"):
+        run_workers(3, lost_in_the_middle, str(tmp_path), message)
+    assert (tmp_path / "2").read_text() == "[2.0] False"
+    torn = {0: "[1.0] False", 1: "[1.0] False", 2: "[1.0] True"}
+    assert (tmp_path / "1").read_text() == torn.get(message, "[0.0, 1.0] True")
+
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=4 model=mlp data=digits",
+    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=1 train.eval_every=20",
+)
+CHECKPOINTS = ["checkpoint.every_steps=10"]
+CHUNK = 1024  # bytes: a transfer of this model is about 35 messages
+BEHIND = {"step": 30, "moment": "reduced", "rank": 1, "how": "lose_contact"}
+"""All workers live, form a new view, and rank 1 is one update behind the others."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
+    assert job.error is None, job.told()
+    return job
+
+
+def struck(directory: Path, workers: int, *events: dict[str, Any], more: list[str] | None = None, **given: Any) -> Job:
+    policy = chaos(directory, events=list(events), chunk_bytes=CHUNK, **given)
+    return run_job(directory / "run", [*TRAINING, f"workers.count={workers}", *(more or []), *policy])
+
+
+def kill(moment: str, rank: int, message: int, step: int = 31) -> dict[str, Any]:
+    return {"step": step, "moment": moment, "rank": rank, "how": "kill", "message": message, "workers": 2}
+
+
+class Layer(nn.Module):
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(values))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+
+
+def test_a_fingerprint_tells_bits_and_places_apart() -> None:
+    def fingerprint(*values: list[float]) -> int:
+        return int(TrainingState({"model": nn.Sequential(*map(Layer, values))}).fingerprint())
+
+    first = fingerprint([1.0, 2.0], [3.0, 4.0])
+    assert first == fingerprint([1.0, 2.0], [3.0, 4.0])
+    assert first != fingerprint([3.0, 4.0], [1.0, 2.0])
+    assert first != fingerprint([1.0, 2.0000002], [3.0, 4.0])
+
+
+def test_the_source_is_killed_in_the_middle_and_another_has_the_state(undisturbed: Job, tmp_path: Path) -> None:
+    """Rank 1 is an update behind. Rank 2 has made the update, perhaps not all that follows: it takes over."""
+    job = struck(tmp_path, 3, BEHIND, kill("sending", 0, 12))
+    assert_same_training(job, undisturbed)
+    assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("message", [2, 3, 20])
+def test_the_only_one_with_the_newest_state_is_killed_in_the_middle(
+    message: int, undisturbed: Job, tmp_path: Path
+) -> None:
+    """What rank 1 has then is a part of two states, and no one's: training goes on from a checkpoint."""
+    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, message), more=CHECKPOINTS)
+    assert_same_training(job, undisturbed)
+    assert [event["step"] for event in job.of_kind("resumed")] == [30]
+
+
+@pytest.mark.full
+def test_without_a_checkpoint_half_a_state_ends_the_job_in_one_line(tmp_path: Path) -> None:
+    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, 12))
+    assert job.error == "no worker is left: the last one ended with exit status 1"
+    assert any(line.startswith("RuntimeError: the training state is lost: the only worker") for line in job.lines)
+
+
+@pytest.mark.full
+def test_half_a_state_that_counted_would_be_found(undisturbed: Job, tmp_path: Path) -> None:
+    """The negative: where a receiver's position still says it has a state, another model comes out."""
+    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, 12), more=CHECKPOINTS, keeps_position=True)
+    ended_well = job.error is None and not job.of_kind("failure")[1:]
+    assert not ended_well or job.summary["params_sha256"] != undisturbed.summary["params_sha256"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("message", [2, 12])
+def test_a_receiver_is_killed_in_the_middle(message: int, undisturbed: Job, tmp_path: Path) -> None:
+    job = struck(tmp_path, 3, BEHIND, kill("receiving", 1, message))
+    assert_same_training(job, undisturbed)
+    assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("moment", "rank"), [("sending", 0), ("receiving", 2)])
+@pytest.mark.parametrize("message", [2, 14])
+def test_a_worker_joins_and_one_is_killed_in_the_middle(
+    moment: str, rank: int, message: int, undisturbed: Job, tmp_path: Path
+) -> None:
+    grows: dict[str, Any] = {"phases": [{"step": 5, "workers": 3}], "gates": [{"step": 40, "workers": 3}]}
+    job = struck(tmp_path, 2, kill(moment, rank, message, step=16), **grows)
+    assert_same_training(job, undisturbed)
+    assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
