@@ -1,7 +1,7 @@
 """A double of torch.distributed.ProcessGroupNCCL: its rules, over real gloo process groups between real processes.
 
 It stands for hardware that is not here, and replaces no test on a GPU. What it keeps of the original, and where that is
-written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [10].
+written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [8].
 """
 
 from __future__ import annotations

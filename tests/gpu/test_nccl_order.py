@@ -36,13 +36,17 @@ class SharesWhenDone(AllToAll):
 
 
 class Net(nn.Module):
-    """Several buckets, whose gradients come slowly; the last layer is used by some micro-batches only."""
+    """Several buckets, whose gradients come slowly; the last layer is used by some micro-batches only.
+
+    A CPU's bits of an update depend on where a vector ends; with widths of 16 they are the same in whole buckets (of
+    ranks that know that all parameters have gradients) as in single parameters (of a rank that has run nothing).
+    """
 
     def __init__(self, pause_s: float) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(5)])
-        self.rare = nn.Linear(12, 12)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(5)])
+        self.rare = nn.Linear(16, 16)
         self._pause_s = pause_s
 
     def forward(self, x: Tensor, rare: bool) -> Tensor:
@@ -70,7 +74,7 @@ def train(schedule: str, reproducible: bool, dtype: str = "fp32", pause_s: float
         mine = ranges(step, session.group.size)
         opt.begin(StepPlan(4 * mine[-1].stop, mine))
         for j in mine[session.group.rank]:
-            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * step + j))
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + j))
             with opt.micro_batch(samples=4, last=j == mine[session.group.rank][-1]):
                 net(x, rare=j % 2 == 0).square().mean().backward()
         opt.step()
@@ -190,16 +194,16 @@ def pair_with_an_idle_rank(log: Path, schedule: str) -> list[float]:
         kf.init(kf.CommOptions(schedule=schedule, bucket_mb=1e-4), timeout_s=5.0)
         session = current()
         torch.manual_seed(5)
-        first, second = nn.Linear(6, 6), nn.Linear(6, 2)
+        first, second = nn.Linear(16, 16), nn.Linear(16, 16)
         opts = [kf.FusedSGD(net.parameters(), lr=0.1) for net in (first, second)]
         plan = StepPlan(8, (range(0, 1), range(1, 2), range(2, 2)))
         for step in range(3):
             for opt in opts:
                 opt.begin(plan)
             if len(plan.ranges[session.group.rank]):
-                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + session.group.rank))
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + session.group.rank))
                 with opts[1].micro_batch(samples=4), opts[0].micro_batch(samples=4):
-                    F.mse_loss(second(torch.tanh(first(x))), x[:, :2]).backward()
+                    F.mse_loss(second(torch.tanh(first(x))), x).backward()
             for opt in opts:
                 opt.step()
                 opt.zero_grad()
