@@ -94,6 +94,10 @@ class Device:
     def synchronize(self) -> None:
         """The host waits for all work on the device."""
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies on this device."""
+        return tensor.device == self.name
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory of the host, from and to which the device copies while the host goes on."""
         return torch.empty(*shape, dtype=dtype)

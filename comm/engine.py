@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
-from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_buckets
+from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
 from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_outer_backward
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
@@ -56,7 +56,7 @@ class Engine:
     ) -> None:
         """names: of the parameters, for error messages. lane: which of the group's lanes (`Group.lane`) to use.
 
-        Raises ValueError for parameters that are not dense fp32 on one device.
+        Raises ValueError for parameters that are not dense, fp32 or bf16, and on one device.
         """
         self.options, self.lane = options, lane
         self.params = [p for params in groups for p in params]
@@ -64,7 +64,7 @@ class Engine:
         gradients.check_parameters(self.params, self.names)
         kinds = [index for index, params in enumerate(groups) for _ in params]
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
-        self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
+        self._layouts = plan_parameters(self.params, kinds, capacity)
         self.step = 0
         """Steps completed."""
         self.reduced: Reduced | None = None
@@ -331,7 +331,11 @@ class Engine:
             backward()
         finally:
             self._repeats = False
-        grads = [[self.params[index].grad for index in bucket.layout.params] for bucket in self.gradient_buckets]
+        grads = [
+            [None if (grad := self.params[i].grad) is None else bucket.laid_out(k, grad) for k, i in enumerate(indices)]
+            for bucket in self.gradient_buckets
+            for indices in [bucket.layout.params]
+        ]
         self._keep_here([grad for each in grads for grad in each if grad is not None])
         return digest([torch.stack([self._digest_of(each) for each in grads])])
 

@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kfuse.comm.buckets import Bucket
+from kfuse.comm.buckets import Bucket, memory_order
 from kfuse.comm.plan import REMEDY
 
 STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
@@ -66,7 +66,10 @@ class GradientHooks:
         return on_gradient
 
     def _collect(self, bucket: Bucket, k: int) -> None:
-        """Takes the gradient of the bucket's k-th parameter. Raises RuntimeError for one that is not dense fp32."""
+        """Takes the gradient of the bucket's k-th parameter.
+
+        Raises RuntimeError for one that is not dense, or whose parameter has another dtype than it had.
+        """
         index = bucket.layout.params[k]
         param = self._params[index]
         grad = param.grad
@@ -76,12 +79,12 @@ class GradientHooks:
                 f"{self._names[index]} of shape {tuple(param.shape)} has a sparse gradient: kfuse reduces dense ones "
                 "only; make its layer with sparse=False"
             )
-        if param.dtype != torch.float32:
+        if param.dtype != bucket.layout.dtype:
             raise RuntimeError(
-                f"{self._names[index]} was torch.float32 and is {param.dtype} now: change the model first, then make "
-                "its optimizer"
+                f"{self._names[index]} was {bucket.layout.dtype} and is {param.dtype} now: change the model first, "
+                "then make its optimizer"
             )
-        bucket.grads[k], param.grad = grad, None
+        bucket.grads[k], param.grad = bucket.laid_out(k, grad), None
         bucket.missing -= 1
 
     def collect_set_by_hand(self, bucket: Bucket) -> None:
@@ -230,14 +233,17 @@ _CLOSED: list[Owner] = []
 
 
 def check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:
-    """Raises ValueError for parameters that are not contiguous fp32 on one device."""
+    """Raises ValueError for parameters that are not dense, fp32 or bf16, and on one device."""
     devices = {p.device for p in params}
     if len(devices) > 1:
         raise ValueError(f"parameters lie on {sorted(map(str, devices))}: a worker has one device")
     for name, p in zip(names, params, strict=True):
-        if p.dtype != torch.float32:
+        if p.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
-                f"{name} is {p.dtype}: parameters must be torch.float32 (bf16 compute comes from autocast)"
+                f"{name} is {p.dtype}: parameters must be torch.float32 or torch.bfloat16 (fp16 compute comes from "
+                "autocast)"
             )
-        if not p.is_contiguous():
-            raise ValueError(f"{name} of shape {tuple(p.shape)} is not contiguous")
+        try:
+            memory_order(p)
+        except ValueError as error:
+            raise ValueError(f"{name} is not dense in memory: its {error}") from None

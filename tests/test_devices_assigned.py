@@ -306,9 +306,9 @@ def test_torchruns_workers_with_too_few_gpus_end_in_one_line(tmp_path: Path) -> 
         "from kfuse.cli import torchrun\n"
         "from kfuse.elastic.rendezvous import Rendezvous\n"
         "Rendezvous.await_job = lambda self: {'observe': {'log_level': 'off'}, 'comm': COMM, 'workers': WORKERS}\n"
-        "COMM = dict(_target_=None, schedule='auto', dtype='fp32', bucket_mb=1.0, reproducible=False, tree='binary')\n"
-        "COMM |= dict(check_every=None, timeout_s=5.0)\n"
-        "WORKERS = dict(max=2, threads=1)\n"
+        "from dataclasses import asdict\n"
+        "from kfuse.config.schema import Comm, Workers\n"
+        "COMM, WORKERS = asdict(Comm()), asdict(Workers())\n"
         "raise SystemExit(torchrun.follow(Rendezvous.of_environment()))\n"
     )
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

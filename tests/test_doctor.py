@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,6 +307,35 @@ def test_determinism_is_read_off_torch() -> None:
         assert line.status == "fail" and line.remedy, name
         assert doctor.determinism(True, good | {name: value}, 0).status == "ok", "on a CPU the threads alone matter"
     assert doctor.determinism(False, good, 2).status == "ok"
+
+
+@pytest.mark.parametrize(("on_gpu", "status"), [(True, "ok"), (False, "fail")])
+def test_with_one_gpu_its_worker_tells_the_settings(on_gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of the reduction do without the GPU then, and so without settings for it."""
+    strict = {"threads": 1, "deterministic algorithms": True, "cudnn.deterministic": True, "cudnn.benchmark": False}
+    strict |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    lax = strict | {"deterministic algorithms": False}
+    case = {"name": "all_to_all", "reproducible": True, "digest": "0", "wrong": None, "repeats": True}
+    answers = {
+        "devices": answer(H100, peers=[]),
+        "reduction": {"backend": "gloo", "flags": lax, "cases": [case]},
+        "kernels": {"wrong": {"pack": None}, "flags": strict if on_gpu else lax},
+    }
+    started: list[tuple[str, Any, dict[str, str]]] = []
+
+    @contextlib.contextmanager
+    def scripted(what: str, arguments: Any, **environment: str) -> Iterator[SimpleNamespace]:
+        started.append((what, arguments, environment))
+        yield SimpleNamespace(result=lambda: (answers[what], None))
+
+    monkeypatch.setattr(doctor, "_started", scripted)
+    found = {line.name: line for line in doctor.lines(config_of("comm.reproducible=true"))}
+    assert found["determinism"].status == status
+    assert found["reduction"].status == found["kernels"].status == "ok"
+    assert "NCCL between two processes is not tried" in found["reduction"].found
+    [kernels] = [each for each in started if each[0] == "kernels"]
+    assert kernels[1]["device"] == "cuda:0" and "CUDA_VISIBLE_DEVICES" not in kernels[2]
+    assert [each[2]["CUDA_VISIBLE_DEVICES"] for each in started if each[0] == "reduction"] == ["", ""]
 
 
 # -- the command line ------------------------------------------------------------------------------------------------

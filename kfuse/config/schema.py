@@ -92,7 +92,12 @@ class Train:
         None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, most=1
     )
     eval_every: int | None = setting(None, "steps between evaluations; null: once an epoch", least=1)
-    precision: str = setting("fp32", "arithmetic of forward and backward; bf16: autocast", choices=("fp32", "bf16"))
+    precision: str = setting(
+        "fp32",
+        "arithmetic of forward and backward; bf16: autocast over fp32 parameters; bf16-true: bf16 parameters (but "
+        "BatchNorm's), of which the optimizers but torch's keep fp32 masters",
+        choices=("fp32", "bf16", "bf16-true"),
+    )
     clip_norm: float | None = setting(None, "largest norm of the mean gradient; null: no clipping", above=0)
     save_model: bool = setting(
         True, "write model.pt at the end, with safetensors installed model.safetensors too, and best.pt by evaluation"

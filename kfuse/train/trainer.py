@@ -22,6 +22,7 @@ from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
 from kfuse.data.streams import IterableStream
 from kfuse.optim import DistributedOptimizer
+from kfuse.optim.consistency import parameter_layout
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
@@ -147,7 +148,13 @@ class Trainer:
             checkpoints if output is None else output.checkpoints,
             self._reporter,
             arguments=settings.shared()
-            | {"samples of data": self._sampler.length, "comm.audit_every": self.session.comm.audit_every},
+            | {
+                "samples of data": self._sampler.length,
+                "comm.audit_every": self.session.comm.audit_every,
+                "types and memory layouts of parameters": parameter_layout(
+                    p for group in opt.param_groups for p in group["params"]
+                ),
+            },
             base_lr=settings.base_lr,
         )
         self._under_way: tuple[Step, int] | None = None

@@ -145,6 +145,9 @@ class RecordedDevice(devices.Device):
             _join(self._order.host, stream.clock)
         self._order.host_waits_for({}, "device.synchronize")
 
+    def holds(self, tensor: Tensor) -> bool:
+        return self._order.memory_of(tensor).kind == "device"
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
             made = _plain_empty(*shape, dtype=dtype)
