@@ -100,6 +100,8 @@ WRONG = [
     ("comm._target_=torch.nn.Linear", ["comm._target_=torch.nn.Linear", "plan, launch, poll, wait"]),
     ("comm.reproducible=true comm.dtype=bf16", ["comm.dtype=bf16", "fp32"]),
     ("comm=reproducible comm.schedule=allreduce", ["comm.schedule=allreduce", "all_to_all"]),
+    ("comm.nccl_min_ctas=4 comm.nccl_max_ctas=2", ["comm.nccl_max_ctas=2", "at least comm.nccl_min_ctas=4"]),
+    ("comm.nccl_cta_policy=most", ["comm.nccl_cta_policy=most", "default, efficiency, zero"]),
     ("lr.decay=cosine lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "9 steps"]),
     ("lr.decay=wsd lr.warmup_steps=9 train.steps=9", ["lr.warmup_steps=9", "below 0.9 of the run's 9 steps"]),
     ("lr.decay=wsd lr.decay_fraction=2", ["lr.decay_fraction=2", "above 0, at most 1"]),

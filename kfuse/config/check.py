@@ -133,6 +133,9 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
     ):
         if comm["reproducible"] and comm[name] not in allowed:
             raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.reproducible=true")
+    least, most = comm["nccl_min_ctas"], comm["nccl_max_ctas"]
+    if least is not None and most is not None and most < least:
+        raise ConfigError(f"comm.nccl_max_ctas={most}: must be at least comm.nccl_min_ctas={least}, or null")
     if comm["audit_every"] is not None and not comm["reproducible"]:
         raise ConfigError(f"comm.audit_every={comm['audit_every']}: must be null without comm.reproducible=true")
     if comm["slots_on_host"] and not comm["reproducible"]:
