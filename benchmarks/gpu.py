@@ -72,9 +72,10 @@ def main() -> int:
         parser.exit(2, f"{parser.prog}: {why} (here {torch.__version__}); DEVICE=cpu runs the parts without\n")
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     options.out.mkdir(parents=True, exist_ok=True)
+    unable = no_compiler(options.device)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="kfuse-gpu-") as folder:
-        for part in parts(options.device, gpus, Path(folder), no_compiler(options.device)):
+        for part in parts(options.device, gpus, Path(folder), unable):
             outcomes.append(run(part))
     print(f"\n{'part':<34} {'status':<10} {'seconds':>7}  note")
     for outcome in outcomes:
@@ -90,6 +91,8 @@ def main() -> int:
     path = options.out / f"gpu_{options.device}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nAll of it is in {path}")
+    if unable is not None:
+        return 2
     return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
 
 

@@ -41,16 +41,16 @@ def report(
     variants = {
         name: {
             "step_ms": _median_ms(seconds[name]),
-            "to_ddp": _median_interval(seconds[name] / seconds["ddp"]),
+            "to_ddp": median_interval(seconds[name] / seconds["ddp"]),
             "exposed_ms": _median_ms(exposed[name]),
             "over_local_ms": _median_ms(seconds[name] - seconds["local"]),
             "cpu_ms": _median_ms(cpu[name]),
-            "cpu_to_ddp": _median_interval(cpu[name] / cpu["ddp"]),
+            "cpu_to_ddp": median_interval(cpu[name] / cpu["ddp"]),
         }
         for name in names
     }
     pairs = {
-        f"{a} / {b}": {"step": _median_interval(seconds[a] / seconds[b]), "cpu": _median_interval(cpu[a] / cpu[b])}
+        f"{a} / {b}": {"step": median_interval(seconds[a] / seconds[b]), "cpu": median_interval(cpu[a] / cpu[b])}
         for a, b in compared
         if a in names and b in names
     }
@@ -76,7 +76,7 @@ def _median_ms(seconds: NDArray[np.float64]) -> float:
     return round(1e3 * float(np.median(seconds)), 3)
 
 
-def _median_interval(ratios: NDArray[np.float64]) -> dict[str, float]:
+def median_interval(ratios: NDArray[np.float64]) -> dict[str, float]:
     """The median of per-round ratios, and the 95 % percentile-bootstrap interval over rounds."""
     generator = np.random.default_rng(0)
     drawn = np.median(generator.choice(ratios, size=(RESAMPLES, len(ratios))), axis=1)

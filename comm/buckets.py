@@ -6,7 +6,7 @@ The layout is a pure function of the parameters' sizes, so that every worker, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class BucketLayout:
     params: tuple[int, ...]
     offsets: tuple[int, ...]
     numel: int  # of the flat buffer, padding included
+    dtype: torch.dtype = torch.float32  # of the parameters
+    strides: tuple[tuple[int, ...] | None, ...] = ()  # of each parameter; None, or no entry: those of a fresh tensor
 
 
 def plan_buckets(numels: Sequence[int], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
@@ -55,12 +57,63 @@ def plan_buckets(numels: Sequence[int], kinds: Sequence[object], capacity: int) 
     return layouts
 
 
+def plan_parameters(params: Sequence[Tensor], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
+    """As `plan_buckets`, and each bucket's parameters have one dtype.
+
+    Dtypes that alternate (16-bit matrices, fp32 normalisation) do not cut buckets short: each dtype has buckets of its
+    own. The buckets are in the order in which backward completes them.
+    """
+    layouts: list[BucketLayout] = []
+    for dtype in dict.fromkeys(p.dtype for p in params):
+        mine = [index for index, p in enumerate(params) if p.dtype == dtype]
+        for layout in plan_buckets([params[i].numel() for i in mine], [kinds[i] for i in mine], capacity):
+            indices = tuple(mine[k] for k in layout.params)
+            strides = tuple(_unusual_strides(params[i]) for i in indices)
+            layouts.append(replace(layout, params=indices, dtype=dtype, strides=strides))
+    return sorted(layouts, key=lambda layout: -layout.params[-1])
+
+
+def _unusual_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Its strides where they are not those of a fresh tensor of its shape, be it in a dimension of one element."""
+    usual, step = [], 1
+    for size in reversed(tensor.shape):
+        usual.append(step)
+        step *= max(size, 1)
+    return None if tensor.stride() == tuple(reversed(usual)) else tensor.stride()
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions in the order in which memory holds them, the outermost first; None for a contiguous tensor.
+
+    `tensor.permute(memory_order(tensor))` is contiguous. Raises ValueError if the memory has gaps or overlaps.
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    if not tensor.permute(order).is_contiguous():
+        raise ValueError(f"strides {tuple(strides)} for the shape {tuple(tensor.shape)} leave gaps or overlap")
+    return order
+
+
 class Bucket:
     """One bucket's tensors on a device: gradients as they come, and the flat buffers ("slots") they are packed into.
 
     Slot k is a flat fp32 buffer; with the canonical tree a worker may hold several partial sums, one a slot. After
     the reduction slot 0 holds the sum over all workers. `tail` extra elements follow the gradients in every slot.
+
+    A bucket of parameters holds each one's elements in the order of the parameter's memory, so that a view in the
+    parameter's shape has its strides too (channels_last). One of averaged buffers holds them in logical order.
     """
+
+    orders: list[tuple[int, ...] | None]
+    """Each parameter's `memory_order`, as the layout has it."""
+    mean: Tensor
+    """fp32 [body], slot 0 without the tail: after the reduction, the mean gradient."""
+    visible: Tensor
+    """[body], what each p.grad is a view of. `mean` itself for fp32 parameters, else `mean` rounded to their dtype."""
+    views: list[Tensor]
+    """Views of `visible`, one for each parameter, in its shape and with its strides."""
 
     def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], name: str) -> None:
         """`tensors`: all tensors that the layout's indices refer to. There is no tail until `renew` gives one."""
@@ -68,6 +121,11 @@ class Bucket:
         mine = [tensors[i] for i in layout.params]
         self.device = mine[0].device if mine else torch.device("cpu")
         self.shapes = [t.shape for t in mine]
+        self._strides = layout.strides or (None,) * len(mine)
+        self.orders = [
+            None if strides is None else memory_order(torch.empty_strided(shape, strides, device="meta"))
+            for shape, strides in zip(self.shapes, self._strides, strict=True)
+        ]
         self.body, self.tail = layout.numel, 0
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
         self.renew()
@@ -79,9 +137,10 @@ class Bucket:
         self._on_host: list[Tensor] = []
         self.slots: list[Tensor] = []
         self.mean = self.slot(0)[: self.body]
-        """Slot 0 without the tail: after the reduction, the mean gradient."""
-        self.views = self.view(self.mean)
-        """Tensor views of `mean`, one for each parameter, in its shape."""
+        self.visible = self.mean
+        if self.layout.dtype != torch.float32:
+            self.visible = torch.zeros(self.body, dtype=self.layout.dtype, device=self.device)
+        self.views = self.view(self.visible)
 
     def slot(self, k: int) -> Tensor:
         """Slot k, allocated (zeroed, so that padding stays zero) on first use."""
@@ -89,10 +148,37 @@ class Bucket:
             self.slots.append(torch.zeros(self.body + self.tail, device=self.device))
         return self.slots[k]
 
+    def place(self, flat: Tensor, k: int) -> Tensor:
+        """The k-th parameter's elements in a flat buffer of this layout, 1-D."""
+        offset = self.layout.offsets[k]
+        return flat[offset : offset + self.shapes[k].numel()]
+
     def view(self, flat: Tensor) -> list[Tensor]:
-        """Tensor views of a flat buffer of this layout, one for each parameter, in its shape."""
-        places = zip(self.layout.offsets, self.shapes, strict=True)
-        return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in places]
+        """Views of a flat buffer of this layout, one for each parameter, in its shape and with its strides."""
+        places = [self.place(flat, k) for k in range(len(self.shapes))]
+        return [
+            place.view(shape) if strides is None else place.as_strided(shape, strides)
+            for place, shape, strides in zip(places, self.shapes, self._strides, strict=True)
+        ]
+
+    def laid_out(self, k: int, gradient: Tensor) -> Tensor:
+        """A gradient of the k-th parameter, its dimensions in the order in which this bucket holds its elements."""
+        order = self.orders[k]
+        return gradient if order is None else gradient.permute(order)
+
+    def show_mean(self) -> None:
+        """`visible` shows the mean gradient."""
+        if self.visible is not self.mean:
+            self.visible.copy_(self.mean)
+
+    def take_visible(self) -> None:
+        """Elements of 16-bit gradients that were changed since `show_mean` replace those of the mean, which is fp32.
+
+        By their values, since not every way to change a tensor leaves a trace (`p.grad.data.mul_`).
+        """
+        if self.visible is not self.mean:
+            same = self.mean.to(self.layout.dtype) == self.visible
+            torch.where(same, self.mean, self.visible, out=self.mean)
 
     def begin_micro_batch(self) -> None:
         """No gradient is there yet."""

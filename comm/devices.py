@@ -8,6 +8,7 @@ both kinds of device; tests put a recorder in its place.
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -58,6 +59,14 @@ class Device:
     def __init__(self, name: torch.device) -> None:
         self.name = name
 
+    def model(self) -> str:
+        """What kind of hardware it is: two devices of one kind compute the same bits."""
+        with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # Linux
+            for line in lines:
+                if line.startswith("model name"):
+                    return f"{line.partition(':')[2].strip()} ({torch.backends.cpu.get_cpu_capability()})"
+        return f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+
     def make_current(self) -> None:
         """From now on this thread's kernels, streams and events are this device's, unless told otherwise."""
 
@@ -85,6 +94,10 @@ class Device:
     def synchronize(self) -> None:
         """The host waits for all work on the device."""
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies on this device."""
+        return tensor.device == self.name
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory of the host, from and to which the device copies while the host goes on."""
         return torch.empty(*shape, dtype=dtype)
@@ -104,6 +117,9 @@ class CudaDevice(Device):
     """One GPU, by its index: nothing here depends on which device is current."""
 
     asynchronous = True
+
+    def model(self) -> str:
+        return torch.cuda.get_device_name(self.name)
 
     def make_current(self) -> None:
         torch.cuda.set_device(self.name)

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
-from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_buckets
-from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_backward, in_inner_backward
+from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
+from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_outer_backward
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.plan import REENTRANT, REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.plan import REMEDY, CommOptions, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
 from kfuse.comm.tail import digest
 from kfuse.kernels import pack
@@ -56,7 +56,7 @@ class Engine:
     ) -> None:
         """names: of the parameters, for error messages. lane: which of the group's lanes (`Group.lane`) to use.
 
-        Raises ValueError for parameters that are not dense fp32 on one device.
+        Raises ValueError for parameters that are not dense, fp32 or bf16, and on one device.
         """
         self.options, self.lane = options, lane
         self.params = [p for params in groups for p in params]
@@ -64,7 +64,7 @@ class Engine:
         gradients.check_parameters(self.params, self.names)
         kinds = [index for index, params in enumerate(groups) for _ in params]
         capacity = max(1, int(options.bucket_mb * 2**20 / 4))
-        self._layouts = plan_buckets([p.numel() for p in self.params], kinds, capacity)
+        self._layouts = plan_parameters(self.params, kinds, capacity)
         self.step = 0
         """Steps completed."""
         self.reduced: Reduced | None = None
@@ -83,6 +83,8 @@ class Engine:
         self.figures = 0
         """Slots of the tail for a step function's figures."""
         self._new, self._warned, self._warned_of_skipping = True, False, False
+        self._digests: dict[int, Tensor] = {}  # by bucket, of the audited micro-batch of this worker
+        self._repeats = False  # the backward under way is that of `digest_again`
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
         self.tree: str | None = None
@@ -158,7 +160,10 @@ class Engine:
         """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
         self.abort()
         now = self._now
-        now.plan, now.expected = plan, len(plan.ranges[self.group.rank])
+        mine = plan.ranges[self.group.rank]
+        now.plan, now.expected = plan, len(mine)
+        if plan.audited is not None and plan.audited in mine:
+            now.audited = mine.index(plan.audited)
         if self.options.reproducible:
             now.leaves = self._reduction.plan(plan)
 
@@ -202,11 +207,13 @@ class Engine:
     def _wants_gradients(self) -> bool:
         """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
         current = self._now.current
+        if self._repeats:
+            return False
         if current is None:
             if self.reduced is None and self._still_there():
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
-            at_the_end_of_backward(self._close_implicit)
+            at_the_end_of_outer_backward(self._close_implicit)
         self._streams.add()
         return current is None or not current.several_backwards
 
@@ -228,9 +235,6 @@ class Engine:
         current = self._now.current
         if current is None:
             return  # the backward failed, and was aborted before its callback ran
-        if self.parts > 1 and not all(bucket.packed for bucket in self.gradient_buckets) and in_inner_backward():
-            # The outer one goes on. What it brings would count as another of the parts.
-            raise RuntimeError(f"opt.accumulate({self.parts}): {REENTRANT}")
         if current.last:
             gradients.close_together(self)
         else:
@@ -252,6 +256,8 @@ class Engine:
         self._streams.go_on_here(reads=bucket.grads)
         if bucket.missing:
             now.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
+        if now.done == now.audited:
+            self._digests[bucket.index] = self._digest_of(bucket.grads)
         bucket.save(now.leaf)
         flat, sumsq = bucket.slot(now.leaf.slot), self.measurement.sumsq_of[bucket.index]
         pack(bucket.grads, flat, bucket.table, scale=now.scale, accumulate=now.leaf.accumulate, sumsq=sumsq)
@@ -303,6 +309,43 @@ class Engine:
         every = self.options.check_every
         compared = every is not None and self.step % every == 0 and not self._now.is_local and self.group.size > 1
         return digest(self.params, self.digest_salt()) if compared else None
+
+    # -- an audit -------------------------------------------------------------------------------------------------
+
+    def gradient_digest(self) -> Tensor:
+        """The digest of the gradients of the plan's audited micro-batch, as backward produced them on this worker.
+
+        int64 scalar on the device, without a wait. Once that micro-batch is over, until the next step begins.
+        """
+        digests = [self._digests[bucket.index] for bucket in self.gradient_buckets]
+        self._keep_here(digests)  # forwards on other streams have their hooks there
+        return digest([torch.stack(digests)])
+
+    def digest_again(self, backward: Callable[[], object]) -> Tensor:
+        """Runs the backward of a micro-batch that is not part of this worker's step; returns its `gradient_digest`.
+
+        Its gradients are left in `p.grad`, which must be None before, and reach no bucket. Between micro-batches.
+        """
+        self._repeats = True
+        try:
+            backward()
+        finally:
+            self._repeats = False
+        grads = [
+            [None if (grad := self.params[i].grad) is None else bucket.laid_out(k, grad) for k, i in enumerate(indices)]
+            for bucket in self.gradient_buckets
+            for indices in [bucket.layout.params]
+        ]
+        self._keep_here([grad for each in grads for grad in each if grad is not None])
+        return digest([torch.stack([self._digest_of(each) for each in grads])])
+
+    def _keep_here(self, tensors: Sequence[Tensor]) -> None:
+        """The current stream reads these, whose memory may be another stream's."""
+        device = devices.of(self.device)
+        device.keep(tensors, device.current_stream())
+
+    def _digest_of(self, grads: Sequence[Tensor | None]) -> Tensor:
+        return digest([grad for grad in grads if grad is not None]).to(self.device)
 
     # -- its reduction --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import SLICE_S, CommError, Group, Pending, all_reduce_by, broadcast_from, first_line
 
 _SLICE = timedelta(seconds=SLICE_S)
@@ -122,11 +121,6 @@ class GlooGroup(Group):
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         options = dist.AllToAllOptions()
         return GlooPending(self, what, [(self._pg.alltoall_base(out, tensor, list(into), list(cut), options), None)])
-
-    def shards(self, numel: int) -> list[slice]:
-        """Aligned, equal but for the last ones, which may be smaller or empty."""
-        step = -(-numel // (self.size * ALIGN)) * ALIGN
-        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(self.size)]
 
     def share(self, flat: Tensor, what: str) -> Pending:
         return self._share([flat[shard] for shard in self.shards(flat.numel())], what)

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kfuse.comm.buckets import Bucket
+from kfuse.comm.buckets import Bucket, memory_order
 from kfuse.comm.plan import REMEDY
 
 STILL_THERE = "the last step's gradients are still there: call opt.zero_grad() after opt.step()"
@@ -66,7 +66,10 @@ class GradientHooks:
         return on_gradient
 
     def _collect(self, bucket: Bucket, k: int) -> None:
-        """Takes the gradient of the bucket's k-th parameter. Raises RuntimeError for one that is not dense fp32."""
+        """Takes the gradient of the bucket's k-th parameter.
+
+        Raises RuntimeError for one that is not dense, or whose parameter has another dtype than it had.
+        """
         index = bucket.layout.params[k]
         param = self._params[index]
         grad = param.grad
@@ -76,12 +79,12 @@ class GradientHooks:
                 f"{self._names[index]} of shape {tuple(param.shape)} has a sparse gradient: kfuse reduces dense ones "
                 "only; make its layer with sparse=False"
             )
-        if param.dtype != torch.float32:
+        if param.dtype != bucket.layout.dtype:
             raise RuntimeError(
-                f"{self._names[index]} was torch.float32 and is {param.dtype} now: change the model first, then make "
-                "its optimizer"
+                f"{self._names[index]} was {bucket.layout.dtype} and is {param.dtype} now: change the model first, "
+                "then make its optimizer"
             )
-        bucket.grads[k], param.grad = grad, None
+        bucket.grads[k], param.grad = bucket.laid_out(k, grad), None
         bucket.missing -= 1
 
     def collect_set_by_hand(self, bucket: Bucket) -> None:
@@ -161,6 +164,16 @@ def check_owner(engine: Owner) -> None:
 def at_the_end_of_backward(act: Callable[[], None]) -> None:
     """Runs `act` when the backward under way is over, after the callbacks that were queued before.
 
+    Where that is an inner backward of another one, as in reentrant activation checkpointing, the inner one counts.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def at_the_end_of_outer_backward(act: Callable[[], None]) -> None:
+    """Runs `act` when the outermost backward under way is over.
+
+    Reentrant activation checkpointing runs a backward for each segment inside a node of the outer backward. There `act`
+    is queued as that node is over: then the outer backward is the one under way.
     Raises RuntimeError under compiled autograd, which has no such callbacks.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # where it is not imported, it is not in use
@@ -169,15 +182,29 @@ def at_the_end_of_backward(act: Callable[[], None]) -> None:
             "a bare backward under compiled autograd has no end that kfuse could notice: wrap it in `with "
             "opt.micro_batch(samples=len(x))`, or use kf.fit or kf.DataLoader"
         )
-    torch.autograd.Variable._execution_engine.queue_callback(act)
+    node = _outer_node()
+    if node is None:
+        at_the_end_of_backward(act)
+        return
+
+    def queue(*_: object) -> None:
+        handle.remove()  # the graph may be retained for another backward
+        at_the_end_of_outer_backward(act)
+
+    # Autograd calls the hooks that a node has when it is over, also those that came while it ran (torch 2.13,
+    # torch/csrc/autograd/engine.cpp: call_post_hooks).
+    handle = node.register_hook(queue)
 
 
-def in_inner_backward() -> bool:
-    """Whether a node of another backward runs the present one: autograd's own callbacks do not tell."""
+def _outer_node() -> Any:
+    """The node of the outermost backward that runs the present one; None if that is the outermost itself."""
+    node = None
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:  # a node that is written in Python
+            node = frame.f_locals["self"]
         frame = frame.f_back
-    return frame is not None
+    return node
 
 
 def close_together(engine: Owner) -> None:
@@ -206,14 +233,17 @@ _CLOSED: list[Owner] = []
 
 
 def check_parameters(params: Sequence[Parameter], names: Sequence[str]) -> None:
-    """Raises ValueError for parameters that are not contiguous fp32 on one device."""
+    """Raises ValueError for parameters that are not dense, fp32 or bf16, and on one device."""
     devices = {p.device for p in params}
     if len(devices) > 1:
         raise ValueError(f"parameters lie on {sorted(map(str, devices))}: a worker has one device")
     for name, p in zip(names, params, strict=True):
-        if p.dtype != torch.float32:
+        if p.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
-                f"{name} is {p.dtype}: parameters must be torch.float32 (bf16 compute comes from autocast)"
+                f"{name} is {p.dtype}: parameters must be torch.float32 or torch.bfloat16 (fp16 compute comes from "
+                "autocast)"
             )
-        if not p.is_contiguous():
-            raise ValueError(f"{name} of shape {tuple(p.shape)} is not contiguous")
+        try:
+            memory_order(p)
+        except ValueError as error:
+            raise ValueError(f"{name} is not dense in memory: its {error}") from None

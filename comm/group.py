@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from kfuse.comm.buckets import ALIGN
+
 SLICE_S = 0.02  # between two looks of a wait
 _LATE_GRACE_S = 5.0  # ranks that wait for the same one time out at about the same time
 
@@ -202,8 +204,12 @@ class Group:
         return Pending(self, what, [])
 
     def shards(self, numel: int) -> list[slice]:
-        """The parts of a flat buffer that `share` sends: rank r's is the r-th. Their ends are aligned."""
-        return [slice(0, numel)]
+        """The parts of a flat buffer that `share` sends: rank r's is the r-th.
+
+        They are aligned, and equal but for the last ones, which may be smaller or empty.
+        """
+        step = -(-numel // (self.size * ALIGN)) * ALIGN
+        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(self.size)]
 
     def share(self, flat: Tensor, what: str) -> Pending:
         """Starts giving every rank all of `flat` (1-D), in place: rank r has its part of it (`shards`).

@@ -88,8 +88,9 @@ class NcclGroup(Group):
     """Workers that NCCL connects: one communicator, on a stream of its own.
 
     The host waits for messages in `Pending.wait`, and in `settle` where the group may change. A thread looks at the
-    oldest message too: where the host is blocked, because the device's queue is full, it ends the communicator when
-    that message fails or takes longer than the timeout.
+    oldest message too, since the host can be blocked without a wait: because the device's queue is full, or as it reads
+    a value. The thread ends the communicator when that message fails or takes longer than the timeout, or when `check`
+    raises.
     """
 
     in_one_order = False
@@ -194,6 +195,10 @@ class NcclGroup(Group):
         self._device.make_current()
         while not self._over.wait(_WATCH_S):
             self._look()
+            try:
+                self.check()
+            except RuntimeError as error:  # the supervisor has formed another view, or is lost
+                self._fail(first_line(error))
 
     def abort(self, failed: Any = None) -> None:
         """Ends all messages on this rank, at once. Waits for that at most some seconds, since NCCL's abort may hang.

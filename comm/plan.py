@@ -19,11 +19,6 @@ REMEDY = (
     "several_backwards=True. For ACC backwards of loss / ACC: opt.accumulate(ACC)"
 )
 
-REENTRANT = (
-    "Reentrant activation checkpointing runs backwards in a backward: give checkpoint() use_reentrant=False, or use "
-    "opt.micro_batch"
-)
-
 CTA_POLICIES = ("default", "efficiency", "zero")
 """What `nccl_cta_policy` may be, in the order of NCCL's numbers for them (NCCL_CTA_POLICY_* in nccl.h)."""
 
@@ -39,6 +34,7 @@ class CommOptions:
     slots_on_host: bool = False  # reproducible sums on a GPU: older partial sums lie in pinned memory of the host
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
     check_every: int | None = 100  # steps between comparisons of all ranks' parameters; None: never
+    audit_every: int | None = None  # steps between runs of a micro-batch on a second worker, to compare; None: never
     nccl_high_priority: bool = True  # messages go before kernels that wait for a place on the GPU
     nccl_min_ctas: int | None = None  # thread blocks of a message's kernel, at least; None: as NCCL chooses
     nccl_max_ctas: int | None = None  # at most
@@ -54,6 +50,10 @@ class CommOptions:
             raise ValueError("comm.slots_on_host=true: must be false with comm.reproducible=false")
         if self.check_every is not None and self.check_every < 1:
             raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
+        if self.audit_every is not None and self.audit_every < 1:
+            raise ValueError(f"comm.audit_every={self.audit_every!r}: must be at least 1, or None for never")
+        if self.audit_every is not None and not self.reproducible:
+            raise ValueError(f"comm.audit_every={self.audit_every}: must be None without comm.reproducible=true")
         least, most, cluster = self.nccl_min_ctas, self.nccl_max_ctas, self.nccl_cga_cluster_size
         if least is not None and least < 1:
             raise ValueError(f"comm.nccl_min_ctas={least!r}: must be at least 1, or None for NCCL's own choice")
@@ -81,6 +81,8 @@ class StepPlan:
     """What this worker would announce; only rank 0's is sent."""
     by_weight: bool = False
     """Micro-batches weigh otherwise than by their samples; the sum of the weights is known once the step is reduced."""
+    audited: int | None = None
+    """The micro-batch of the step whose gradient's digest its worker takes (`Engine.gradient_digest`); None: none."""
 
     @property
     def micro_batches(self) -> int:
@@ -152,6 +154,8 @@ class StepState:
     """With the canonical tree: how this worker sums its micro-batches."""
     expected: int | None = None
     """Micro-batches that this worker has in the plan."""
+    audited: int | None = None
+    """Which of this worker's micro-batches, from 0, has the digest of its gradient taken."""
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
     parts: int = 1
@@ -183,7 +187,7 @@ class StepState:
         if untaken or self.closed:
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
-                f"GAN's generator's is, call opt.zero_grad() before this one. {REENTRANT}"
+                "GAN's generator's is, call opt.zero_grad() before this one"
             )
         if self.current is not None:
             raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")

@@ -14,7 +14,7 @@ import triton.language as tl
 from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, like_memory
 from kfuse.kernels.table import CHUNK, PackTable
 from kfuse.kernels.triton_reduce import lane_sums
-from kfuse.kernels.triton_updates import bias_correction
+from kfuse.kernels.triton_updates import bias_correction, weights
 from kfuse.kernels.updates import AdamOptions, LAMBArguments
 
 TILE = 2048
@@ -31,10 +31,11 @@ def _direction(p, m, v, correction1, correction2, eps, weight_decay):
 
 @triton.jit
 def _moments_span(
-    at, mask, param, grad, exp_avg, exp_avg_sq, scale, beta1, beta2, gain1, gain2, correction1, correction2, eps, decay
-):
+    at, mask, param, master, grad, exp_avg, exp_avg_sq,
+    scale, beta1, beta2, gain1, gain2, correction1, correction2, eps, decay,
+):  # fmt: skip
     """Update the moments of the elements `at`; return the squares of the parameter and of the update's direction."""
-    p = tl.load(param + at, mask=mask, other=0.0).to(tl.float32)
+    p = weights(param, master, at, mask)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * scale
     m = tl.load(exp_avg + at, mask=mask, other=0.0) * beta1 + g * gain1
     v = tl.load(exp_avg_sq + at, mask=mask, other=0.0) * beta2 + g * g * gain2
@@ -46,7 +47,7 @@ def _moments_span(
 
 @triton.jit
 def lamb_moments_kernel(
-    chunks, param, grad, exp_avg, exp_avg_sq, partials, step, grad_scale, found_inf,
+    chunks, param, master, grad, exp_avg, exp_avg_sq, partials, step, grad_scale, found_inf,
     beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, weight_decay,
     MAXIMIZE: tl.constexpr, OFFSET_ALIGNMENT: tl.constexpr,
     LANE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
@@ -71,7 +72,7 @@ def lamb_moments_kernel(
     for start in range(0, CHUNK, TILE):
         index = start + tl.arange(0, TILE)
         pp, uu = _moments_span(
-            offset + index, index < whole, param, grad, exp_avg, exp_avg_sq,
+            offset + index, index < whole, param, master, grad, exp_avg, exp_avg_sq,
             scale, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps, weight_decay,
         )  # fmt: skip
         squares_p += lane_sums(pp, LANE)
@@ -80,7 +81,7 @@ def lamb_moments_kernel(
     if whole < length:
         index = whole + tl.arange(0, 16)
         pp, uu = _moments_span(
-            offset + index, index < length, param, grad, exp_avg, exp_avg_sq,
+            offset + index, index < length, param, master, grad, exp_avg, exp_avg_sq,
             scale, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps, weight_decay,
         )  # fmt: skip
         total_p += tl.sum(pp, axis=0)
@@ -108,18 +109,21 @@ def lamb_trust_kernel(first_chunks, partials, trust, num_chunks, WIDTH: tl.const
 
 
 @triton.jit
-def _apply_span(at, mask, param, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, decay):
+def _apply_span(at, mask, param, master, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, decay):
     """Move the parameters `at`."""
-    p = tl.load(param + at, mask=mask, other=0.0).to(tl.float32)
+    p = weights(param, master, at, mask)
     m = tl.load(exp_avg + at, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=mask, other=0.0)
     u = _direction(p, m, v, correction1, correction2, eps, decay)
-    tl.store(param + at, (p - rate * u).to(param.dtype.element_ty), mask=mask)
+    p = p - rate * u
+    if master is not None:
+        tl.store(master + at, p, mask=mask)
+    tl.store(param + at, p.to(param.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def lamb_apply_kernel(
-    chunks, param, exp_avg, exp_avg_sq, trust, step, found_inf,
+    chunks, param, master, exp_avg, exp_avg_sq, trust, step, found_inf,
     lr, log_beta1, log_beta2, eps, weight_decay,
     OFFSET_ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -135,13 +139,15 @@ def lamb_apply_kernel(
     whole = length // 16 * 16
     index = tl.arange(0, CHUNK)
     _apply_span(
-        offset + index, index < whole, param, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, weight_decay
-    )
+        offset + index, index < whole, param, master, exp_avg, exp_avg_sq,
+        rate, correction1, correction2, eps, weight_decay,
+    )  # fmt: skip
     if whole < length:
         rest = whole + tl.arange(0, 16)
         _apply_span(
-            offset + rest, rest < length, param, exp_avg, exp_avg_sq, rate, correction1, correction2, eps, weight_decay
-        )
+            offset + rest, rest < length, param, master, exp_avg, exp_avg_sq,
+            rate, correction1, correction2, eps, weight_decay,
+        )  # fmt: skip
 
 
 def lamb(given: LAMBArguments) -> Launches:
@@ -171,3 +177,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"lamb moments {NAMES[dtype]} grad", moments, TILE, loads, stores, everywhere=True)
     yield Case("lamb trust", trust, everywhere=True)
     yield Case("lamb apply", apply, CHUNK, (F32, F32, F32), (F32,), everywhere=True)
+    param = like_memory(CHUNK, dtype=BF16)
+    given = LAMBArguments(param, flat, flat, flat, table, options, step=one, grad_scale=one, found_inf=one, master=flat)
+    moments, trust, apply = lamb(given)
+    name = "bf16 param fp32 master"
+    yield Case(f"lamb moments {name}", moments, TILE, (BF16, F32, F32, F32, F32), (F32, F32), everywhere=True)
+    yield Case(f"lamb apply {name}", apply, CHUNK, (BF16, F32, F32, F32), (BF16, F32), everywhere=True)

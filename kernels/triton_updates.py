@@ -24,6 +24,17 @@ def bias_correction(step, log_beta):
     return (1.0 - tl.exp(tl.load(step).to(tl.float64) * log_beta)).to(tl.float32)
 
 
+@triton.jit
+def weights(param, master, at, mask):
+    """What is updated, fp32: the master weights, but for parameters that are not their rounded values any more."""
+    p = tl.load(param + at, mask=mask, other=0.0)
+    if master is not None:
+        kept = tl.load(master + at, mask=mask, other=0.0)
+        rounded = kept.to(param.dtype.element_ty).to(tl.float32)
+        p = tl.where(p.to(tl.float32) == rounded, kept, p.to(tl.float32))
+    return p.to(tl.float32)
+
+
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def adamw_kernel(
     param, master, grad, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
@@ -37,10 +48,7 @@ def adamw_kernel(
             return
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
-    if master is not None:
-        p = tl.load(master + index, mask=mask)
-    else:
-        p = tl.load(param + index, mask=mask).to(tl.float32)
+    p = weights(param, master, index, mask)
     g = merged(grad, index, mask, tl.zeros((), tl.int64) + stride, PROGRAM)
     m = tl.load(exp_avg + index, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + index, mask=mask).to(tl.float32)
@@ -78,10 +86,7 @@ def sgd_kernel(
             return
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
-    if master is not None:
-        p = tl.load(master + index, mask=mask)
-    else:
-        p = tl.load(param + index, mask=mask).to(tl.float32)
+    p = weights(param, master, index, mask)
     g = merged(grad, index, mask, tl.zeros((), tl.int64) + stride, PROGRAM)
 
     if grad_scale is not None:
@@ -180,7 +185,7 @@ def _case(name: str, launch: Launch, loads: Streams, stores: Streams, everywhere
         f"{name} {weights} {f'{count} rows of {NAMES[grad]}' if count > 1 else f'{NAMES[grad]} grad'}",
         launch,
         launch.constants["BLOCK"],
-        (param if master is None else F32,) + (grad,) * count + loads,
+        (param,) + (F32,) * (master is not None) + (grad,) * count + loads,
         (param,) + (F32,) * (master is not None) + stores,
         everywhere=everywhere,
     )

@@ -67,6 +67,9 @@ class UpdateArguments(Arguments):
         grad_scale: 0-dim fp32 on the same device that multiplies the gradient (clip coefficient, inverse loss scale),
             or None.
         found_inf: 0-dim fp32 on the same device; nonzero leaves parameters and states untouched. Or None.
+        master: fp32 weights that are updated in the parameters' stead; `param`, 16-bit, is then written with their
+            rounded values. An element of `param` that is not the rounded master was changed since the last update (a
+            model that was loaded, weights that were clipped): it replaces the master first. None: there are none.
     """
 
     param: Tensor
@@ -74,6 +77,21 @@ class UpdateArguments(Arguments):
     _: KW_ONLY
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    master: Tensor | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """What is updated."""
+        return self.param if self.master is None else self.master
+
+    def check_master(self, name: str) -> None:
+        """Raises ValueError where `master` is not of the parameters' shape, TypeError where it is not fp32."""
+        if self.master is not None:
+            master, param = self.master, self.param
+            if master.shape != param.shape:
+                raise ValueError(f"{name}: master is {list(master.shape)}, param {list(param.shape)}: must be the same")
+            if master.dtype != torch.float32:
+                raise TypeError(f"{name}: master is {master.dtype}, must be torch.float32")
 
     @property
     def skipped(self) -> bool:
@@ -98,36 +116,25 @@ class ElementwiseArguments(UpdateArguments):
 
     Args:
         param, grad, and the states: 1-D, contiguous, of one length. Without `master`, on the CPU parameters and states
-            have one dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32.
-        master: fp32 weights that are updated in the parameters' stead; `param`, 16-bit, is then only written, with
-            their rounded values, and the states are fp32.
+            have one dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32. With `master` the
+            states are fp32.
         merges: with them `grad` is [K, n], the contributions of `reduce`, which are added in its order and applied in
             the same pass: the bits are those of `reduce` into fp32 and then an update, and no gradient is written.
     """
 
     _: KW_ONLY
-    master: Tensor | None = None
     merges: Merges = ()
-
-    @property
-    def weights(self) -> Tensor:
-        """What is updated."""
-        return self.param if self.master is None else self.master
 
     def check_as(self, name: str) -> None:
         """Raises ValueError when shapes or merges do not fit, TypeError when `master` is not fp32."""
-        param, grad, master = self.param, self.grad, self.master
+        param, grad = self.param, self.grad
         if grad.shape[-1:] != param.shape or grad.dim() > 2 or (grad.dim() == 1 and self.merges):
             raise ValueError(
                 f"{name}: grad must be [n], or [K, n] with merges, where param is [n]; "
                 f"got {list(grad.shape)}, {list(param.shape)} and {len(self.merges)} merges"
             )
         check_merges(name, self.merges, len(grad) if grad.dim() == 2 else 1)
-        if master is not None:
-            if master.shape != param.shape:
-                raise ValueError(f"{name}: master is {list(master.shape)}, param {list(param.shape)}: must be the same")
-            if master.dtype != torch.float32:
-                raise TypeError(f"{name}: master is {master.dtype}, must be torch.float32")
+        self.check_master(name)
 
     def summed_grad(self) -> Tensor:
         """The gradient in the weights' dtype: the sum of its rows as `reduce` adds them, where it has rows."""
@@ -194,7 +201,7 @@ class LAMBArguments(UpdateArguments):
 
     Args, beside those of `UpdateArguments`:
         param, exp_avg, exp_avg_sq: fp32, 1-D, contiguous, at least `table.end` elements; what lies between tensors is
-            not touched.
+            not touched. With `master`, `param` is bf16 or fp16, and norms are the master's.
         grad: the same in fp32, bf16 or fp16.
         table: where each tensor lies in them.
         step: as for `adamw`.
@@ -215,8 +222,17 @@ class LAMBArguments(UpdateArguments):
             flat: Tensor = getattr(self, name)
             if flat.dim() != 1 or flat.numel() < self.table.end:
                 raise ValueError(f"lamb: {name} is {list(flat.shape)}, the table needs [{self.table.end}] or more")
-            if flat.dtype != torch.float32 and (name != "grad" or flat.dtype not in DTYPES):
-                raise TypeError(f"lamb: {name} is {flat.dtype}, must be torch.float32{' or 16-bit' * (name == 'grad')}")
+            may_be_16_bit = name == "grad" or (name == "param" and self.master is not None)
+            if flat.dtype != torch.float32 and not (may_be_16_bit and flat.dtype in DTYPES):
+                raise TypeError(f"lamb: {name} is {flat.dtype}, must be torch.float32{' or 16-bit' * may_be_16_bit}")
+        self.check_master("lamb")
+
+
+def take_changed(param: Tensor, master: Tensor) -> None:
+    """Elements of `param` that are not the rounded master were changed since the last update: they replace it."""
+    same = master.to(param.dtype) == param
+    if not same.all():
+        torch.where(same, master, param, out=master)
 
 
 def adamw_by_torch(given: AdamWArguments) -> None:
@@ -237,6 +253,8 @@ def _fused(
     """Runs one of PyTorch's fused updates, whose settings have the names of our options."""
     if given.skipped:
         return
+    if given.master is not None:
+        take_changed(given.param, given.master)
     settings = vars(options) | more
     scale = given.grad_divisor
     update([given.weights], [given.summed_grad()], *states, **settings, grad_scale=scale, found_inf=None)
@@ -251,8 +269,10 @@ def lamb_by_torch(given: LAMBArguments) -> None:
     table = given.table
     scratch = torch.empty(min(PIECE, max(table.numels, default=0)))
     for numel, offset in zip(table.numels, table.offsets, strict=True):
-        flats = (given.param, given.grad, given.exp_avg, given.exp_avg_sq)
-        p, g, m, v = (flat[offset : offset + numel] for flat in flats)
+        place = slice(offset, offset + numel)
+        p, g, m, v = (flat[place] for flat in (given.weights, given.grad, given.exp_avg, given.exp_avg_sq))
+        if given.master is not None:
+            take_changed(given.param[place], p)
         direction = g.float()  # the gradient's own place, where it is fp32
         norms = torch.empty(2, -(-numel // CHUNK))
         pieces = (torch.split(values, PIECE) for values in (p, direction, m, v))
@@ -261,6 +281,8 @@ def lamb_by_torch(given: LAMBArguments) -> None:
         of_p, of_direction = (_length(row) for row in norms)
         trust = of_p / of_direction if of_p and of_direction else 1.0
         p.sub_(direction, alpha=given.options.lr * trust)
+        if given.master is not None:
+            given.param[place].copy_(p)
 
 
 def _lamb_direction(given: LAMBArguments, piece: Sequence[Tensor], norms: Tensor, scratch: Tensor) -> None:

@@ -97,7 +97,7 @@ def grad_noise_scale() -> float:
 def grad_variance() -> float:
     """S, the trace of one sample's gradient covariance, of the newest step that has arrived; NaN while unknown.
 
-    That is the step before the last, unless `opt.stats` has waited for the last one.
+    That is the step before the last, or on a GPU a few steps more, unless `opt.stats` has waited for the last one.
     """
     return _latest("grad_variance")
 

@@ -32,6 +32,9 @@ MOMENTS = (
     "mid_reduction",  # the first bucket's reduction has started, the last one's has not
     "reduced",  # all workers have the mean gradient, and the optimizer does not know yet
     "between_reduction_and_update",
+    "audit",  # of a step (comm.audit_every): the second run is made, and no digest is sent yet
+    "third run",  # the same, of a third worker
+    "audited",  # the digests have arrived, and the update is not made
     "after_step",
     "evaluation",
     "evaluated",  # and nobody was told yet
@@ -214,8 +217,8 @@ class Chaos(BasePolicy):
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
         from kfuse.optim import base
+        from kfuse.train import audit, trainer
         from kfuse.train import state as training_state
-        from kfuse.train import trainer
         from kfuse.train.recovery import Recovery
 
         def before(owner: Any, name: str, look: Callable[..., None]) -> None:
@@ -268,11 +271,17 @@ class Chaos(BasePolicy):
             self._reached("recovery" if view.recovers else "joining", rank)
 
         before(trainer.Trainer, "steps", steps)
+
+        def digests(_: Any, __: Any, ___: Any, what: str) -> None:
+            self._reached("audit" if what == "audit" else "third run", session.current().group.rank)
+
         before(MicroBatch, "__enter__", here("forward"))
         after(AllToAll, "launch", launched)
         after(AllReduce, "launch", launched)
         after(Engine, "finish", here("reduced"))
         before(base, "scaling", here("between_reduction_and_update"))
+        before(audit.Audit, "_gather", digests)
+        after(audit.Audit, "_gather", here("audited"))
         before(trainer, "evaluate", here("evaluation"))
         after(trainer, "evaluate", here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))

@@ -21,3 +21,10 @@ def normal(shape: int | tuple[int, ...], seed: int, device: str) -> Tensor:
 
 def scalar(value: float, device: str) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the kernels round it. Triton's interpreter truncates to bf16 instead of rounding."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        master = (master.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    return master.to(dtype)

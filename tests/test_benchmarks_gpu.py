@@ -132,7 +132,7 @@ time.sleep(1000)
 def test_scripts_need_torch_and_numpy_only() -> None:
     lines = [f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})"]
     lines += [f"for name in {NOT_THERE}: sys.modules[name] = None"]
-    lines += [f"import {name}" for name in SCRIPTS]
+    lines += [f"import {name}" for name in (*SCRIPTS, "kfuse.cli.machine")]
     command = [sys.executable, "-P", "-c", "\n".join(lines)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -10,12 +11,16 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from kfuse.cli import doctor, machine
+from kfuse.cli import doctor, machine, self_test
 from kfuse.cli.app import main
 
 BAD_TRANSPORTS = """
@@ -256,6 +261,33 @@ def test_what_a_gpu_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_gpus(answer(H100, peers=[]))["GPUs"].status == "fail", "Triton is needed"
 
 
+def test_the_driver_is_asked_as_torch_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch.cuda's functions replaced by a machine of two GPUs, and NCCL by gloo."""
+    cuda, current, begin = torch.cuda, [], dist.init_process_group
+    properties = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda index: (78 * 2**30, 79 * 2**30))
+    monkeypatch.setattr(cuda, "can_device_access_peer", lambda i, j: True)
+    monkeypatch.setattr(cuda, "set_device", current.append)
+    monkeypatch.setattr(cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda count, device: torch.zeros(count) + 1)
+
+    def over_gloo(backend: str, device_id: torch.device, **more: Any) -> None:
+        assert (backend, device_id, current) == ("nccl", torch.device("cuda", 0), [torch.device("cuda", 0)])
+        begin("gloo", **more)
+
+    monkeypatch.setattr(dist, "init_process_group", over_gloo)
+    gpu = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.0, "free_gib": 78.0}
+    assert self_test.devices() == {"gpus": [gpu, gpu], "peers": [[0, 1]], "nccl": "2.28.9", "nccl_problem": None}
+    assert not dist.is_initialized()
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert self_test.devices()["nccl_problem"] == "this build of torch has no ProcessGroupNCCL"
+
+
 def test_determinism_is_read_off_torch() -> None:
     good = {
         "threads": 1,
@@ -275,6 +307,35 @@ def test_determinism_is_read_off_torch() -> None:
         assert line.status == "fail" and line.remedy, name
         assert doctor.determinism(True, good | {name: value}, 0).status == "ok", "on a CPU the threads alone matter"
     assert doctor.determinism(False, good, 2).status == "ok"
+
+
+@pytest.mark.parametrize(("on_gpu", "status"), [(True, "ok"), (False, "fail")])
+def test_with_one_gpu_its_worker_tells_the_settings(on_gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of the reduction do without the GPU then, and so without settings for it."""
+    strict = {"threads": 1, "deterministic algorithms": True, "cudnn.deterministic": True, "cudnn.benchmark": False}
+    strict |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    lax = strict | {"deterministic algorithms": False}
+    case = {"name": "all_to_all", "reproducible": True, "digest": "0", "wrong": None, "repeats": True}
+    answers = {
+        "devices": answer(H100, peers=[]),
+        "reduction": {"backend": "gloo", "flags": lax, "cases": [case]},
+        "kernels": {"wrong": {"pack": None}, "flags": strict if on_gpu else lax},
+    }
+    started: list[tuple[str, Any, dict[str, str]]] = []
+
+    @contextlib.contextmanager
+    def scripted(what: str, arguments: Any, **environment: str) -> Iterator[SimpleNamespace]:
+        started.append((what, arguments, environment))
+        yield SimpleNamespace(result=lambda: (answers[what], None))
+
+    monkeypatch.setattr(doctor, "_started", scripted)
+    found = {line.name: line for line in doctor.lines(config_of("comm.reproducible=true"))}
+    assert found["determinism"].status == status
+    assert found["reduction"].status == found["kernels"].status == "ok"
+    assert "NCCL between two processes is not tried" in found["reduction"].found
+    [kernels] = [each for each in started if each[0] == "kernels"]
+    assert kernels[1]["device"] == "cuda:0" and "CUDA_VISIBLE_DEVICES" not in kernels[2]
+    assert [each[2]["CUDA_VISIBLE_DEVICES"] for each in started if each[0] == "reduction"] == ["", ""]
 
 
 # -- the command line ------------------------------------------------------------------------------------------------

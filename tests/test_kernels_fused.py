@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES, INTERPRETED, normal, scalar
+from devices import DEVICES, INTERPRETED, normal, rounded, scalar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -103,16 +103,28 @@ def test_master_weights_are_those_of_fp32_parameters(
     update = updater(name, device)
     plain = [normal(numel, seed=seed, device=device).abs() for seed in range(3)]
     master, m, v = (tensor.clone() for tensor in plain)
-    param = torch.full((numel,), math.nan, dtype=dtype, device=device)  # it is written, never read
+    param = rounded(master, dtype)
     for t in (1, 2):
         grad = normal(numel, seed=10 + t, device=device).to(grad_dtype)
         update(plain[0], grad.clone(), *plain[1:], t)
         update(param, grad.clone(), m, v, t, master=master)
     assert all(torch.equal(one, two) for one, two in zip(plain, (master, m, v), strict=True))
-    if INTERPRETED and dtype == torch.bfloat16:
-        torch.testing.assert_close(param, master.to(dtype), rtol=2**-7, atol=0.0)  # it truncates instead of rounding
-    else:
-        assert torch.equal(param, master.to(dtype))
+    assert torch.equal(param, rounded(master, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_changed_parameter_replaces_its_master(device: str, name: str, dtype: torch.dtype) -> None:
+    """The rest keeps the master's own bits."""
+    update = updater(name, device)
+    master, m, v = (normal(100, seed=seed, device=device).abs() for seed in range(3))
+    param = rounded(master, dtype)
+    param[10:20] *= 2
+    plain = [torch.where(torch.arange(100, device=device) // 10 == 1, param.float(), master), m.clone(), v.clone()]
+    grad = normal(100, seed=9, device=device)
+    update(plain[0], grad.clone(), *plain[1:], 1)
+    update(param, grad.clone(), m, v, 1, master=master)
+    assert all(torch.equal(one, two) for one, two in zip(plain, (master, m, v), strict=True))
+    assert torch.equal(param, rounded(master, dtype))
 
 
 def test_skipped_update_touches_nothing(device: str, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES, INTERPRETED, normal, scalar
+from devices import DEVICES, INTERPRETED, normal, rounded, scalar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -173,3 +173,33 @@ def test_errors_name_what_is_wrong(device: str) -> None:
         update_lamb(good, good, good.bfloat16(), good, table, step=step, **OPTIONS)
     with pytest.raises(TypeError, match=r"grad is torch\.int64, must be torch\.float32 or 16-bit"):
         update_lamb(good, good.long(), good, good, table, step=step, **OPTIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_master_weights_are_those_of_fp32_parameters(device: str, dtype: torch.dtype) -> None:
+    """A 16-bit parameter has its master's rounded values; elements that were changed meanwhile replace the master's."""
+    numels = [1, 100, 0, CHUNK + 37]
+    table = build(numels, device)
+    plain = [normal(table.end, 0, device), torch.zeros(table.end, device=device), torch.zeros(table.end, device=device)]
+    master, m, v = (flat.clone() for flat in plain)
+    param = rounded(master, dtype)
+    changed = slice(table.offsets[1], table.offsets[1] + 10)
+    for t in (1, 2, 3):
+        if t == 3:
+            param[changed] *= 2
+            plain[0][changed] = param[changed].float()
+        grad = normal(table.end, t, device).to(dtype)
+        update_lamb(plain[0], grad.clone(), *plain[1:], table, step=scalar(t, device), **OPTIONS)
+        options = {name: value for name, value in OPTIONS.items() if name not in ("grad_scale", "found_inf")}
+        lamb(param, grad, m, v, table, AdamOptions(**options), step=scalar(t, device), master=master)
+    assert all(torch.equal(one, two) for one, two in zip(plain, (master, m, v), strict=True))
+    assert torch.equal(param, rounded(master, dtype))
+
+
+def test_a_master_must_fit(device: str) -> None:
+    table, good = build([4], device), torch.zeros(20, device=device)
+    options = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.0)
+    with pytest.raises(TypeError, match=r"param is torch\.bfloat16, must be torch\.float32"):
+        lamb(good.bfloat16(), good, good, good, table, options, step=scalar(1.0, device))
+    with pytest.raises(ValueError, match=r"master is \[4\], param \[20\]: must be the same"):
+        lamb(good.bfloat16(), good, good, good, table, options, step=scalar(1.0, device), master=good[:4])

@@ -189,16 +189,19 @@ def _self_test(options: dict[str, Any], gpus: int) -> Iterator[Line]:
             stack.enter_context(_started("reduction", arguments, RANK=str(r), LOCAL_RANK=str(r), **environment))
             for r in range(2)
         ]
-        if gpus or machine.version("triton") is not None:
-            interpret = {} if gpus else {"TRITON_INTERPRET": "1"}
-            where = {"device": "cuda:0" if gpus else "cpu"}
-            kernels = stack.enter_context(_started("kernels", where, **interpret))
+        by_triton, kernels = gpus > 0 or machine.version("triton") is not None, None
+        if by_triton:
+            # Alone, also where this command runs as one of several ranks.
+            environment = {"WORLD_SIZE": "1"} | ({} if gpus else {"TRITON_INTERPRET": "1"})
+            where = {"device": "cuda:0" if gpus else "cpu", "options": options}
+            kernels = stack.enter_context(_started("kernels", where, **environment))
         answers = [rank.result() for rank in ranks]
-        flags = answers[0][0]["flags"] if answers[0][0] else None
-        yield determinism(options["reproducible"], flags, gpus)
+        on_device: tuple[Any, str | None] = kernels.result() if kernels is not None else (None, None)
+        worker = on_device[0] if gpus else answers[0][0]  # with one GPU the ranks do without it
+        yield determinism(options["reproducible"], worker and worker["flags"], gpus)
         yield _reduction(answers, gpus)
-        if gpus or machine.version("triton") is not None:
-            yield _kernels(*kernels.result(), gpus)
+        if by_triton:
+            yield _kernels(on_device[0], on_device[1], gpus)
         else:
             yield Line("kernels", "ok", "not tried: Triton is not installed, and only machines with a GPU need it")
 
@@ -206,12 +209,12 @@ def _self_test(options: dict[str, Any], gpus: int) -> Iterator[Line]:
 def determinism(reproducible: bool, flags: Mapping[str, Any] | None, gpus: int) -> Line:
     """What torch's settings are in a worker. They decide whether the model's own operations have the same bits.
 
-    flags: of rank 0 of the self-test; None: it did not get that far. gpus: on a CPU the threads alone matter.
+    flags: of a worker of the self-test; None: it did not get that far. gpus: on a CPU the threads alone matter.
     """
     if not reproducible:
         return Line("determinism", "ok", "not asked for: comm.reproducible=false")
     if flags is None:
-        return Line("determinism", "warn", "unknown: the self-test's rank 0 has failed", "See the line reduction.")
+        return Line("determinism", "warn", "unknown: the self-test has failed", "See the lines below.")
     found = ", ".join(f"{name} {value}" for name, value in flags.items())
     lax = not (flags["deterministic algorithms"] and flags["cudnn.deterministic"]) or flags["cudnn.benchmark"]
     if gpus and (lax or flags["CUBLAS_WORKSPACE_CONFIG"] not in _RESTRICTIONS):
@@ -249,13 +252,13 @@ def _reduction(answers: Sequence[tuple[Any, str | None]], gpus: int) -> Line:
     return Line("reduction", "ok", text)
 
 
-def _kernels(found: Mapping[str, str | None] | None, problem: str | None, gpus: int) -> Line:
+def _kernels(found: Mapping[str, Any] | None, problem: str | None, gpus: int) -> Line:
     where = "on GPU 0" if gpus else "in Triton's interpreter"
     if found is None:
         remedy = "See the lines compiler and Triton cache." if gpus else "Triton does not work here: pip install triton"
         return Line("kernels", "fail", f"{where}: {problem}", remedy)
-    wrong = [f"{name}: {why}" for name, why in found.items() if why is not None]
+    wrong = [f"{name}: {why}" for name, why in found["wrong"].items() if why is not None]
     if wrong:
         remedy = "Compare the version of Triton with the one that this torch needs (pip check)."
         return Line("kernels", "fail", f"{where}: {'; '.join(wrong)}", remedy)
-    return Line("kernels", "ok", f"{', '.join(found)} {where}: as their PyTorch implementations")
+    return Line("kernels", "ok", f"{', '.join(found['wrong'])} {where}: as their PyTorch implementations")

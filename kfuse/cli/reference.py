@@ -29,6 +29,11 @@ EVENTS = {
     "evaluation": ("The model was evaluated on the held-out samples", "loss, accuracy, metrics (by name)"),
     "skipped": ("The step made no update", "why"),
     "straggler": ("A worker has become slow", "worker, rank, throughput (over the median worker's)"),
+    "corruption": (
+        "A micro-batch was run again on another worker, with other gradients (`comm.audit_every`)",
+        "micro_batch; worker and rank of the one that computes wrongly, null where that is unknown; note; "
+        "runs (worker, rank, pid, host and digest of each)",
+    ),
     "ready": ("A worker is ready to join", "worker, boot_s"),
     "waiting": ("Some workers are ready, others are late", "workers, late (numbers of both)"),
     "quit": ("A worker's script has ended before training did", "worker, pid, rank, how"),

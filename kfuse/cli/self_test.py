@@ -227,16 +227,23 @@ def _flags() -> dict[str, Any]:
 # -- the kernels ------------------------------------------------------------------------------------------------------
 
 
-def kernels(device: str) -> dict[str, str | None]:
-    """Each kernel on `device` beside its PyTorch implementation on the CPU: {kernel: what is wrong, or None}.
+def kernels(device: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Each kernel on `device` beside its PyTorch implementation on the CPU.
 
-    On "cpu" the process must have TRITON_INTERPRET=1 in its environment: Triton's code then runs in its interpreter.
+    options: of `CommOptions`, as configured. Returns {"wrong": {kernel: what is wrong, or None}, "flags": torch's
+    settings in a worker on this device}. On "cpu" the process must have TRITON_INTERPRET=1 in its environment: Triton's
+    code then runs in its interpreter.
     """
     import torch
 
+    from kfuse import session
+    from kfuse.comm.plan import CommOptions
+
     where = torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
+    _say(at=f"starting a worker on {device}")
+    chosen = session.init(CommOptions(**options)).group.device
+    if chosen != where:
+        raise RuntimeError(f"a worker alone chooses {chosen}, not {where}")
     found: dict[str, str | None] = {}
     for name, check in {
         "pack": _pack,
@@ -253,7 +260,7 @@ def kernels(device: str) -> dict[str, str | None]:
             found[name] = check(where)
         except Exception as error:  # the others still run
             found[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return found
+    return {"wrong": found, "flags": _flags()}
 
 
 def _near(name: str, ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> str | None:

@@ -133,6 +133,8 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
     ):
         if comm["reproducible"] and comm[name] not in allowed:
             raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.reproducible=true")
+    if comm["audit_every"] is not None and not comm["reproducible"]:
+        raise ConfigError(f"comm.audit_every={comm['audit_every']}: must be null without comm.reproducible=true")
     if comm["slots_on_host"] and not comm["reproducible"]:
         raise ConfigError("comm.slots_on_host=true: must be false with comm.reproducible=false")
 

@@ -92,7 +92,12 @@ class Train:
         None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, most=1
     )
     eval_every: int | None = setting(None, "steps between evaluations; null: once an epoch", least=1)
-    precision: str = setting("fp32", "arithmetic of forward and backward; bf16: autocast", choices=("fp32", "bf16"))
+    precision: str = setting(
+        "fp32",
+        "arithmetic of forward and backward; bf16: autocast over fp32 parameters; bf16-true: bf16 parameters (but "
+        "BatchNorm's), of which the optimizers but torch's keep fp32 masters",
+        choices=("fp32", "bf16", "bf16-true"),
+    )
     clip_norm: float | None = setting(None, "largest norm of the mean gradient; null: no clipping", above=0)
     save_model: bool = setting(
         True, "write model.pt at the end, with safetensors installed model.safetensors too, and best.pt by evaluation"
@@ -122,6 +127,12 @@ class Comm:
         False, "with comm.reproducible=true on GPUs: older partial sums of gradients lie in the host's memory"
     )
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
+    audit_every: int | None = setting(
+        None,
+        "steps between audits: a micro-batch is run again on another worker, and the gradients are compared; null: "
+        "never; needs comm.reproducible=true",
+        least=1,
+    )
     nccl_high_priority: bool = setting(True, "on GPUs: messages go before kernels that wait for a place on the GPU")
     nccl_min_ctas: int | None = setting(None, "NCCL's least thread blocks a message; null: its own choice", least=1)
     nccl_max_ctas: int | None = setting(

@@ -70,7 +70,7 @@ def copy_to(device: Device, tensor: Tensor, pin: bool) -> Tensor:
     and the host waits until then (CUDA Runtime API, "API synchronization behavior"); so the host could not run ahead of
     the GPU. Pinned memory costs one copy on the host, which is faster than the bus. torch keeps it until it is read.
     """
-    pinned = pin and device.asynchronous and tensor.device.type == "cpu" != device.name.type
+    pinned = pin and device.asynchronous and tensor.device.type == "cpu" and not device.holds(tensor)
     if pinned and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_pinned():
         tensor = device.pinned(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor.to(device.name, non_blocking=True)

@@ -167,6 +167,17 @@ class Feeder(Fetcher):
         """
         expected = self._order.popleft() if self._order else None
         assert task == expected, f"{task} is asked for, and {expected} was expected"
+        batch = self._await(task)
+        self._request_more()
+        return self._checked(batch)
+
+    def fetch_out_of_turn(self, task: Task) -> Any:
+        """As `fetch`, for a task that `expect` did not announce: another worker's, or one that was fetched before."""
+        self._request(min(self._loaders, key=lambda loader: len(loader.tasks)), task)
+        return self._checked(self._await(task))
+
+    def _await(self, task: Task) -> Any:
+        """Waits for the batch, or failure, of a task that was requested, and takes it. Raises LoaderError."""
         started = time.monotonic()
         while task not in self._ready:
             self._receive()
@@ -175,7 +186,10 @@ class Feeder(Fetcher):
                 _LOG.warning("%.0f s for one micro-batch: waiting for loader processes %s", _PATIENCE_S, pids)
                 started = time.monotonic()
         batch, self._copy = self._ready.pop(task)
-        self._request_more()
+        return batch
+
+    def _checked(self, batch: Any) -> Any:
+        """The batch. Raises the exception that the data set raised in its place."""
         if isinstance(batch, _Failure):
             batch.error.add_note(batch.text)
             raise batch.error

@@ -121,6 +121,10 @@ class Fetcher:
         indices = self.sampler.indices(*task)
         return fetch(self.data, indices, self.sampler.seed, task.epoch)
 
+    def fetch_out_of_turn(self, task: Task) -> Any:
+        """As `fetch`, for a task that `expect` did not announce: another worker's, or one that was fetched before."""
+        return self.fetch(task)
+
     def to_device(self, batch: Any, device: torch.device) -> Any:
         """Returns the batch that was fetched last, with its tensors on `device`."""
         return to_device(batch, device, self._pin_memory)

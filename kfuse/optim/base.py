@@ -1,7 +1,8 @@
 """What every kfuse optimizer does: reduce gradients over the workers, measure them, clip, and keep statistics.
 
 After the last micro-batch's backward the reduction is waited for and each `p.grad` is the mean gradient over the
-global batch (a view of its bucket), as with DistributedDataParallel. `step()` then updates.
+global batch (a view of its bucket), as with DistributedDataParallel; of a bf16 parameter rounded to bf16, as torch
+wants it, while the bucket has it in fp32. `step()` then updates.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class DistributedOptimizer(ParameterGroups, ABC):
     """Whether an update with a gradient that is not finite is skipped."""
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
+    _weight_names: tuple[str, ...] = ()
+    """What `_weights` returns is in `state` too, by these names."""
     last_lr: float = 0.0
     """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
     loop_handles_lost_workers: bool = False
     """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
-    _skips_on_device: bool = False
-    """`_update` leaves parameters as they are where the device says so; else the host would have to ask it."""
     _in_doubt: set[int]
     """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
     _lost_worker_error: CommError | None = None
@@ -292,6 +293,7 @@ class DistributedOptimizer(ParameterGroups, ABC):
         unused = self._unused_by_all(reduced)
         self._had_gradients = self._had_gradients or len(unused) < len(self.engine.params)
         for bucket in self.engine.gradient_buckets:
+            bucket.show_mean()
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if index not in unused:
                     self.engine.params[index].grad = view
@@ -390,13 +392,19 @@ class DistributedOptimizer(ParameterGroups, ABC):
         Between steps, on every worker. All of it or nothing is replaced. Raises CommError.
         """
         group = self._session.group
-        held = [state[name] for p in self.engine.params if (state := self.state.get(p)) for name in sorted(state)]
-        values = [
-            *self.engine.params,
-            *(value for value in held if isinstance(value, Tensor)),
-            *self.engine.averaged.tensors,
-        ]
+        weights = self._weights()
+        states = [state for p in self.engine.params if (state := self.state.get(p))]
+        held = [state[name] for state in states for name in sorted(state) if name not in self._weight_names]
+        values = [*weights, *(value for value in held if isinstance(value, Tensor)), *self.engine.averaged.tensors]
         average(group, values)
+        self._weights_averaged()
+
+    def _weights(self) -> list[Tensor]:
+        """What `average_models` averages of the model: the parameters, or what they are computed from."""
+        return list(self.engine.params)
+
+    def _weights_averaged(self) -> None:
+        """The tensors that `_weights` returned have other values now."""
 
     def _take_gradients_set_by_hand(self) -> None:
         if self.engine.begun:
@@ -435,9 +443,14 @@ class DistributedOptimizer(ParameterGroups, ABC):
         """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
         self._build_engine()
 
+    @property
+    def _skips_on_device(self) -> bool:
+        """Whether `_update` leaves parameters alone where the device says so, and the host need not ask it."""
+        return False
+
     @abstractmethod
     def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Updates all parameters whose `.grad` is set (their mean gradient, fp32).
+        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32).
 
         Those of `_in_doubt` (indices in `engine.params`) are left alone where `reduced.used` is 0.
         scale: fp32 scalar on the device, by which gradients are multiplied; None: 1. found_inf: fp32 scalar on the

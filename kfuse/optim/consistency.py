@@ -25,12 +25,13 @@ def rates_salt(rates: Iterable[float]) -> int:
 def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     """Gives every rank rank 0's values of these tensors, in place.
 
-    Raises ValueError on every rank where they do not have the same number, shapes and types of tensors, or do not train
-    the same ones, CommError.
+    Raises ValueError on every rank where they do not have the same number, shapes, types and memory layouts of tensors,
+    or do not train the same ones, CommError.
     """
     if group.size == 1 or not tensors:
         return
-    layout = hashlib.sha256(repr([(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]).encode()).digest()
+    kinds = repr([(tuple(t.shape), t.requires_grad) for t in tensors]) + parameter_layout(tensors)
+    layout = hashlib.sha256(kinds.encode()).digest()
     tensors = [_each_element_once(tensor.detach()) for tensor in tensors]
     mine = torch.tensor([int.from_bytes(layout[:7], "little"), len(tensors)], device=group.device)
     layouts = group.all_gather(mine, "shapes of the parameters")
@@ -38,8 +39,8 @@ def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[st
         if not torch.equal(other, layouts[0]):
             counts = f"{int(other[1])} tensors there, {int(layouts[0][1])} on rank 0"
             raise ValueError(
-                f"rank {rank} has another model than rank 0: their parameters differ in shape, in type or in which are "
-                f"frozen ({counts})"
+                f"rank {rank} has another model than rank 0: their parameters differ in shape, in type, in memory "
+                f"layout (channels_last) or in which are frozen ({counts})"
             )
     # As bytes, since gloo does not know all types of elements.
     values = [t.reshape(-1).to(group.device).contiguous() for t in tensors]
@@ -53,6 +54,24 @@ def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[st
     for tensor, value in zip(tensors, values, strict=True):
         if tensor.data_ptr() != value.data_ptr():
             tensor.copy_(value.view(tensor.shape))
+
+
+def parameter_layout(params: Iterable[Tensor]) -> str:
+    """Their types, and a digest that differs where the type or the memory order (channels_last) of one does.
+
+    Flat buffers have the elements in the order of the parameters' memory: between workers whose orders differ, an
+    element would be added to another one.
+    """
+    params = list(params)
+    types = [str(p.dtype).removeprefix("torch.") for p in params]
+    digest = hashlib.sha256(repr([*zip(types, map(_order, params), strict=True)]).encode()).hexdigest()
+    return f"{', '.join(sorted(set(types)))} {digest[:8]}"
+
+
+def _order(tensor: Tensor) -> list[int] | None:
+    """The dimensions from the largest stride to the smallest; None for a contiguous tensor."""
+    strides: tuple[int, ...] = tensor.stride()
+    return None if tensor.is_contiguous() else sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
 def _each_element_once(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -17,18 +18,35 @@ from torch.utils.dlpack import from_dlpack
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import Reduced
-from kfuse.kernels import PackTable
+from kfuse.kernels import PackTable, take_changed
 from kfuse.optim.base import DistributedOptimizer
+from kfuse.optim.parameters import loading_as_fp32
 
 _NEVER_LOADED = {"amsgrad": True, "differentiable": True}
 _OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which AdamW sets to True as it loads
 
 
+_SHARED_MEMORY = (
+    "%s was moved to shared memory after %s was made, which moves it back: other processes do not see its updates. "
+    "kf.Optimizer leaves parameters where they are."
+)
+_OTHER_LAYOUT = (
+    "%s has another memory layout than when %s was made, which puts the former one back: call "
+    "model.to(memory_format=...) before making the optimizer"
+)
+
+_MASTER = "master"
+"""The name in `state` of a 16-bit parameter's fp32 weights."""
+
+
 @dataclass
 class Flat:
-    """A bucket's parameters and optimizer state."""
+    """A bucket's parameters and optimizer state. Tensors are flat, in the bucket's layout."""
 
     param: Tensor
+    """In the parameters' dtype: their own memory."""
+    master: Tensor | None
+    """The weights that are updated where `param` is 16-bit: fp32, of which `param` holds the rounded values."""
     moments: dict[str, Tensor]
     """State tensors shaped like the parameter, by torch's names; empty until an update needs them."""
     steps: Tensor
@@ -40,11 +58,15 @@ class Flat:
 
 
 class Piece(NamedTuple):
-    """What one call updates: a bucket, or one parameter of it. All tensors are flat fp32 of one length."""
+    """What one call updates: a bucket, or one parameter of it.
+
+    All tensors are flat and of one length, and fp32, but for 16-bit parameters, which have a master.
+    """
 
     table: PackTable
     """How the piece is cut into parameters."""
     param: Tensor
+    master: Tensor | None
     grad: Tensor
     moments: dict[str, Tensor]
     step: Tensor
@@ -56,13 +78,16 @@ class Piece(NamedTuple):
 class FlatOptimizer(DistributedOptimizer):
     """Keeps torch's per-parameter `state` as views of flat buffers, so that state_dict is torch's own.
 
+    A 16-bit parameter's moments are fp32, and `state` has its fp32 weights too, as "master". torch's optimizers leave
+    that entry alone, and round the moments to the parameter's dtype as they load them.
+
     A subclass sets `_moment_names` and implements `_update_piece`.
     """
 
     _moment_names: tuple[str, ...]
     """Names of the state tensors shaped like the parameter, as torch's optimizer of the same kind names them."""
-    _skips_on_device = True
-    _warned_of_shared_memory = False
+    _weight_names = (_MASTER,)
+    _warned: tuple[str, ...] = ()
 
     def _check_layout(self) -> None:
         """Raises ValueError if two parameters share memory: in flat buffers each has its own place."""
@@ -91,20 +116,14 @@ class FlatOptimizer(DistributedOptimizer):
         if devices.of(bucket.device).asynchronous:
             for p in params:  # later the host would wait until the table is on the device
                 _one_tensor(p.numel(), p.device)
-        param = _gather(bucket, [p.data for p in params])
-        for p, view in zip(params, bucket.view(param), strict=True):
+        param = torch.zeros(bucket.body, dtype=bucket.layout.dtype, device=bucket.device)
+        views = bucket.view(param)
+        _fill(views, [p.data for p in params])
+        for p, view in zip(params, views, strict=True):
             p.data = _with_own_storage(view)
-        states: list[dict[str, Any]] = [self.state.get(p, {}) for p in params]
-        steps = torch.tensor([float(state.get("step", 0.0)) for state in states], device=bucket.device)
-        known = [self._has_moments(state) for state in states]
-        moments = {}
-        for name in self._moment_names if any(known) else ():
-            moments[name] = _gather(bucket, [state.get(name) for state in states])
-        together = len(set(known)) == 1 and len(set(steps.tolist())) == 1
-        flat = Flat(param, moments, steps, known, together)
-        for k, p in enumerate(params):
-            if known[k]:
-                self._publish(p, flat, bucket, k)
+        master = None if param.dtype == torch.float32 else torch.zeros(bucket.body, device=bucket.device)
+        flat = Flat(param, master, {}, torch.zeros(len(params), device=bucket.device), [], True)
+        self._take_state(bucket, flat)
         return flat
 
     def _params_of(self, bucket: Bucket) -> list[Parameter]:
@@ -114,6 +133,13 @@ class FlatOptimizer(DistributedOptimizer):
         """Makes the flat state visible as torch's `state[p]`."""
         self.state[p].update({name: bucket.view(moment)[k] for name, moment in flat.moments.items()})
 
+    def _publish_masters(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
+        """Makes the masters of these parameters visible in `state`: from the first update on, as torch makes state."""
+        if flat.master is not None and any(_MASTER not in self.state.get(params[k], {}) for k in which):
+            views = bucket.view(flat.master)
+            for k in which:
+                self.state[params[k]][_MASTER] = views[k]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what this class, or torch's optimizer of the same kind, saved.
 
@@ -121,7 +147,8 @@ class FlatOptimizer(DistributedOptimizer):
         """
         self._refuse_options(state_dict["param_groups"], _NEVER_LOADED)
         self._check_shapes(state_dict)
-        super().load_state_dict(state_dict)
+        with loading_as_fp32(self, {*self._moment_names, _MASTER}):
+            super().load_state_dict(state_dict)
         for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
             self._take_state(bucket, flat)
 
@@ -132,9 +159,11 @@ class FlatOptimizer(DistributedOptimizer):
         states = {id(p): state_dict["state"].get(key, {}) for p, key in zip(params, saved, strict=False)}
         for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
             mine = self._params_of(bucket)
-            missing = [k for k, p in enumerate(mine) if not flat.known[k] and self._has_moments(states.get(id(p), {}))]
+            theirs = [states.get(id(p), {}) for p in mine]
+            missing = [k for k, state in enumerate(theirs) if not flat.known[k] and self._has_moments(state)]
             if missing:
                 self._first_update(mine, flat, bucket, missing)
+            self._publish_masters(mine, flat, bucket, [k for k, state in enumerate(theirs) if _MASTER in state])
 
     def _take_state(self, bucket: Bucket, flat: Flat) -> None:
         """Moves what torch has loaded into `state` to its place in the flat buffers. What lies there is not copied."""
@@ -146,20 +175,19 @@ class FlatOptimizer(DistributedOptimizer):
         elif not flat.moments:
             flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
         for name, moment in flat.moments.items():
-            for place, state in zip(bucket.view(moment), states, strict=True):
-                value = state.get(name)
-                if value is None:
-                    place.zero_()
-                elif value.data_ptr() != place.data_ptr():
-                    place.copy_(value)
-        for place, state in zip(flat.steps, states, strict=True):
-            step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(())
-            if step.data_ptr() != place.data_ptr():
-                place.copy_(step)
+            _fill(bucket.view(moment), [state.get(name) for state in states])
+        if flat.master is not None:  # another optimizer, torch's above all, has saved no master
+            _fill(
+                bucket.view(flat.master), [state.get(_MASTER, p.data) for state, p in zip(states, params, strict=True)]
+            )
+        _fill(flat.steps, [_number(state.get("step", 0.0)) for state in states])
         flat.together = len(set(flat.known)) == 1 and len(set(flat.steps.tolist())) == 1
-        for k, p in enumerate(params):
+        for k, (p, state) in enumerate(zip(params, states, strict=True)):
+            had_master = state.pop(_MASTER, None) is not None
             if flat.known[k]:
                 self._publish(p, flat, bucket, k)
+            if flat.known[k] or had_master:
+                self._publish_masters(params, flat, bucket, [k])
 
     def _has_moments(self, state: dict[str, Any]) -> bool:
         return any(state.get(name) is not None for name in self._moment_names)
@@ -167,12 +195,16 @@ class FlatOptimizer(DistributedOptimizer):
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, (p, label) in zip(saved, self._named_parameters(), strict=False):  # torch's own checks the numbers
-            for name in self._moment_names:
+            for name in (*self._moment_names, _MASTER):
                 value = state_dict["state"].get(key, {}).get(name)
                 if value is not None and value.shape != p.shape:
                     raise ValueError(
                         f"{label} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
                     )
+
+    @property
+    def _skips_on_device(self) -> bool:
+        return True
 
     def _keeps_state(self, group: dict[str, Any]) -> bool:
         """Whether an update with this group's settings makes state, or needs the state that is there."""
@@ -189,6 +221,7 @@ class FlatOptimizer(DistributedOptimizer):
         self._refuse_options(self.param_groups, _OTHER_ARITHMETIC)
         self._keep_flat()
         for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
+            bucket.take_visible()
             params = self._params_of(bucket)
             group = self.param_groups[self._group_of[bucket.layout.params[0]]]
             keeps = self._keeps_state(group)
@@ -200,8 +233,9 @@ class FlatOptimizer(DistributedOptimizer):
                     continue
                 if first:
                     self._first_update(params, flat, bucket, range(len(params)))
+                self._publish_masters(params, flat, bucket, range(len(params)))
                 flat.steps.add_(1.0 if found_inf is None else 1.0 - found_inf)
-                whole = Piece(bucket.table, flat.param, bucket.mean, flat.moments, flat.steps[0], first)
+                whole = Piece(bucket.table, flat.param, flat.master, bucket.mean, flat.moments, flat.steps[0], first)
                 self._update_piece(whole, group, scale, found_inf)
                 continue
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
@@ -213,11 +247,13 @@ class FlatOptimizer(DistributedOptimizer):
                     continue
                 if first:
                     self._first_update(params, flat, bucket, [k])
+                self._publish_masters(params, flat, bucket, [k])
                 flat.steps[k].add_(1.0 if skip is None else 1.0 - skip)
-                moments = {name: bucket.view(moment)[k].view(-1) for name, moment in flat.moments.items()}
-                param, grad = bucket.view(flat.param)[k].view(-1), bucket.views[k].view(-1)
+                moments = {name: bucket.place(moment, k) for name, moment in flat.moments.items()}
+                master = None if flat.master is None else bucket.place(flat.master, k)
+                param, grad = bucket.place(flat.param, k), bucket.place(bucket.mean, k)
                 table = _one_tensor(param.numel(), param.device)
-                alone = Piece(table, param, grad, moments, flat.steps[k], first)
+                alone = Piece(table, param, master, grad, moments, flat.steps[k], first)
                 self._update_piece(alone, group, scale, skip)
 
     def _skip_of(self, index: int, reduced: Reduced, found_inf: Tensor | None) -> Tensor | None:
@@ -228,7 +264,7 @@ class FlatOptimizer(DistributedOptimizer):
         unused = (reduced.used[index] == 0).to(torch.float32)
         return unused if found_inf is None else torch.maximum(unused, found_inf)
 
-    def _first_update(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: range | list[int]) -> None:
+    def _first_update(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
         if not flat.moments:
             flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
         for k in which:
@@ -245,12 +281,14 @@ class FlatOptimizer(DistributedOptimizer):
             start = flat.param.data_ptr()
             for index, offset in zip(bucket.layout.params, bucket.layout.offsets, strict=True):
                 p = self.engine.params[index]
-                if p.data_ptr() != start + 4 * offset and p.numel():
+                if p.data_ptr() != start + flat.param.element_size() * offset and p.numel():
                     place = bucket.view(flat.param)[bucket.layout.params.index(index)]
                     _check_replaced(self.engine.names[index], place, p)
                     moved.append((p, place))
+                    if p.stride() != place.stride():
+                        self._warn_once(_OTHER_LAYOUT, self.engine.names[index])
                     if p.device.type == "cpu" and p.is_shared():  # type: ignore[no-untyped-call]
-                        self._warn_of_shared_memory(self.engine.names[index])
+                        self._warn_once(_SHARED_MEMORY, self.engine.names[index])
         if moved:
             self._check_layout()
             values = [p.data.clone() for p, _ in moved]  # they may lie in each other's places
@@ -258,16 +296,25 @@ class FlatOptimizer(DistributedOptimizer):
                 place.copy_(value)
                 p.data = _with_own_storage(place)
 
-    def _warn_of_shared_memory(self, name: str) -> None:
-        """Warns once."""
-        if not self._warned_of_shared_memory:
-            self._warned_of_shared_memory = True
-            logging.getLogger("kfuse").warning(
-                "%s was moved to shared memory after %s was made, which moves it back: other processes do not see its "
-                "updates. kf.Optimizer leaves parameters where they are.",
-                name,
-                type(self).__name__,
-            )
+    def _weights(self) -> list[Tensor]:
+        """The masters in place of 16-bit parameters, with the changes that were made to the parameters since."""
+        self._keep_flat()
+        masters: dict[int, Tensor] = {}
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
+            if flat.master is not None:
+                take_changed(flat.param, flat.master)
+                masters.update(zip(bucket.layout.params, bucket.view(flat.master), strict=True))
+        return [masters.get(index, p) for index, p in enumerate(self.engine.params)]
+
+    def _weights_averaged(self) -> None:
+        for flat in self._flats:
+            if flat.master is not None:
+                flat.param.copy_(flat.master)
+
+    def _warn_once(self, message: str, name: str) -> None:
+        if message not in self._warned:
+            self._warned = (*self._warned, message)
+            logging.getLogger("kfuse").warning(message, name, type(self).__name__)
 
     @abstractmethod
     def _update_piece(
@@ -275,7 +322,7 @@ class FlatOptimizer(DistributedOptimizer):
     ) -> None:
         """Updates a piece's parameters and moments in place. group: the settings of its parameter group.
 
-        scale, found_inf: as for `_update`. All tensors of the piece are flat fp32 of one length.
+        scale, found_inf: as for `_update`.
         """
 
 
@@ -290,7 +337,10 @@ def _with_own_storage(view: Tensor) -> Tensor:
 
     What writes a tensor writes its storage: torch.save of one layer would write the whole buffer.
     """
-    return from_dlpack(view) if view.numel() else view
+    if not view.numel():
+        return view
+    own = from_dlpack(view)  # which may set the stride of a dimension of one element to 1
+    return own if own.stride() == view.stride() else own.as_strided(view.shape, view.stride())
 
 
 def _check_replaced(name: str, place: Tensor, p: Parameter) -> None:
@@ -312,10 +362,15 @@ def _refuse_overlaps(named: list[tuple[Parameter, str]]) -> None:
             )
 
 
-def _gather(bucket: Bucket, tensors: list[Any]) -> Tensor:
-    """A flat buffer in the bucket's layout with these values (None: zeros)."""
-    flat = torch.zeros(bucket.body, device=bucket.device)
-    for view, tensor in zip(bucket.view(flat), tensors, strict=True):
-        if tensor is not None:
-            view.copy_(tensor)
-    return flat
+def _fill(places: Iterable[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Copies each value to its place; None: zeros. One that lies there already is not copied."""
+    for place, value in zip(places, values, strict=True):
+        if value is None:
+            place.zero_()
+        elif value.data_ptr() != place.data_ptr():
+            place.copy_(value)
+
+
+def _number(value: Any) -> Tensor:
+    """A number, or a tensor of one, as a 0-dim fp32 tensor; one that is so is returned itself."""
+    return torch.as_tensor(value, dtype=torch.float32).reshape(())

@@ -1,6 +1,8 @@
 """The fused optimizers: AdamW, LAMB and SGD over all workers' gradients, on flat buffers.
 
-Each reduces, measures, clips and updates in one go. Parameters must be fp32.
+Each reduces, measures, clips and updates in one go. Parameters are fp32 or bf16. For bf16 ones the optimizer keeps fp32
+master weights and fp32 moments: it updates the masters, and writes their rounded values to the parameters in the same
+kernel. Where a parameter was changed by other means (`model.load_state_dict`, clipped weights), its new value is taken.
 clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not finite,
 with no host synchronisation, and rank 0 warns. (On CUDA a gradient whose square overflows fp32, above 1e19, counts as
 not finite.)
@@ -39,8 +41,8 @@ class AdamMoments(FlatOptimizer):
 class FusedAdamW(AdamMoments, torch.optim.AdamW):
     """torch.optim.AdamW (Loshchilov & Hutter 2019), data-parallel, with its arithmetic and its state_dict.
 
-    Parameters must be fp32. `clip_norm` clips the global norm of the mean gradient; `skip_nonfinite` leaves a step out
-    where a gradient is not finite, with no host synchronisation, and rank 0 warns.
+    Parameters are fp32, or bf16, which get fp32 master weights. `clip_norm` clips the global norm of the mean gradient;
+    `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation, and rank 0 warns.
     """
 
     def __init__(
@@ -62,14 +64,25 @@ class FusedAdamW(AdamMoments, torch.optim.AdamW):
         self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         options, (m, v) = self._options(group), piece.moments.values()
-        adamw(piece.param, piece.grad, m, v, options, step=piece.step, grad_scale=scale, found_inf=found_inf)
+        adamw(
+            piece.param,
+            piece.grad,
+            m,
+            v,
+            options,
+            step=piece.step,
+            grad_scale=scale,
+            found_inf=found_inf,
+            master=piece.master,
+        )
 
 
 class FusedLAMB(AdamMoments, torch.optim.Optimizer):
     """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2), data-parallel.
 
     Each parameter tensor moves by lr * |p| / |u| * u, where u is Adam's bias-corrected update plus weight_decay * p;
-    where p or u is zero, by lr * u. Parameters must be fp32. `clip_norm` and `skip_nonfinite` are as for FusedAdamW.
+    where p or u is zero, by lr * u. Norms are the master weights' where parameters are bf16. `clip_norm` and
+    `skip_nonfinite` are as for FusedAdamW.
     """
 
     def __init__(
@@ -115,13 +128,14 @@ class FusedLAMB(AdamMoments, torch.optim.Optimizer):
             step=piece.step,
             grad_scale=scale,
             found_inf=found_inf,
+            master=piece.master,
         )
 
 
 class FusedSGD(FlatOptimizer, torch.optim.SGD):
     """torch.optim.SGD, data-parallel, with its arithmetic and its state_dict.
 
-    Parameters must be fp32. `clip_norm` and `skip_nonfinite` are as for FusedAdamW.
+    Parameters, `clip_norm` and `skip_nonfinite` are as for FusedAdamW.
     """
 
     _moment_names = ("momentum_buffer",)
@@ -174,4 +188,5 @@ class FusedSGD(FlatOptimizer, torch.optim.SGD):
             first_step=piece.first,
             grad_scale=scale,
             found_inf=found_inf,
+            master=piece.master,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,3 +99,41 @@ def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _label(index: int, name: str | None) -> str:
     return f"parameter {index}" if name is None else f"parameter {index} ({name})"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A state tensor that torch's load_state_dict does not see."""
+
+    tensor: Tensor
+
+
+@contextmanager
+def loading_as_fp32(opt: torch.optim.Optimizer, names: Collection[str]) -> Iterator[None]:
+    """Context of `opt.load_state_dict`: state tensors of these names become fp32, whatever their parameter's dtype.
+
+    torch rounds a state tensor to its parameter's dtype, which would lose the fp32 state of a bf16 parameter. It leaves
+    objects alone that it does not know. The hook that hides the tensors is registered last, so that it sees what the
+    user's hooks made of the state; the one that shows them again is the first.
+    """
+
+    def hide(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {
+            key: {name: _Kept(value) if name in names and value is not None else value for name, value in of.items()}
+            for key, of in state_dict["state"].items()
+        }
+        return state_dict | {"state": states}
+
+    def show(_: Any) -> None:
+        for p, state in opt.state.items():
+            for name, value in state.items():
+                if isinstance(value, _Kept):
+                    state[name] = value.tensor.to(p.device, torch.float32)
+
+    before = opt.register_load_state_dict_pre_hook(hide)
+    after = opt.register_load_state_dict_post_hook(show, prepend=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()

@@ -79,7 +79,15 @@ def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
 
 
 def refuse_unplanned(session: Session, planned: bool) -> None:
-    """Raises RuntimeError if the step of an elastic job is not one that kf.fit or kf.DataLoader had announced."""
+    """Raises RuntimeError for a step that no training loop of kfuse has announced, where one is needed.
+
+    An elastic job needs kf.fit or kf.DataLoader, audits need kf.fit.
+    """
+    if session.comm.audit_every is not None and not planned:
+        raise RuntimeError(
+            f"comm.audit_every={session.comm.audit_every}: kf.fit must drive the training loop, as kfuse cannot run a "
+            "micro-batch of yours again; pass audit_every=None"
+        )
     if session.elastic and not planned:
         raise RuntimeError(
             "workers of this job may join and leave, and only the model and optimizer given to kf.fit or "

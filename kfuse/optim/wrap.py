@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.plan import Reduced
 from kfuse.optim.base import DistributedOptimizer
+
+_LOG = logging.getLogger("kfuse")
 
 
 class Optimizer(DistributedOptimizer):
@@ -38,6 +41,10 @@ class Optimizer(DistributedOptimizer):
         gradient, without the host. With any other optimizer the host waits for the device in each step with a
         GradScaler or with skip_nonfinite=True (so None is False there), and, with several workers, in each step in
         which this worker gives a parameter no gradient.
+
+        bf16 parameters are updated as torch does it: in bf16, from gradients that were averaged in fp32 and rounded.
+        There are no fp32 master weights, so an update smaller than the spacing of bf16 numbers is lost; a warning says
+        so. FusedAdamW, FusedSGD and FusedLAMB keep masters.
         """
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"kf.Optimizer wraps a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -57,6 +64,18 @@ class Optimizer(DistributedOptimizer):
             on_gpu = any(devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"])
             skip_nonfinite = self._skips_on_device or not on_gpu
         self._attach(clip_norm, skip_nonfinite)
+        self._warn_of_bf16(name)
+
+    def _warn_of_bf16(self, name: str) -> None:
+        """Warns on one worker: in an elastic job each is rank 0 of its own group until it joins."""
+        client = self._session.control_client
+        warns = (self._session.group.rank if client is None else client.worker) == 0
+        if warns and any(p.dtype == torch.bfloat16 for p in self.engine.params):
+            _LOG.warning(
+                "bf16 parameters with kf.Optimizer(%s): updates are made in bf16, which loses those below 1/256 of a "
+                "weight; kf.FusedAdamW, FusedSGD and FusedLAMB keep fp32 master weights",
+                name,
+            )
 
     def _share(self) -> None:
         self.inner.param_groups = self.param_groups
@@ -79,7 +98,7 @@ class Optimizer(DistributedOptimizer):
         self._load_statistics(state_dict)
 
     @property
-    def _skips_on_device(self) -> bool:  # type: ignore[override]
+    def _skips_on_device(self) -> bool:
         """Its fused kernel takes `found_inf`, from the device, and its state begins with zeros."""
         known = type(self.inner) in (torch.optim.Adam, torch.optim.AdamW)
         return known and all(group.get("fused") for group in self.param_groups)
@@ -92,9 +111,9 @@ class Optimizer(DistributedOptimizer):
             if on_device and found_inf is not None:  # by NaN or inf the buckets' padding would be NaN from then on
                 scale = torch.where(found_inf != 0, 1.0, scale)
             for bucket in self.engine.gradient_buckets:
-                bucket.mean.mul_(scale)
+                bucket.visible.mul_(scale)
         in_doubt = {i: self._state_of(p) for i in self._in_doubt if (p := self.engine.params[i]).grad is not None}
-        with self._scaled_rates():
+        with self._scaled_rates(), self._gradients_laid_out():
             if on_device and found_inf is not None:
                 self._step_unless(found_inf)
             else:
@@ -117,6 +136,21 @@ class Optimizer(DistributedOptimizer):
         """A parameter and the tensors of its state, by name."""
         tensors = {"": p.detach(), **{k: v for k, v in self.state.get(p, {}).items() if isinstance(v, Tensor)}}
         return {name: value.clone() if copy else value for name, value in tensors.items()}
+
+    @contextmanager
+    def _gradients_laid_out(self) -> Iterator[None]:
+        """Each gradient has its parameter's strides, also where these have changed since the buckets were made.
+
+        torch's fused updates on the CPU take the elements of both in the order of their memory, and check nothing.
+        """
+        gradients = [(p, p.grad) for p in self.engine.params if p.grad is not None and p.grad.stride() != p.stride()]
+        for p, gradient in gradients:
+            p.grad = torch.empty_like(p).copy_(gradient)
+        try:
+            yield
+        finally:
+            for p, gradient in gradients:
+                p.grad = gradient
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:

@@ -55,6 +55,9 @@ class Signals(Measured, StepSettings):
         default=(),
         metadata=_about("", "By rank, micro-batches a second over the median worker's; below 0.8 one is a straggler"),
     )
+    corrupt_workers: tuple[int, ...] = field(
+        default=(), metadata=_about("", "Ranks of workers that audits found to compute wrongly; see `comm.audit_every`")
+    )
     eval_accuracy: float | None = field(
         default=None, metadata=_about("", "The latest evaluation's accuracy, in [0, 1]")
     )

@@ -21,6 +21,7 @@ from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.policies.signals import Bounds
 from kfuse.session import current
 from kfuse.train.model_checks import log_remarks
+from kfuse.train.precision import cast_parameters
 from kfuse.train.settings import WORKERS_MAX, Settings
 from kfuse.train.trainer import Trainer
 
@@ -29,7 +30,7 @@ def comm_options(config: dict[str, Any]) -> CommOptions:
     """How gradients are reduced, as configured. Raises ValueError for what does not go together."""
     comm = config["comm"]
     schedule = comm["_target_"] or comm["schedule"]
-    names = ("dtype", "bucket_mb", "reproducible", "slots_on_host", "tree", "check_every")
+    names = ("dtype", "bucket_mb", "reproducible", "slots_on_host", "tree", "check_every", "audit_every")
     nccl = [name for name in comm if name.startswith("nccl_")]
     return CommOptions(schedule, **{name: comm[name] for name in (*names, *nccl)})
 
@@ -58,6 +59,8 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     model: torch.nn.Module = instantiate.build(node, **split.spec)
     if weights is not None:
         load_weights(model, weights)
+    if config["train"]["precision"] == "bf16-true":
+        cast_parameters(model)
     session = current()
     model.to(session.group.device)
     batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))

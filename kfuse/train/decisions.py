@@ -175,6 +175,9 @@ class Decisions:
             step=stats.step,
             micro_batch=self._settings.micro_batch,
             throughput=tuple(load_balance.relative_throughput(self._progress.throughput, self._session.workers)),
+            corrupt_workers=tuple(
+                rank for rank, worker in enumerate(self._session.workers) if worker in self._progress.corrupt
+            ),
             eval_accuracy=self._progress.accuracy,
             bounds=self._settings.bounds,
             **{each.name: getattr(context, each.name) for each in fields(StepSettings)},

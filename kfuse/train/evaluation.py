@@ -16,6 +16,7 @@ from kfuse.data import Dataset
 from kfuse.data.batch import describe, to_device
 from kfuse.data.fetching import random_key, seed_host
 from kfuse.train.loss import Objective, Outcome
+from kfuse.train.precision import forward
 from kfuse.train.step import generators_restored, seed_forward
 
 _CHUNK = 256  # samples; fixed, so that the result does not depend on the number of workers
@@ -83,8 +84,8 @@ def evaluate(
                 fetched = data.fetch(indices)
                 weight, batch = objective.weight(fetched, len(indices)), to_device(fetched, group.device)
                 seed_forward(group.device, random_key(0, 0, c))
-                with torch.autocast(group.device.type, torch.bfloat16, enabled=precision == "bf16"):
-                    rows[c] = _sums(objective(model, batch), len(indices), weight, metrics or {})
+                done = forward(objective, model, batch, precision, group.device)
+                rows[c] = _sums(done, len(indices), weight, metrics or {})
         names = next(iter(rows.values()))[0]
         if objective.step_fn is not None:
             _refuse_other_names([(c, rows[c][0]) for c in mine], names, chunks, group)

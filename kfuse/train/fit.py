@@ -18,6 +18,7 @@ from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFuncti
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.output import Output
+from kfuse.train.precision import check_parameters
 from kfuse.train.settings import user_loading, user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
@@ -130,7 +131,9 @@ def fit(
         its target tokens. Default: its samples. It gets the batch as it was fetched, on the CPU. Held-out loss, figures
         and metrics that are scalars are weighted likewise. Gradients are scaled after the reduction, by one more pass
         over them. Statistics stay in units of samples: docs/promises.md.
-    precision: fp32, or bf16: forward and loss under autocast to bfloat16.
+    precision: fp32: forward in the parameters' own types. bf16: forward and loss under autocast to bfloat16. bf16-true:
+        the model's matrices are bf16 already, by `model.to(torch.bfloat16)` before the optimizer was made, and its
+        floating-point inputs are cast to bf16: docs/convert.md.
 
     Evaluation
 
@@ -186,6 +189,7 @@ def fit(
             "new optimizer to train without it"
         )
     _check_arguments("kf.fit", model, opt, scheduler)
+    check_parameters(model, precision)
     settings = user_settings(
         batch_size=given.batch_size,
         micro_batch=micro_batch,

@@ -13,6 +13,7 @@ from kfuse.data import Dataset
 from kfuse.data.batch import describe, names
 from kfuse.optim import DistributedOptimizer
 from kfuse.train.loss import Objective, Outcome
+from kfuse.train.precision import forward
 from kfuse.train.step import Step, generators_restored
 
 MOST_FIGURES = 16
@@ -31,9 +32,9 @@ class Forward:
         precision: str,
         device: torch.device,
     ) -> None:
-        """heldout: data that will be evaluated; their batches are checked too. precision: fp32 | bf16, by autocast."""
+        """heldout: data that will be evaluated; their batches are checked too. precision: see `train.precision`."""
         self._model, self._objective, self._heldout = model, objective, heldout
-        self._in_bf16, self._device = precision == "bf16", device
+        self._precision, self._device = precision, device
         self._statistics, self._checked = opt.statistics, False
         opt.carry_figures(MOST_FIGURES if objective.step_fn is not None else 0)
 
@@ -42,18 +43,17 @@ class Forward:
 
         Raises TypeError or ValueError for a batch that cannot become a loss; the first time before the model is run.
         """
-        if not self._checked:
-            self._check(batch)
-        if not self._in_bf16 and not torch.is_autocast_enabled(self._device.type):
-            # autocast(enabled=False) would change nothing here, and take 20 us.
-            done = self._objective(self._model, batch)
-        else:
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._in_bf16):
-                done = self._objective(self._model, batch)
+        done = self.run(batch)
         step.loss = done.loss
         if self._objective.step_fn is not None:
             step.figures = self._figures(done)
         return done.loss
+
+    def run(self, batch: Any) -> Outcome:
+        """Runs the model and the loss on a batch. Raises as a call does."""
+        if not self._checked:
+            self._check(batch)
+        return forward(self._objective, self._model, batch, self._precision, self._device)
 
     def _check(self, batch: Any) -> None:
         self._objective.check(self._model, batch, "the data")

@@ -59,6 +59,8 @@ class Progress:
     """By worker number: see `load_balance`."""
     stragglers: tuple[int, ...] = ()
     """Numbers of the workers that were reported as stragglers."""
+    corrupt: tuple[int, ...] = ()
+    """Numbers of the workers that audits have found to compute wrong gradients."""
     accuracy: float | None = None
     eval_loss: float | None = None
     best: float | None = None

@@ -262,6 +262,7 @@ class Recovery:
                 for group in self._opt.param_groups:
                     group["lr"] = self._base_lr
             at.stop = at.generation = 0
+            at.corrupt = ()  # numbers of another job's workers
             at.resumed_at = at.step
             if self._session.view is not None:
                 self._decisions.workers_requested = 0  # that was asked of another job

@@ -11,6 +11,7 @@ from kfuse.data.given import TrainingData
 from kfuse.optim.scaling import check_clip_norm
 from kfuse.policies.signals import BATCH_MAX, Bounds
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
+from kfuse.train.precision import PRECISIONS
 
 WORKERS_MAX = 2**20
 """Upper bound of workers for policies where no other is known: the supervisor applies the job's own limits."""
@@ -40,7 +41,7 @@ class Settings:
     clip_norm: float | None = None
     """Largest norm of the mean gradient in this training; None: the optimizer's own."""
     precision: str = "fp32"
-    """fp32 | bf16: of forward and backward, by autocast."""
+    """Of forward and backward: see `kfuse.train.precision`."""
     seed: int = 0
     """Of data order and of the micro-batches' random numbers."""
     base_lr: float | None = None
@@ -105,8 +106,8 @@ def user_settings(
         seed=whole("seed", seed),
         **others,
     )
-    if settings.precision not in ("fp32", "bf16"):
-        raise ValueError(f"precision={settings.precision!r}: must be one of fp32, bf16")
+    if settings.precision not in PRECISIONS:
+        raise ValueError(f"precision={settings.precision!r}: must be one of {', '.join(PRECISIONS)}")
     if settings.target_accuracy is not None and not 0 < settings.target_accuracy <= 1:
         raise ValueError(f"target_accuracy={settings.target_accuracy}: must be above 0 and at most 1")
     check_clip_norm(settings.clip_norm)

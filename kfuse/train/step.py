@@ -68,14 +68,20 @@ class StepSamples:
         settings = (length, epochs, batch_size, self.micro_batch, self.workers, rank, self.shares, self.aligned)
         return TaskPlan(*settings, self.epoch, self.cursor)
 
-    def plan(self, announcement: Announcement, local_rank: int | None = None, by_weight: bool = False) -> StepPlan:
+    def plan(
+        self,
+        announcement: Announcement,
+        local_rank: int | None = None,
+        by_weight: bool = False,
+        audited: int | None = None,
+    ) -> StepPlan:
         """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None.
 
-        by_weight: micro-batches have weights of their own.
+        by_weight: micro-batches have weights of their own. audited: the micro-batch that is run again; None: none.
         """
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
         local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, announcement, by_weight)
+        return StepPlan(len(self.indices), ranges, local, announcement, by_weight, audited)
 
 
 class Step:
@@ -156,6 +162,16 @@ class Step:
                 raise
             micro_batch.loss = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
             micro_batch.figures = self.figures
+
+    def batch_again(self, j: int) -> Any:
+        """Micro-batch j's batch, of any worker's, as `micro_batch` gives it to its forward; it is part of no step.
+
+        The generators are seeded as they are there.
+        """
+        device = self._opt.engine.group.device
+        batch = self._fetcher.to_device(self._fetcher.fetch_out_of_turn(self.samples.task(j)), device)
+        seed_forward(device, random_key(self._seed, self.number, j))
+        return batch
 
     def __iter__(self) -> Iterator[Any]:
         """For the body of a user's loop. If a worker is lost, the iteration ends early; the step is repeated later."""

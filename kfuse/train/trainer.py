@@ -20,7 +20,9 @@ from torch import nn
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
+from kfuse.data.streams import IterableStream
 from kfuse.optim import DistributedOptimizer
+from kfuse.optim.consistency import parameter_layout
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
@@ -43,6 +45,7 @@ _LOG = logging.getLogger("kfuse")
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
     from kfuse.checkpoint.saved_model import SavedModel
+    from kfuse.train.audit import Audit
     from kfuse.train.output import Output
 
 
@@ -118,6 +121,7 @@ class Trainer:
         self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
         generators = GeneratorWatch(data) if several or settings.loading.workers else None
         self._fetcher = self._new_fetcher(generators)
+        self._audit = self._new_audit()
         if generators is not None and not settings.loading.workers:  # else it watches in a loader process
             self._watches.append(generators)
         # The training state; `Recovery` keeps it the same on all workers.
@@ -143,7 +147,14 @@ class Trainer:
             TrainingState(parts),
             checkpoints if output is None else output.checkpoints,
             self._reporter,
-            arguments=settings.shared() | {"samples of data": self._sampler.length},
+            arguments=settings.shared()
+            | {
+                "samples of data": self._sampler.length,
+                "comm.audit_every": self.session.comm.audit_every,
+                "types and memory layouts of parameters": parameter_layout(
+                    p for group in opt.param_groups for p in group["params"]
+                ),
+            },
             base_lr=settings.base_lr,
         )
         self._under_way: tuple[Step, int] | None = None
@@ -173,6 +184,8 @@ class Trainer:
                 for j in step.mine:
                     with step.micro_batch(j) as batch:
                         self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
+                if self._audit is not None:
+                    self._audit.compare(step)
                 self.opt.step()
                 self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
@@ -229,6 +242,26 @@ class Trainer:
 
         return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report, watch)
 
+    def _new_audit(self) -> Audit | None:
+        """As `comm.audit_every` says. Raises ValueError where kfuse cannot run a micro-batch again."""
+        every = self.session.comm.audit_every
+        if every is None:
+            return None
+        if self._user_loop:
+            raise ValueError(
+                f"comm.audit_every={every}: must be None with kf.DataLoader, as kfuse cannot run the body of your loop "
+                "again; kf.fit can"
+            )
+        if isinstance(self._data, IterableStream):
+            raise ValueError(
+                f"comm.audit_every={every}: must be None with {type(self._data.dataset).__name__}, which cannot seek "
+                "back to another worker's samples; a kfuse.data.Source can"
+            )
+        from kfuse.train.audit import Audit
+
+        arguments = self.model, self.opt, self._forward, self.session, self.progress, self._reporter
+        return Audit(*arguments, self.settings.seed)
+
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
         """Context: sets up the optimizer for this training; on exit, also by an early Ctrl-C, resets its settings."""
@@ -271,7 +304,9 @@ class Trainer:
             self._scheduler.before_step()
         local = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)  # a step of local SGD
         weigh = None if self._objective.weight_fn is None else self._objective.weight
-        self.opt.begin(samples.plan(self.decisions.announcement(), group.rank if local else None, weigh is not None))
+        audited = None if self._audit is None else self._audit.before_step(samples)
+        announcement, local_rank = self.decisions.announcement(), group.rank if local else None
+        self.opt.begin(samples.plan(announcement, local_rank, weigh is not None, audited))
         self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         return Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
+from kfuse.comm.nccl import NcclGroup
 from kfuse.kernels import (
     normalisation,
     packing,
@@ -169,25 +170,18 @@ class _Device(devices.Device):
 
 
 class Echo(Group):
-    """A double of a group: every other rank sends nothing, or zeros."""
+    """A double of a group over NCCL: every other rank sends nothing, or zeros."""
+
+    shards = NcclGroup.shards
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        super().__init__(rank, 1, device=device)
-        self.size, self.hosts, self.polls = size, [""] * size, True
-
-    def lane(self, number: int) -> Group:
-        return self
-
-    def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
-        return Pending(self, what, [])
+        super().__init__(device=device)
+        self.rank, self.size, self.hosts = rank, size, [""] * size
 
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         out.zero_()
         start, mine = sum(into[: self.rank]), sum(cut[: self.rank])
         out[start : start + into[self.rank]] = tensor[mine : mine + cut[self.rank]]
-        return Pending(self, what, [])
-
-    def share(self, parts: Sequence[Tensor], what: str) -> Pending:
         return Pending(self, what, [])
 
 

@@ -1,7 +1,7 @@
 """A double of torch.distributed.ProcessGroupNCCL: its rules, over real gloo process groups between real processes.
 
 It stands for hardware that is not here, and replaces no test on a GPU. What it keeps of the original, and where that is
-written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [10].
+written, is in README.md beside this file; each rule has a number there, and here in the code: [1] to [8].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 
 from kfuse.comm import devices
 
@@ -30,6 +30,8 @@ LOG = "KFUSE_NCCL_DOUBLE_LOG"
 FAULTS = "KFUSE_NCCL_DOUBLE_FAULTS"
 _POLL_S = 0.002
 _FOREVER_S = 10**6
+_SERVERS: list[TCPStore] = []
+"""Of this process's groups: each rank 0 serves its group's store until the process ends."""
 
 
 class Observer(Protocol):
@@ -229,7 +231,8 @@ class ProcessGroupNCCL:
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         self.rank, self.size, self.options = rank, size, options
-        self._store = PrefixStore("double", store.clone())
+        self._given = PrefixStore("double", store)  # for init alone, as ncclGetUniqueId's: the job may close it then
+        self._store: Any = None
         self._mutex = threading.RLock()  # NCCLComm's
         self._ready, self._aborted, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._connected: list[Any] = []
@@ -247,8 +250,11 @@ class ProcessGroupNCCL:
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Gets the communicator's id from the store; then initialises it, here or, without blocking, meanwhile. [5]"""
         if self.rank == 0:
-            self._store.set("id", str(uuid.uuid4()))
-        self.name = self._store.get("id").decode()
+            server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            _SERVERS.append(server)
+            self._given.set("id", f"{uuid.uuid4()} {server.port}")
+        self.name, port = self._given.get("id").decode().split()
+        self._store = TCPStore("127.0.0.1", int(port), None, False, wait_for_workers=False)
         blocking = self.options.config.blocking not in (False, 0)
         record("init", rank=self.rank, group=self.name, blocking=blocking)
         thread = threading.Thread(target=self._initialise, daemon=True)
@@ -321,7 +327,8 @@ class ProcessGroupNCCL:
             os.kill(os.getpid(), 9)
         record("enqueued", rank=self.rank, group=self.name, message=message)
         self._works.append(work)
-        self._store.set(f"{work.number}/{self.rank}", json.dumps({"message": message, **splits}))
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{work.number}/{self.rank}", json.dumps({"message": message, **splits}))
         if OBSERVER is not None:
             OBSERVER.enqueued(work, reads, writes)
         self._queue.put(work)
@@ -336,7 +343,12 @@ class ProcessGroupNCCL:
                 work = self._queue.get(timeout=_POLL_S * 10)
             except queue.Empty:
                 continue
-            if not self._execute(work):
+            try:
+                ended = self._execute(work)
+            except RuntimeError as error:  # rank 0, which has the store, is lost
+                record("store lost", rank=self.rank, error=str(error))
+                ended = False
+            if not ended:
                 self._aborted.wait()
         for work in self._works:
             work.over.set()  # kernels end as they see the abort flag; no error says so [1]
@@ -398,8 +410,8 @@ class ProcessGroupNCCL:
             try:
                 if self._store.check(keys):
                     return True
-            except RuntimeError:  # the store is gone
-                self._aborted.wait()
+            except RuntimeError:  # rank 0, which has the store, is lost
+                return False
             time.sleep(pause)
             pause = min(2 * pause, 5 * _POLL_S)
         return False
@@ -420,7 +432,8 @@ class ProcessGroupNCCL:
     def _end_communicator(self, why: str) -> None:
         self._tell_unhandled()
         with self._mutex, contextlib.suppress(RuntimeError):
-            self._store.set(f"aborted/{self.rank}", why)
+            if self._store is not None:
+                self._store.set(f"aborted/{self.rank}", why)
         self._aborted.set()
 
     def shutdown(self) -> None:
@@ -431,7 +444,8 @@ class ProcessGroupNCCL:
         self._communicator()
         for work in self._works:
             work.over.wait()
-        self._store.set(f"finalized/{self.rank}", "1")
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"finalized/{self.rank}", "1")
         self._await([f"finalized/{r}" for r in range(self.size)])
         self._tell_unhandled()
         self._ended.set()

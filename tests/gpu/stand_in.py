@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from gpu.recorder import Recorder, patched
+from gpu.order import patched
+from gpu.recorder import Recorder
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -18,6 +18,7 @@ from kfuse.comm.sum_tree import LeafStep
 from kfuse.comm.transports.all_to_all import AllToAll
 
 STEPS = [(16, 2), (18, 2), (33, 5)]
+BUCKETS = 128 * 4 / 2**20  # MB: several buckets, of each of which rank 0 of 2 adds up a part
 
 
 def parameters(total: int, workers: int, slots_on_host: bool, batch_norm: bool) -> tuple[list[bytes], int]:
@@ -64,11 +65,29 @@ def test_a_receive_buffer_that_is_free_too_early_is_found(monkeypatch: pytest.Mo
         transport._free.append(transport._messages[key].received)
 
     monkeypatch.setattr(AllToAll, "launch", launch_and_free)
-    with job(reproducible=True) as it:
+    with job(reproducible=True, bucket_mb=BUCKETS) as it:
         it.planned_step(aligned_ranges(4, 2))
         errors = list(it.recorder.errors)
         it.recorder.errors.clear()
     assert any("no order between" in error for error in errors)
+
+
+def test_two_receive_buffers_do_for_any_number_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of messages that NCCL needs a bucket's rows are added up before the exchange of the next but one."""
+    taken: list[int] = []
+    take = AllToAll._take
+
+    def take_and_tell(transport: AllToAll, numel: int, like: Tensor) -> Tensor:
+        buffer = take(transport, numel, like)
+        taken.extend([buffer.data_ptr()] if numel else [])
+        return buffer
+
+    monkeypatch.setattr(AllToAll, "_take", take_and_tell)
+    with job(reproducible=True, bucket_mb=BUCKETS) as it:
+        for _ in range(3):  # the first steps find out how large they must be
+            taken.clear()
+            it.planned_step(aligned_ranges(4, 2))
+    assert len(taken) > 3 and len(set(taken)) == 2
 
 
 def test_on_the_cpu_nothing_changes() -> None:

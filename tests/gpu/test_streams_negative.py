@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.recorder import RecordedDevice, RecordedEvent, RecordedStream
+from gpu.order import RecordedDevice, RecordedEvent, RecordedStream
 from gpu.steps import TINY_BUCKETS, Job, job
 
 from kfuse.comm import devices

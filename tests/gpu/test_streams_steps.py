@@ -29,13 +29,23 @@ def test_bare_loops_and_micro_batches(schedule: str, elastic: bool, optimizer: s
         it.step(several_backwards=True)
 
 
-@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
-@pytest.mark.parametrize("ranges", [[3, 2], [2, 3, 1], [0, 2]], ids=str)
-def test_reproducible_sums(ranges: list[int], elastic: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"elastic": True}, {"slots_on_host": True}], ids=str)
+@pytest.mark.parametrize("ranges", [[3, 2], [2, 3, 1], [0, 2], [11, 5]], ids=str)
+def test_reproducible_sums(ranges: list[int], options: dict[str, Any]) -> None:
+    """With partial sums on the host, where a worker has more micro-batches than slots, nothing waits for the copies."""
     cuts = [range(sum(ranges[:r]), sum(ranges[: r + 1])) for r in range(len(ranges))]
-    with job(size=len(ranges), elastic=elastic, reproducible=True) as it:
+    with job(size=len(ranges), reproducible=True, lag=2, **options) as it:
         for _ in range(3):
             it.planned_step(cuts)
+        assert len(it.recorder.host_waits) == (3 if options.get("elastic") else 0)
+
+
+@pytest.mark.parametrize("bucket_mb", [TINY_BUCKETS, 25.0])
+def test_partial_sums_on_the_host_with_forwards_on_several_streams(bucket_mb: float) -> None:
+    with job(reproducible=True, slots_on_host=True, bucket_mb=bucket_mb, all_used=True) as it:
+        it.forwards_on_two_streams()
+        for _ in range(2):
+            it.planned_step([range(0, 11), range(11, 16)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

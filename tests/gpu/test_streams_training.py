@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.recorder import RecordedEvent, Recorder
+from gpu.order import RecordedEvent
+from gpu.recorder import Recorder
 from gpu.steps import job
 from torch import nn
 
@@ -52,4 +53,4 @@ def test_fit_waits_once_a_step_for_the_statistics_that_it_reports() -> None:
 def test_a_batch_that_is_used_before_its_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedEvent, "wait", lambda event, stream=None: None)
     _, errors = train(workers=1)
-    assert any("feeder.py" in error and "no order between" in error for error in errors), errors
+    assert any("data/batch.py" in error and "no order between" in error for error in errors), errors

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.recorder import RecordedDevice
+from gpu.order import RecordedDevice
 from gpu.stand_in import StandInProcessGroup
 from gpu.steps import OPTIMIZERS, Job, job
 from torch import Tensor

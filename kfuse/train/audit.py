@@ -1,0 +1,297 @@
+"""Audits: every `comm.audit_every` steps a micro-batch is run on two workers, whose gradients must have the same bits.
+
+With comm.reproducible=true a micro-batch's gradient does not depend on the worker. So where two workers' bits differ,
+one of them computes wrongly. No error tells so, and as all workers add up the same gradients parameters are equal.
+
+1) Before the step all workers choose the same micro-batch: its owner is the worker whose turn it is, and within the
+   owner's range a random number of (seed, step) decides.
+2) The owner takes the digest of its gradient as backward produces it.
+3) After the reduction, and before the update changes the parameters, the next rank runs the micro-batch again. Its
+   gradients reach no bucket. The digests are gathered.
+4) Where they differ a third worker runs it too: the one that the other two contradict computes wrongly.
+
+A wait for another worker may fail in 3) and 4): then the step is undone and comes again, as after any loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfuse.comm import devices
+from kfuse.comm.group import Group
+from kfuse.data.fetching import random_key
+from kfuse.optim import DistributedOptimizer
+from kfuse.session import Session
+from kfuse.train.forward import Forward
+from kfuse.train.progress import Progress
+from kfuse.train.reporter import Reporter
+from kfuse.train.step import Step, StepSamples, generators_restored
+
+_LOG = logging.getLogger("kfuse")
+
+_AUDITING = 2**63 - 27
+"""In the keys of choosing: sets them apart from the keys of a micro-batch's forward and of fetching."""
+_TEXT = 128  # bytes of `_Message.kind`
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The micro-batch of a step that is audited, and the ranks that run it, in order."""
+
+    micro_batch: int
+    owner: int
+    """It has the micro-batch in the step."""
+    checker: int
+    """It runs it again. On one worker it is the owner itself."""
+    third: int | None
+    """It runs it where the two differ; None with fewer than three workers."""
+
+
+def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | None:
+    """The audit of this step, a function of these arguments alone; None: the step has none.
+
+    The owners take turns: of any n audits on n workers each worker is the owner of one, and the checker of one.
+    """
+    if step % every:
+        return None
+    owners = [rank for rank in range(samples.workers) if samples.range_of(rank)]
+    owner = owners[step // every % len(owners)]
+    mine, size = samples.range_of(owner), samples.workers
+    micro_batch = mine[random_key(seed, _AUDITING, step) % len(mine)]
+    return Chosen(micro_batch, owner, (owner + 1) % size, (owner + 2) % size if size > 2 else None)
+
+
+class Audit:
+    """The audits of one training, on this worker."""
+
+    _chosen: Chosen | None
+    """The audit of the step under way."""
+    _before: list[_Buffer]
+    """In such a step: the model's buffers before it."""
+    _unequal: Group | None
+    """The newest group whose workers differ in kind: no audit takes place in it."""
+    _warned: set[tuple[int, ...]]
+    """The workers, together, that a warning was logged for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opt: DistributedOptimizer,
+        forward: Forward,
+        session: Session,
+        progress: Progress,
+        reporter: Reporter,
+        seed: int,
+    ) -> None:
+        """seed: of the training. Raises ValueError if the session's options do not ask for audits."""
+        if session.comm.audit_every is None:
+            raise ValueError("comm.audit_every=None: an audit needs a number of steps")
+        self._every, self._seed = session.comm.audit_every, seed
+        self._model, self._opt, self._forward = model, opt, forward
+        self._session, self._progress, self._reporter = session, progress, reporter
+        self._kind = f"torch {torch.__version__}, {devices.of(session.group.device).model()}"
+        self._chosen, self._before, self._unequal, self._warned = None, [], None, set()
+
+    def before_step(self, samples: StepSamples) -> int | None:
+        """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""
+        self._chosen, self._before = None, []
+        at = self._progress
+        local = at.sync_every > 1 or at.drifted > 0  # with local SGD each worker has parameters of its own
+        if not local and self._session.group is not self._unequal:
+            self._chosen = choose(at.step, self._every, samples, self._seed)
+        if self._chosen is None:
+            return None
+        self._before = _buffers(self._model)
+        return self._chosen.micro_batch
+
+    def compare(self, step: Step) -> None:
+        """After this worker's last backward of the step, before its update: runs the audit, if the step has one.
+
+        Every worker calls it. All learn the outcome, and report it in the same way. Parameters, buffers, gradients and
+        random numbers are then as without an audit. If it raises (CommError: a worker was lost), gradients are gone and
+        buffers are as before the step, which must be run again.
+        """
+        if self._chosen is None:
+            return
+        try:
+            self._opt.synchronize()  # a worker without a micro-batch takes part in the reduction only here
+            self._run(step, self._chosen)
+        except Exception:
+            self._opt.zero_grad()
+            _put_back(self._before)
+            raise
+
+    def _run(self, step: Step, chosen: Chosen) -> None:
+        rank = self._session.group.rank
+        first = self._opt.engine.gradient_digest() if rank == chosen.owner else None
+        again = self._digest_again(step, chosen.micro_batch) if rank == chosen.checker else None
+        messages = self._gather(first, again, "audit")
+        if len({message.kind for message in messages}) > 1:
+            self._tell_of_unequal_workers(messages)
+            return
+        digests = [messages[chosen.owner].first, messages[chosen.checker].again]
+        ranks = [chosen.owner, chosen.checker]
+        if digests[0] == digests[1]:
+            return
+        if chosen.third is not None:
+            again = self._digest_again(step, chosen.micro_batch) if rank == chosen.third else None
+            digests.append(self._gather(None, again, "audit, third worker")[chosen.third].again)
+            ranks.append(chosen.third)
+        self._report(step.number, chosen.micro_batch, ranks, digests)
+
+    # -- the second run -------------------------------------------------------------------------------------------
+
+    def _digest_again(self, step: Step, micro_batch: int) -> Tensor:
+        """Runs a micro-batch of the step, any worker's; returns the digest of its gradient. It changes nothing else."""
+        engine = self._opt.engine
+        with generators_restored(engine.group.device), self._gradients_set_aside(), self._buffers_before_the_step():
+            loss = self._forward.run(step.batch_again(micro_batch)).loss
+            return engine.digest_again(loss.backward)
+
+    @contextlib.contextmanager
+    def _gradients_set_aside(self) -> Iterator[None]:
+        """Context: no parameter has a gradient. On exit each has the one that it had."""
+        params = {id(p): p for p in (*self._model.parameters(), *self._opt.engine.params)}.values()
+        grads = [p.grad for p in params]
+        try:
+            for p in params:
+                p.grad = None
+            yield
+        finally:
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+
+    @contextlib.contextmanager
+    def _buffers_before_the_step(self) -> Iterator[None]:
+        """Context: the buffers are as before the step, as for each of its micro-batches. On exit: as they were."""
+        now = _buffers(self._model)
+        try:
+            _put_back(self._before)
+            yield
+        finally:
+            _put_back(now)
+
+    # -- the comparison -------------------------------------------------------------------------------------------
+
+    def _gather(self, first: Tensor | None, again: Tensor | None, what: str) -> list[_Message]:
+        """By rank, what each worker found. Waits for the device, and for the others. Raises CommError."""
+        group = self._session.group
+        nothing = torch.zeros((), dtype=torch.int64, device=group.device)
+        digests = torch.stack([nothing if digest is None else digest for digest in (first, again)])
+        text = f"{torch.get_num_threads()} threads, {self._kind}".encode()[:_TEXT].ljust(_TEXT, b"\0")
+        mine = torch.cat([digests, torch.frombuffer(bytearray(text), dtype=torch.int64).to(group.device)])
+        return [_Message.of(message) for message in torch.stack(group.all_gather(mine, what)).tolist()]
+
+    def _tell_of_unequal_workers(self, messages: Sequence[_Message]) -> None:
+        """Warns once for each group."""
+        self._unequal = self._session.group
+        if self._session.group.rank == 0:
+            kinds = "; ".join(f"rank {rank}: {message.kind}" for rank, message in enumerate(messages))
+            _LOG.warning(
+                "comm.audit_every=%d: no audits with these workers: they must have one kind of device, one number of "
+                "CPU threads and one version of torch (%s)",
+                self._every,
+                kinds,
+            )
+
+    def _report(self, step: int, micro_batch: int, ranks: Sequence[int], digests: Sequence[int]) -> None:
+        """The runs differ: an event on each such audit, a warning once for the same workers."""
+        pairs = zip(ranks, digests, strict=True)
+        runs = [self._who(rank) | {"digest": f"{digest % 2**64:016x}"} for rank, digest in pairs]
+        wrong = culprit(digests)
+        named = {name: None if wrong is None else runs[wrong][name] for name in ("worker", "rank")}
+        note = _note(micro_batch, runs, wrong)
+        self._reporter.event(step, "corruption", micro_batch=micro_batch, **named, note=note, runs=runs)
+        at = self._progress
+        if wrong is not None and runs[wrong]["worker"] not in at.corrupt:
+            at.corrupt = (*at.corrupt, runs[wrong]["worker"])
+        suspects = tuple(sorted(run["worker"] for run in (runs if wrong is None else [runs[wrong]])))
+        if suspects not in self._warned and self._session.group.rank == 0:
+            _LOG.warning("step %d: audit: %s", step, note)
+        self._warned.add(suspects)
+
+    def _who(self, rank: int) -> dict[str, Any]:
+        """The worker of this rank, for records."""
+        session = self._session
+        if session.view is None:
+            return {"worker": 0, "rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+        member = session.view.members[rank]
+        return {"worker": member.worker, "rank": rank, "pid": member.pid, "host": member.host}
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What one worker found in an audit."""
+
+    first: int
+    """The digest of the gradient in the step, from the owner; else 0."""
+    again: int
+    """The digest of the second or third run, from who made it; else 0."""
+    kind: str
+    """The worker's CPU threads, version of torch and kind of device."""
+
+    @staticmethod
+    def of(values: Sequence[int]) -> _Message:
+        first, again, *text = values
+        return _Message(first, again, struct.pack(f"={len(text)}q", *text).rstrip(b"\0").decode(errors="replace"))
+
+
+_Buffer = tuple[nn.Module, str, Tensor | None, Tensor | None]
+"""A module, a buffer's name in it, the buffer, and a copy of its value; None for one that is None."""
+
+
+def _buffers(model: nn.Module) -> list[_Buffer]:
+    """All buffers of the model, with copies of their values. One that `expand` repeats is not copied: as several of its
+    elements are one in memory, nothing can write it in place.
+    """
+    found: list[_Buffer] = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            repeats = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+            found.append((module, name, buffer, None if repeats else buffer.clone()))
+    return found
+
+
+@torch.no_grad()
+def _put_back(buffers: Sequence[_Buffer]) -> None:
+    """Makes each buffer the tensor that it was, with the value that it had."""
+    for module, name, buffer, value in buffers:
+        setattr(module, name, buffer)
+        if buffer is not None and value is not None:
+            buffer.copy_(value)
+
+
+def culprit(digests: Sequence[int]) -> int | None:
+    """Which of the runs, by its index, two others contradict, which agree; None if that is unknown."""
+    if len(digests) < 3 or len(set(digests)) != 2:
+        return None
+    return next(index for index, digest in enumerate(digests) if digests.count(digest) == 1)
+
+
+def _note(micro_batch: int, runs: Sequence[dict[str, Any]], wrong: int | None) -> str:
+    """What an audit found, in words."""
+    names = [f"worker {run['worker']} (rank {run['rank']}, pid {run['pid']}, host {run['host']})" for run in runs]
+    what = f"gradients of micro-batch {micro_batch}"
+    if wrong is not None:
+        others = " and ".join(str(run["worker"]) for index, run in enumerate(runs) if index != wrong)
+        return f"{names[wrong]} computes wrongly: its {what} differ from those of workers {others}, which are equal"
+    if runs[0]["worker"] == runs[1]["worker"]:
+        return (
+            f"{names[0]} computed two different {what}: the model is not deterministic, or the worker computes wrongly"
+        )
+    if len(runs) == 2:
+        return f"{' and '.join(names)} computed different {what}: one of them computes wrongly"
+    return (
+        f"{', '.join(names)} computed three different {what}: the model is not deterministic, or several of them "
+        "compute wrongly"
+    )

@@ -1,0 +1,72 @@
+"""The precision of forward and backward: fp32, bf16 (autocast over fp32 parameters), or bf16-true (bf16 parameters).
+
+What is fp32 with bf16-true: BatchNorm's parameters and running statistics, the loss that kfuse computes, gradients from
+their packing on (partial sums, messages unless comm.dtype=bf16, statistics), and the fused optimizers' master weights
+and moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfuse.data.batch import map_leaves
+from kfuse.train.loss import Objective, Outcome, is_pair
+
+PRECISIONS = ("fp32", "bf16", "bf16-true")
+
+
+def cast_parameters(model: nn.Module) -> None:
+    """Makes the floating-point parameters and buffers of `model` bf16, in place, but for BatchNorm's.
+
+    Running statistics are means over hundreds of micro-batches, which 8 bits of mantissa would not hold, and torch's
+    batch normalisation takes bf16 inputs with fp32 parameters. Other layers, LayerNorm too, have parameters of their
+    inputs' dtype.
+    """
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            module._apply(_in_bf16, recurse=False)  # type: ignore[no-untyped-call]
+
+
+def check_parameters(model: nn.Module, precision: str) -> None:
+    """Raises ValueError for bf16-true where a trained matrix is not bf16: vectors (biases, norms) may be fp32."""
+    if precision != "bf16-true":
+        return
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in [(name, p) for name, p in trained if p.dim() > 1] or trained:
+        if p.dtype != torch.bfloat16:
+            raise ValueError(
+                f"precision='bf16-true': {name} is {p.dtype}, must be torch.bfloat16: call model.to(torch.bfloat16) "
+                "before making the optimizer"
+            )
+
+
+def forward(objective: Objective, model: nn.Module, batch: Any, precision: str, device: torch.device) -> Outcome:
+    """The objective of a batch in this precision.
+
+    With bf16-true the model's floating-point inputs are cast to bf16: the first of a pair, all of a mapping. Targets
+    and the batch of a step function are left as they are.
+    """
+    if precision == "bf16":
+        with torch.autocast(device.type, torch.bfloat16):
+            return objective(model, batch)
+    if precision == "fp32" or objective.step_fn is not None:
+        inputs = batch
+    elif is_pair(batch):
+        inputs = (map_leaves(_in_bf16, batch[0]), batch[1])
+    else:
+        inputs = map_leaves(_in_bf16, batch)
+    if torch.is_autocast_enabled(device.type):  # the script's: asking takes a fraction of the 20 us of switching it off
+        with torch.autocast(device.type, enabled=False):
+            done = objective(model, inputs)
+    else:
+        done = objective(model, inputs)
+    return done._replace(target=batch) if isinstance(batch, Mapping) and objective.step_fn is None else done
+
+
+def _in_bf16(leaf: Any) -> Any:
+    """A floating-point tensor in bf16; anything else as it is."""
+    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,0 +1,147 @@
+"""Whole training runs over the NCCL double: workers join, leave and die; fixed jobs end in order after a loss."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import nccl_double
+import pytest
+import torch
+from distributed import WorkersFailed, run_workers
+from elastic_job import Job, assert_same_training, chaos, run_job, words
+from nccl_double import Faults, installed, messages, record, records
+from torch import nn
+
+import kfuse as kf
+from kfuse.comm.group import CommError
+from kfuse.session import current
+
+pytestmark = pytest.mark.full
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 comm.timeout_s=10 train.clip_norm=0.5 lr.base=0.003 workers.max=3",
+    "model._target_=nccl_jobs.Classifier data=digits batch.size=16 batch.micro=4 batch.max=64 train.steps=60",
+    "train.eval_every=20",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """One worker, without the double."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
+    assert job.error is None, job.told()
+    return job
+
+
+def assert_one_order(log: Path) -> None:
+    """In each group all ranks have enqueued the same, but for what a lost one, or those that it held up, did not."""
+    for ranks in messages(log).values():
+        longest = max(ranks.values(), key=len)
+        for enqueued in ranks.values():
+            assert enqueued == longest[: len(enqueued)]
+    assert not records(log, "wrong order")
+    assert not records(log, "unhandled error") and not records(log, "killed by the watchdog")
+
+
+def test_workers_join_and_leave_by_shutdown_with_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
+    log = tmp_path / "double"
+    phases = [{"step": s, "workers": n} for s, n in ((5, 2), (20, 3), (35, 2))]
+    gates = [{"step": phase["step"] + 10, "workers": phase["workers"]} for phase in phases]
+    settings = [*TRAINING, f"+model.log={log}", *chaos(tmp_path, phases=phases, gates=gates)]
+    job = run_job(tmp_path / "run", settings)
+    assert_same_training(job, undisturbed)
+    assert [len(view["workers"]) for view in job.views] == [1, 2, 3, 2]
+    assert_one_order(log)
+    healthy = [line for line in records(log, "abort") if line["healthy"]]
+    groups = {line["group"] for line in records(log, "ended")}
+    assert not [line for line in healthy if line["group"] not in list(messages(log))[-1:]], healthy
+    assert len(groups) >= 2, "both changed groups were shut down"
+    assert not records(log, "bytes lost")
+
+
+def test_a_killed_worker_is_replaced_with_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
+    log = tmp_path / "double"
+    phases = [{"step": 3, "workers": 3}]
+    events = [{"step": 25, "moment": "mid_reduction", "how": "kill", "rank": 1, "workers": 3}]
+    gates = [{"step": 22, "workers": 3}]
+    settings = [*TRAINING, f"+model.log={log}", *chaos(tmp_path, phases=phases, gates=gates, events=events)]
+    job = run_job(tmp_path / "run", settings)
+    assert_same_training(job, undisturbed)
+    assert any(view["reason"] not in ("start", "grow", "replace", "shrink") for view in job.views), job.views
+    assert_one_order(log)
+    assert any(not line["healthy"] for line in records(log, "abort")), "survivors abort the group of the lost worker"
+
+
+# -- a job of fixed size --------------------------------------------------------------------------------------------
+
+STEPS = 30
+
+
+def fit(directory: Path, transport: dict[str, Any], checkpoints: bool = True) -> list[float]:
+    """kf.fit on this worker and the others, from the newest checkpoint; the parameters."""
+    kf.init(kf.CommOptions(bucket_mb=1e-3, **transport), timeout_s=2.0)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    opt = kf.FusedAdamW(net.parameters(), lr=0.01)
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(2))
+    given: dict[str, Any] = {"checkpoint": directory, "checkpoint_every": 1000, "resume": "auto"} if checkpoints else {}
+    kf.fit(net, (x, x[:, :3].argmax(1)), opt, steps=STEPS, batch_size=12, micro_batch=4, progress=False, **given)
+    parameters: list[float] = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+    return parameters
+
+
+def assert_same(runs: list[list[float]], exactly: bool) -> None:
+    """gloo's own all-reduce adds in an order that may differ between two runs, and is the same on all ranks."""
+    for parameters in runs:
+        assert parameters == (runs[0] if exactly else pytest.approx(runs[0], rel=1e-4, abs=1e-6))
+
+
+def fit_until_a_loss(log: Path, directory: Path, transport: dict[str, Any]) -> None:
+    with installed(log, Faults(lost_in=(2, 60))):
+        began = time.monotonic()
+        try:
+            fit(directory, transport)
+        except CommError as error:
+            record("survived", error=str(error), seconds=time.monotonic() - began)
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [{"reproducible": True}, {"schedule": "all_to_all"}, {"schedule": "allreduce"}, {"schedule": "tree"}],
+    ids=["reproducible", "all_to_all", "allreduce", "tree"],
+)
+def test_a_loss_ends_a_fixed_job_in_commerror_with_a_last_checkpoint_that_is_right(
+    tmp_path: Path, transport: dict[str, Any]
+) -> None:
+    log, directory = tmp_path / "double", tmp_path / "checkpoints"
+    with pytest.raises(WorkersFailed, match="1 of 3 workers"):
+        run_workers(3, fit_until_a_loss, log, directory, transport)
+    reports = records(log, "survived")
+    assert len(reports) == 2 and all("rank 2" in r["error"] or "the other" in r["error"] for r in reports), reports
+    assert max(report["seconds"] for report in reports) < 40
+    assert list(directory.iterdir()), "the last checkpoint"
+    assert_one_order(log)
+    resumed = run_workers(3, fit, directory, transport)
+    whole = run_workers(3, fit, tmp_path / "other", transport)
+    assert resumed[0] == resumed[1] == resumed[2]
+    assert_same([*resumed, *whole], exactly=transport.get("schedule") != "allreduce")  # as if nothing had happened
+
+
+def fit_over_nccl(log: Path, directory: Path, transport: dict[str, Any], faults: Faults) -> list[float]:
+    with installed(log, faults):
+        parameters = fit(directory, transport, checkpoints=False)
+        current().group.finish()  # the first process to end would take its messages along
+        return parameters
+
+
+@pytest.mark.parametrize("schedule", ["all_to_all", "allreduce", "tree"])
+def test_a_fixed_job_trains_as_over_gloo(tmp_path: Path, schedule: str) -> None:
+    transport, faults = {"schedule": schedule}, Faults(slow_s={1: 0.002})
+    results = run_workers(3, fit_over_nccl, tmp_path / "double", tmp_path, transport, faults)
+    assert results[0] == results[1] == results[2]
+    assert_same([*results, *run_workers(3, fit, tmp_path, transport, False)], exactly=schedule != "allreduce")
+    assert_one_order(tmp_path / "double")
+    assert nccl_double.records(tmp_path / "double", "constructed")

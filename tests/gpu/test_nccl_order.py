@@ -1,0 +1,221 @@
+"""All ranks start their messages in one order, whatever the timing, and whoever has nothing to do.
+
+The process group is the double of nccl_double.py, between real processes: it compares what the ranks enqueue.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from nccl_double import Faults, installed, messages, record, records
+from test_two_optimizers import gan, one_backward, two_contexts
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm import devices
+from kfuse.comm import group as groups
+from kfuse.comm.group import CommError, Group
+from kfuse.comm.nccl import NcclGroup
+from kfuse.comm.plan import StepPlan
+from kfuse.comm.transports.all_to_all import AllToAll
+from kfuse.session import current
+
+
+class SharesWhenDone(AllToAll):
+    """The transport as it was: it shares a bucket as soon as this rank's exchange is through."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._device = devices.Device(group.device)  # takes the way of gloo
+
+
+class Net(nn.Module):
+    """Several buckets, whose gradients come slowly; the last layer is used by some micro-batches only.
+
+    A CPU's bits of an update depend on where a vector ends; with widths of 16 they are the same in whole buckets (of
+    ranks that know that all parameters have gradients) as in single parameters (of a rank that has run nothing).
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(5)])
+        self.rare = nn.Linear(16, 16)
+        self._pause_s = pause_s
+
+    def forward(self, x: Tensor, rare: bool) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if self._pause_s and x.requires_grad:
+                x.register_hook(lambda _: time.sleep(self._pause_s))
+        return x + self.rare(x) if rare else x
+
+
+def ranges(step: int, size: int) -> tuple[range, ...]:
+    """Uneven, and in every second step nothing for the last rank."""
+    ends = [2, 3, 3] if step % 2 else [1, 3, 4]
+    starts = [0, *ends[:-1]]
+    return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))[:size]
+
+
+def train(schedule: str, reproducible: bool, dtype: str = "fp32", pause_s: float = 0.0, steps: int = 4) -> list[float]:
+    """The parameters after some planned steps on this worker and the others."""
+    kf.init(kf.CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, bucket_mb=1e-4), timeout_s=5.0)
+    session = current()
+    net = Net(pause_s)
+    opt = kf.FusedAdamW(net.parameters(), lr=0.01, clip_norm=1.0)
+    for step in range(steps):
+        mine = ranges(step, session.group.size)
+        opt.begin(StepPlan(4 * mine[-1].stop, mine))
+        for j in mine[session.group.rank]:
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + j))
+            with opt.micro_batch(samples=4, last=j == mine[session.group.rank][-1]):
+                net(x, rare=j % 2 == 0).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    kf.barrier()
+    session.group.finish()
+    parameters: list[float] = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+    return parameters
+
+
+def over_nccl(log: Path, faults: Faults, *arguments: Any) -> list[float]:
+    with installed(log, faults):
+        return train(*arguments)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("schedule", "reproducible", "dtype"),
+    [
+        ("all_to_all", True, "fp32"),
+        ("all_to_all", False, "bf16"),
+        ("allreduce", False, "fp32"),
+        ("allreduce", False, "bf16"),
+        ("tree", False, "fp32"),
+    ],
+)
+def test_every_transport_trains_as_over_gloo_in_one_order(
+    tmp_path: Path, schedule: str, reproducible: bool, dtype: str
+) -> None:
+    plain = run_workers(3, train, schedule, reproducible, dtype)
+    results = run_workers(3, over_nccl, tmp_path, Faults(slow_s={1: 0.003}), schedule, reproducible, dtype, 0.001)
+    assert results[0] == results[1] == results[2]
+    # gloo's own all-reduce adds in an order that may differ between two runs.
+    assert results[0] == (pytest.approx(plain[0], rel=1e-2, abs=1e-4) if schedule == "allreduce" else plain[0])
+    (logs,) = messages(tmp_path).values()
+    assert logs[0] == logs[1] == logs[2]
+    assert not records(tmp_path, "wrong order") and not records(tmp_path, "abort")
+
+
+def fixed_order(log: Path) -> list[float]:
+    with installed(log, Faults(slow_s={1: 0.002})):
+        return train("all_to_all", True, steps=2)
+
+
+def test_all_to_all_starts_each_share_after_the_next_exchange(tmp_path: Path) -> None:
+    results = run_workers(3, fixed_order, tmp_path)
+    assert results[0] == results[1] == results[2]
+    (logs,) = messages(tmp_path).values()
+    assert logs[0] == logs[1] == logs[2]
+    kinds = [message.split()[0] for message in logs[0]]
+    first = kinds.index("alltoall")
+    exchanges = "".join("x" if kind == "alltoall" else "s" for kind in kinds[first:-2])
+    assert exchanges.startswith("xxx") or exchanges.startswith("xx")
+    assert "sx" in exchanges, "exchanges go on between shares"
+
+
+def as_it_was(log: Path) -> str:
+    groups._LATE_GRACE_S = 0.3
+    with installed(log, Faults(slow_s={1: 0.02})):
+        try:
+            return str(train("test_nccl_order.SharesWhenDone", True, "fp32", 0.03))
+        except CommError as error:
+            record("ended", error=str(error))
+            return str(error)
+
+
+@pytest.mark.full
+def test_the_double_finds_the_order_that_depended_on_timing(tmp_path: Path) -> None:
+    """Negative: the transport as it was. On NCCL it would hang."""
+    results = run_workers(3, as_it_was, tmp_path)
+    found = records(tmp_path, "wrong order")
+    assert found, results
+    for line in found:  # an exchange here is a share there
+        assert "alltoall" in line["difference"], found
+        assert "allgather" in line["difference"] or "broadcast" in line["difference"], found
+    assert any("the ranks' messages differ" in result for result in results)
+
+
+# -- several optimizers ---------------------------------------------------------------------------------------------
+
+
+def two_over_nccl(log: Path, script: str, schedule: str, in_order: bool) -> Any:
+    if not in_order:
+        NcclGroup.lane = lambda self, number: self  # type: ignore[method-assign]
+    with installed(log):
+        kf.init(kf.CommOptions(schedule=schedule, bucket_mb=64 * 4 / 2**20), timeout_s=5.0)
+        run: Any = {"one_backward": one_backward, "gan": gan, "two_contexts": two_contexts}[script]
+        arguments = () if script == "two_contexts" else (6,)
+        try:
+            drift = run(schedule, *arguments)
+        except CommError as error:
+            return str(error)
+        current().group.finish()
+        return drift
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all", "tree"])
+@pytest.mark.parametrize("script", ["one_backward", "gan", "two_contexts"])
+def test_two_optimizers_share_one_communicator_in_one_order(tmp_path: Path, script: str, schedule: str) -> None:
+    for drift in run_workers(2, two_over_nccl, tmp_path, script, schedule, True):
+        assert isinstance(drift, float) and drift <= 1e-4, drift
+    (logs,) = messages(tmp_path).values()
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.full
+def test_the_double_finds_messages_of_two_optimizers_in_backwards_order(tmp_path: Path) -> None:
+    """Negative: buckets start as backward reaches them, which differs between the ranks."""
+    results = run_workers(2, two_over_nccl, tmp_path, "one_backward", "allreduce", False)
+    assert any("the ranks' messages differ" in str(result) for result in results), results
+
+
+def pair_with_an_idle_rank(log: Path, schedule: str) -> list[float]:
+    """As a GAN's pair: one backward through both. Rank 2 has no micro-batch."""
+    with installed(log):
+        kf.init(kf.CommOptions(schedule=schedule, bucket_mb=1e-4), timeout_s=5.0)
+        session = current()
+        torch.manual_seed(5)
+        first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+        opts = [kf.FusedSGD(net.parameters(), lr=0.1) for net in (first, second)]
+        plan = StepPlan(8, (range(0, 1), range(1, 2), range(2, 2)))
+        for step in range(3):
+            for opt in opts:
+                opt.begin(plan)
+            if len(plan.ranges[session.group.rank]):
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + session.group.rank))
+                with opts[1].micro_batch(samples=4), opts[0].micro_batch(samples=4):
+                    F.mse_loss(second(torch.tanh(first(x))), x).backward()
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+        kf.barrier()
+        session.group.finish()
+        return [float(p.detach().double().sum()) for net in (first, second) for p in net.parameters()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all"])
+def test_a_rank_without_micro_batches_keeps_the_order_of_two_optimizers(tmp_path: Path, schedule: str) -> None:
+    results = run_workers(3, pair_with_an_idle_rank, tmp_path, schedule)
+    assert results[0] == results[1] == results[2]
+    (logs,) = messages(tmp_path).values()
+    assert logs[0] == logs[1] == logs[2]

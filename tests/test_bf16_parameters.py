@@ -1,0 +1,552 @@
+"""bf16 parameters: the fused optimizers update fp32 masters, and the parameters are the masters' rounded values."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import network, problem
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm.buckets import plan_parameters
+from kfuse.comm.tail import digest
+
+BF16, F32 = torch.bfloat16, torch.float32
+Make = Callable[..., Any]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda params, **more: kf.FusedAdamW(params, lr=1e-2, **more),
+    "sgd": lambda params, **more: kf.FusedSGD(params, lr=1e-2, **more),
+    "momentum": lambda params, **more: kf.FusedSGD(params, lr=1e-2, momentum=0.9, weight_decay=0.1, **more),
+    "lamb": lambda params, **more: kf.FusedLAMB(params, lr=1e-2, **more),
+}
+ALL = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def networks() -> tuple[nn.Module, nn.Module]:
+    """The network in bf16, and the same values in fp32."""
+    net = network().bfloat16()
+    return net, copy.deepcopy(net).float()
+
+
+def batch(step: int, count: int = 8) -> tuple[Tensor, Tensor]:
+    x, y = problem()
+    places = torch.arange(step * count, (step + 1) * count) % len(x)
+    return x[places].bfloat16(), y[places]
+
+
+def gradients(net: nn.Module, step: int, parts: int = 1) -> list[list[Tensor]]:
+    """Of each of the step's micro-batches, by torch alone: bf16."""
+    x, y = batch(step)
+    found = []
+    for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        found.append(list(torch.autograd.grad(F.cross_entropy(net(xs).float(), ys), list(net.parameters()))))
+    return found
+
+
+def train(net: nn.Module, opt: Any, steps: range, parts: int = 1) -> None:
+    for step in steps:
+        x, y = batch(step)
+        for j, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+            with opt.micro_batch(samples=len(xs), last=j == parts - 1):
+                F.cross_entropy(net(xs).float(), ys).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def masters(net: nn.Module, opt: Any) -> list[Tensor]:
+    return [opt.state[p]["master"] for p in net.parameters()]
+
+
+def bits(net: nn.Module, opt: Any) -> bytes:
+    """Of the parameters and of the optimizer's whole state."""
+    buffer = b""
+    for p in net.parameters():
+        for value in [p.detach(), *(opt.state[p][name] for name in sorted(opt.state[p]))]:
+            buffer += str(value.dtype).encode() + value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return buffer
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}], ids=["", "clipped"])
+def test_masters_are_the_parameters_of_an_fp32_training_with_these_gradients(make: Make, options: Any) -> None:
+    """Micro-batches' bf16 gradients are added up in fp32: bit by bit the sums that an fp32 model would have."""
+    net, twin = networks()
+    opt, other = make(net.parameters(), **options), make(twin.parameters(), **options)
+    for step in range(6):
+        found = gradients(net, step, parts=4)
+        train(net, opt, range(step, step + 1), parts=4)
+        for p, parts in zip(twin.parameters(), zip(*found, strict=True), strict=True):
+            total = torch.zeros_like(p)
+            for part in parts:
+                total += part.float() * 0.25
+            p.grad = total
+        other.step()
+        other.zero_grad()
+        assert all(torch.equal(*pair) for pair in zip(masters(net, opt), twin.parameters(), strict=True))
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+        assert opt.stats.grad_norm == pytest.approx(other.stats.grad_norm, rel=1e-6)
+    assert {p.dtype for p in net.parameters()} == {BF16}
+    for p in net.parameters():
+        assert {name: value.dtype for name, value in opt.state[p].items()} == dict.fromkeys(opt.state[p], F32)
+
+
+def test_small_updates_add_up() -> None:
+    """In bf16 a weight of 1 moves by 2^-8 or not at all: torch's own AdamW stands still, a master does not."""
+    ours, theirs = (nn.Parameter(torch.ones(4, dtype=BF16)) for _ in range(2))
+    opt = kf.FusedAdamW([ours], lr=1e-4, weight_decay=0.0)
+    plain = torch.optim.AdamW([theirs], lr=1e-4, weight_decay=0.0)
+    for _ in range(100):
+        for p, each in ((ours, opt), (theirs, plain)):
+            p.float().sum().backward()
+            each.step()
+            each.zero_grad()
+    assert torch.equal(theirs, torch.ones(4, dtype=BF16))
+    assert opt.state[ours]["master"].tolist() == pytest.approx([0.99] * 4, rel=1e-5)
+    assert ours.tolist() == pytest.approx([0.99] * 4, rel=2**-8)
+
+
+@pytest.mark.parametrize("sync", ["fp32", "bf16"])
+def test_statistics_are_those_of_the_bf16_gradients_in_fp32(sync: str) -> None:
+    kf.init(kf.CommOptions(dtype=sync))
+    net, _ = networks()
+    opt = kf.FusedAdamW(net.parameters())
+    each = [torch.cat([g.double().flatten() for g in part]) for part in gradients(net, 0, parts=4)]
+    train(net, opt, range(1), parts=4)
+    mean = torch.stack(each).mean(0)
+    between = sum(2 * float(g.square().sum()) for g in each) - 8 * float(mean.square().sum())
+    assert opt.stats.grad_norm == pytest.approx(float(mean.norm()), rel=1e-5)
+    assert opt.stats.grad_variance == pytest.approx(between / 3, rel=1e-4)
+
+
+def test_gradients_are_shown_in_bf16_and_kept_in_fp32() -> None:
+    net, _ = networks()
+    opt = kf.FusedAdamW(net.parameters())
+    expected = gradients(net, 0, parts=4)
+    x, y = batch(0)
+    for j, (xs, ys) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
+        with opt.micro_batch(samples=2, last=j == 3):
+            F.cross_entropy(net(xs).float(), ys).backward()
+    for p, parts in zip(net.parameters(), zip(*expected, strict=True), strict=True):
+        mean = sum(part.float() * 0.25 for part in parts)
+        assert p.grad is not None and p.grad.dtype == BF16
+        torch.testing.assert_close(p.grad, mean.bfloat16(), rtol=2**-8, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["in place", "by .data", "another tensor", "clip_grad_norm_"])
+def test_changed_gradients_are_used(way: str) -> None:
+    """Elements that were not changed keep their fp32 values."""
+    net, _ = networks()
+    opt = kf.FusedSGD(net.parameters(), lr=1.0)
+    x, y = batch(0)
+    for j in range(2):
+        with opt.micro_batch(samples=4, last=j == 1):
+            F.cross_entropy(net(x[4 * j : 4 * j + 4]).float(), y[4 * j : 4 * j + 4]).backward()
+    (bucket,) = opt.engine.gradient_buckets
+    kept = dict(zip(bucket.layout.params, bucket.view(bucket.mean.clone()), strict=True))
+    first = next(iter(net.parameters()))
+    assert first.grad is not None and torch.equal(first.grad, kept[0].bfloat16())
+    before = [p.detach().float().clone() for p in net.parameters()]
+    if way == "in place":
+        first.grad.mul_(0.5)
+    elif way == "by .data":
+        first.grad.data.mul_(0.5)
+    elif way == "another tensor":
+        first.grad = first.grad * 0.5
+    else:
+        nn.utils.clip_grad_norm_([first], 0.5 * float(first.grad.norm()))
+    used = [first.grad.float().clone(), *(kept[i] for i in range(1, 4))]
+    opt.step()
+    for start, gradient, master in zip(before, used, masters(net, opt), strict=True):
+        assert torch.equal(master, start - gradient)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(F32, 4 + 8 + 4), (BF16, 2 + 4 + 8 + 4 + 2)])
+def test_bytes_a_parameter(dtype: torch.dtype, expected: int) -> None:
+    """Of parameters, their state, the sum of gradients, and where the types differ p.grad. 64 alike: no padding."""
+    p = nn.Parameter(torch.ones(64, dtype=dtype))
+    opt = kf.FusedAdamW([p])
+    p.square().sum().backward()
+    opt.step()
+    assert p.grad is not None
+    state = [value for value in opt.state[p].values() if value.shape == p.shape]
+    held = {t.untyped_storage().data_ptr(): t for t in [p, *state, p.grad, opt.engine.gradient_buckets[0].mean]}
+    assert sum(64 * t.element_size() for t in held.values()) == 64 * expected
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    net, _ = networks()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.1)
+    unused = copy.deepcopy(net[2].bias)
+    for step in range(2):
+        x, y = batch(step)
+        F.cross_entropy(F.linear(net[:2](x), net[2].weight).float(), y).backward()
+        opt.step()
+        opt.zero_grad()
+    assert torch.equal(net[2].bias, unused) and "master" not in opt.state.get(net[2].bias, {})
+    train(net, opt, range(2, 4))
+    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+    assert [int(opt.state[p]["step"]) for p in net.parameters()] == [4, 4, 4, 2]
+
+
+@ALL
+def test_an_update_that_is_skipped_changes_nothing(make: Make) -> None:
+    net, _ = networks()
+    opt = make(net.parameters())
+    train(net, opt, range(3))
+    before = bits(net, opt)
+    (net(batch(0)[0]).sum() * math.inf).backward()
+    opt.step()
+    assert bits(net, opt) == before and opt.stats.skipped
+
+
+# -- mixed types, refusals --------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """bf16 matrices and fp32 normalisation, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False).bfloat16() for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(4))
+
+    def parameters_by_turns(self) -> list[nn.Parameter]:
+        return [p for pair in zip(self.layers, self.norms, strict=True) for m in pair for p in m.parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + norm(layer(x.bfloat16()).float())
+        return x
+
+
+@ALL
+def test_a_model_of_both_types(make: Make) -> None:
+    net = Mixed()
+    twin = copy.deepcopy(net).float()
+    opt, other = make(net.parameters_by_turns()), make(twin.parameters_by_turns())
+    assert len(opt.engine.gradient_buckets) == 2, "types that alternate do not cut buckets short"
+    for bucket in opt.engine.gradient_buckets:
+        assert {opt.engine.params[i].dtype for i in bucket.layout.params} == {bucket.layout.dtype}
+    for step in range(4):
+        net(problem()[0][4 * step : 4 * step + 4]).square().sum().backward()
+        for p, q in zip(net.parameters_by_turns(), twin.parameters_by_turns(), strict=True):
+            assert p.grad is not None and p.grad.dtype == p.dtype
+            q.grad = p.grad.float().clone()
+        opt.step(), other.step()
+        opt.zero_grad(), other.zero_grad()
+    for p, q in zip(net.parameters_by_turns(), twin.parameters_by_turns(), strict=True):
+        assert torch.equal(p if p.dtype == F32 else opt.state[p]["master"], q)
+
+
+def test_buckets_are_in_the_order_of_backward() -> None:
+    """A type's last bucket closes with its first parameter; the order of buckets is that of their completion."""
+    params = [torch.empty(64, dtype=BF16 if i % 3 else F32) for i in range(12)]
+    layouts = plan_parameters(params, [0] * 12, 3 * 64)
+    assert [layout.params for layout in layouts] == [(11, 10, 8), (7, 5, 4), (9, 6, 3), (2, 1), (0,)]
+    assert [layout.dtype for layout in layouts] == [BF16, BF16, F32, BF16, F32]
+
+
+@pytest.mark.parametrize(("before", "after"), [(F32, BF16), (BF16, F32)])
+@pytest.mark.parametrize("kind", ["fused", "wrapped"])
+def test_a_type_that_changes_later_is_refused(before: torch.dtype, after: torch.dtype, kind: str) -> None:
+    net = network().to(before)
+    fused = kind == "fused"
+    opt = kf.FusedAdamW(net.parameters()) if fused else kf.Optimizer(torch.optim.AdamW(net.parameters()))
+    net.to(after)
+    with pytest.raises(RuntimeError, match=f"parameter 3 was {before} and is {after} now: change the model first"):
+        F.cross_entropy(net(batch(0)[0].to(after)).float(), batch(0)[1]).backward()
+    del opt
+
+
+def test_digests_tell_bf16_values_apart() -> None:
+    values = torch.randn(7).bfloat16()
+    other = values.clone()
+    assert digest([values]) == digest([other])
+    other.view(torch.int16)[6] ^= 1
+    assert digest([values]) != digest([other])
+
+
+# -- parameters that are changed by other means -----------------------------------------------------------------------
+
+
+def halve_in_place(net: nn.Module) -> None:
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.5)
+
+
+def halve_by_data(net: nn.Module) -> None:
+    for p in net.parameters():
+        p.data.mul_(0.5)
+
+
+def replace_data(net: nn.Module) -> None:
+    for p in net.parameters():
+        p.data = p.data * 0.5
+
+
+def load_half(net: nn.Module) -> None:
+    net.load_state_dict({name: value * 0.5 for name, value in net.state_dict().items()})
+
+
+@ALL
+@pytest.mark.parametrize("change", [halve_in_place, halve_by_data, replace_data, load_half])
+def test_a_changed_parameter_replaces_its_master(make: Make, change: Callable[[nn.Module], None]) -> None:
+    """A stale master would undo the change with the next update."""
+    net, twin = networks()
+    opt, other = make(net.parameters()), make(twin.parameters())
+    train(net, opt, range(2))
+    change(net)
+    found = gradients(net, 2)[0]
+    other.load_state_dict(opt.state_dict())
+    for p, q, g in zip(net.parameters(), twin.parameters(), found, strict=True):
+        q.data.copy_(p)
+        q.grad = g.float()
+    train(net, opt, range(2, 3))
+    other.step()
+    assert all(torch.equal(*pair) for pair in zip(masters(net, opt), twin.parameters(), strict=True))
+
+
+def test_elements_that_were_not_changed_keep_their_masters() -> None:
+    net, _ = networks()
+    opt = kf.FusedSGD(net.parameters(), lr=1e-2)
+    train(net, opt, range(3))
+    with torch.no_grad():
+        net[0].weight[0].clamp_(max=-1.0)  # as weights are clipped
+    before = [m.clone() for m in masters(net, opt)]
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)  # so that the update moves nothing
+    opt.step()
+    before[0][0] = -1.0
+    assert all(torch.equal(*pair) for pair in zip(masters(net, opt), before, strict=True))
+    assert net[0].weight[0].tolist() == [-1.0] * 4
+
+
+@ALL
+def test_freezing_and_unfreezing_keeps_masters(make: Make) -> None:
+    net, _ = networks()
+    opt = make(net.parameters())
+    train(net, opt, range(3))
+    before = [m.clone() for m in masters(net, opt)]
+    for frozen in (True, False):
+        net[0].requires_grad_(not frozen)
+        opt.rebuild()
+        assert all(torch.equal(*pair) for pair in zip(masters(net, opt), before, strict=True))
+    train(net, opt, range(3, 5))
+    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("done", [0, 3])
+def test_a_training_that_is_loaded_goes_on_bit_by_bit(make: Make, order: str, done: int) -> None:
+    net, _ = networks()
+    opt = make(net.parameters())
+    train(net, opt, range(done))
+    states = through_a_file((net.state_dict(), opt.state_dict()))
+    train(net, opt, range(done, 6))
+    other = networks()[0]
+    with torch.no_grad():
+        other[0].weight.add_(1.0)
+    second = make(other.parameters())
+    loads = [lambda: other.load_state_dict(states[0]), lambda: second.load_state_dict(states[1])]
+    for load in loads if order == "model first" else reversed(loads):
+        load()
+    train(other, second, range(done, 6))
+    assert bits(other, second) == bits(net, opt)
+
+
+def test_load_state_dict_hooks_see_tensors_of_both_kinds() -> None:
+    """A user's hook changes what is loaded, before and after; neither sees a stand-in for a tensor."""
+    net, _ = networks()
+    opt = kf.FusedAdamW(net.parameters())
+    train(net, opt, range(2))
+
+    def double(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        states = {key: {**of, "exp_avg": 2 * of["exp_avg"]} for key, of in state["state"].items()}
+        return {**state, "state": states}
+
+    def look(loaded: Any) -> None:
+        assert all(isinstance(value, Tensor) for state in loaded.state.values() for value in state.values())
+
+    expected = [2 * opt.state[p]["exp_avg"] for p in net.parameters()]
+    opt.register_load_state_dict_pre_hook(double)
+    opt.register_load_state_dict_post_hook(look)
+    opt.load_state_dict(opt.state_dict())
+    assert all(torch.equal(opt.state[p]["exp_avg"], m) for p, m in zip(net.parameters(), expected, strict=True))
+    assert all(opt.state[p]["exp_avg"].dtype == F32 for p in net.parameters())
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_torchs_adamw_takes_our_state_and_we_take_its(done: int) -> None:
+    """torch rounds moments to the parameter's type. From its state the master is the parameter itself."""
+    net, _ = networks()
+    opt = kf.FusedAdamW(net.parameters(), lr=1e-2)
+    train(net, opt, range(done))
+    theirs = copy.deepcopy(net)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    plain.load_state_dict(through_a_file(opt.state_dict()))
+    for p, q in zip(net.parameters(), theirs.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq") if done else ():
+            assert torch.equal(plain.state[q][name], opt.state[p][name].bfloat16())
+    for step in range(done, done + 2):
+        for q, g in zip(theirs.parameters(), gradients(theirs, step)[0], strict=True):
+            q.grad = g
+        plain.step()
+    again = copy.deepcopy(theirs)
+    back = kf.FusedAdamW(again.parameters(), lr=1e-2)
+    back.load_state_dict(through_a_file(plain.state_dict()))
+    for q, r in zip(theirs.parameters(), again.parameters(), strict=True):
+        assert torch.equal(back.state[r]["exp_avg"], plain.state[q]["exp_avg"].float())
+        assert int(back.state[r]["step"]) == done + 2
+    reference = copy.deepcopy(theirs).float()
+    fp32 = kf.FusedAdamW(reference.parameters(), lr=1e-2)
+    fp32.load_state_dict(plain.state_dict())
+    for q, g in zip(reference.parameters(), gradients(again, 9)[0], strict=True):
+        q.grad = g.float()
+    fp32.step()
+    train(again, back, range(9, 10))
+    assert all(torch.equal(*pair) for pair in zip(masters(again, back), reference.parameters(), strict=True))
+    assert not any("master" in state for state in fp32.state.values())
+
+
+@ALL
+def test_a_state_that_arrives_from_another_worker_finds_its_place(make: Make) -> None:
+    """Masters and moments are made before, and loading what lies in them copies nothing."""
+    net, _ = networks()
+    opt = make(net.parameters())
+    train(net, opt, range(3))
+    theirs = networks()[0]
+    other = make(theirs.parameters())
+    state = opt.state_dict()
+    other.make_room(state)
+    rooms = other.state_dict()["state"]
+    for key, values in state["state"].items():
+        assert rooms[key].keys() == values.keys()
+        for name, value in values.items():
+            rooms[key][name].copy_(value)
+    places = [value.data_ptr() for values in rooms.values() for value in values.values()]
+    theirs.load_state_dict(net.state_dict())
+    other.load_state_dict({**state, "state": rooms})
+    assert bits(theirs, other) == bits(net, opt)
+    assert places == [value.data_ptr() for values in other.state_dict()["state"].values() for value in values.values()]
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    net, _ = networks()
+    opt = kf.FusedSGD(net.parameters(), lr=1e-2)
+    train(net, opt, range(1))
+    state = opt.state_dict()
+    state["state"][0]["master"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"parameter 0 of shape \(16, 4\): the saved master has shape \(3,\)"):
+        opt.load_state_dict(state)
+
+
+# -- any torch optimizer ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_a_wrapped_optimizer_updates_in_bf16_as_torch_does(clip_norm: float | None, caplog: Any) -> None:
+    net, _ = networks()
+    twin = copy.deepcopy(net)
+    with caplog.at_level(logging.WARNING, "kfuse"):
+        opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), clip_norm=clip_norm)
+    assert "bf16 parameters with kf.Optimizer(AdamW): updates are made in bf16" in caplog.text
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for step in range(4):
+        for q, g in zip(twin.parameters(), gradients(twin, step)[0], strict=True):
+            q.grad = g
+        train(net, opt, range(step, step + 1))
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(twin.parameters(), clip_norm)
+        plain.step()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        if clip_norm is None:
+            assert torch.equal(p, q)
+        else:  # the norm of fp32 gradients is not that of bf16 ones to the last bit
+            torch.testing.assert_close(p, q, rtol=2**-6, atol=1e-2)
+
+
+# -- kf.fit -----------------------------------------------------------------------------------------------------------
+
+
+def test_fit_refuses_a_model_that_is_not_bf16() -> None:
+    net = network()
+    with pytest.raises(ValueError, match=r"precision='bf16-true': 0.weight is torch.float32, must be torch.bfloat16"):
+        kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), precision="bf16-true")
+    mixed = network().bfloat16()
+    mixed[0].bias.data, mixed[2].bias.data = mixed[0].bias.data.float(), mixed[2].bias.data.float()
+    opt = kf.FusedAdamW(mixed.parameters())
+    with pytest.raises(RuntimeError, match="same dtype"):  # by torch: its linear layers take one type
+        kf.fit(mixed, problem(), opt, precision="bf16-true", steps=1)
+
+
+@pytest.mark.parametrize("kind", ["pair", "mapping", "step_fn"])
+def test_fit_casts_the_models_inputs_alone(kind: str) -> None:
+    seen = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network().bfloat16()
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+            seen.append(x.dtype)
+            out = self.inner(x)
+            return out if y is None else {"loss": F.cross_entropy(out.float(), y), "logits": out}
+
+    net = Net()
+    opt = kf.FusedAdamW(net.parameters(), lr=1e-2)
+    x, y = problem()
+    data: Any = (x, y)
+    options: dict[str, Any] = {"metrics": {"rounded": lambda output, target: output.float().mean()}}
+    if kind == "mapping":
+        data = {"x": x, "y": y}
+        options = {"metrics": {"exact": lambda output, target: (target["x"].dtype == F32) * torch.ones(())}}
+    if kind == "step_fn":
+        options = {"step_fn": lambda model, pair: F.cross_entropy(model(pair[0].bfloat16()).float(), pair[1])}
+    summary = kf.fit(net, data, opt, epochs=4, precision="bf16-true", heldout=data, **options)
+    assert summary is not None and set(seen) == {BF16}
+    assert summary["eval_loss"] < 1.0
+    assert summary["eval_metrics"].get("exact", 1.0) == 1.0
+
+
+def test_what_the_command_line_casts() -> None:
+    """All but BatchNorm, with its running statistics; tied weights stay one parameter."""
+    from kfuse.models import GPT, ConvNet
+    from kfuse.train.precision import cast_parameters
+
+    net = ConvNet((1, 8, 8), 10, width=4)
+    cast_parameters(net)
+    kinds = {name: value.dtype for name, value in net.state_dict().items()}
+    assert kinds["stem.0.weight"] == kinds["head.bias"] == BF16
+    assert kinds["stem.1.weight"] == kinds["stem.1.running_var"] == F32
+    assert kinds["stem.1.num_batches_tracked"] == torch.int64
+    net(torch.randn(2, 1, 8, 8).bfloat16()).float().sum().backward()
+    gpt = GPT(11, 8, layers=1, heads=2, width=8)
+    cast_parameters(gpt)
+    assert {p.dtype for p in gpt.parameters()} == {BF16}
+    assert gpt(torch.zeros(1, 4, dtype=torch.int64)).dtype == BF16

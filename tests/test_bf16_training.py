@@ -1,0 +1,256 @@
+"""Trainings of bf16 parameters: several workers, checkpoints, lost workers, and the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import WorkersFailed, run_workers
+from elastic_job import Job, assert_same_training, chaos, environment, run_job, words
+from problems import network, problem
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.checkpoint.saved_model import load_weights, read_weights
+from kfuse.comm.plan import StepPlan
+from kfuse.models import MLP
+from kfuse.train.evaluation import params_sha256
+
+BF16 = torch.bfloat16
+
+
+def masters(net: nn.Module, opt: Any) -> list[Tensor]:
+    return [opt.state[p]["master"] for p in net.parameters()]
+
+
+def optimizer(kind: str, net: nn.Module) -> Any:
+    if kind == "wrapped":
+        return kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2))
+    return {"adamw": kf.FusedAdamW, "sgd": kf.FusedSGD, "lamb": kf.FusedLAMB}[kind](net.parameters(), lr=1e-2)
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+def fitted(kind: str, precision: str, folder: Path | None = None, steps: int = 9, resume: str = "never") -> str:
+    torch.set_num_threads(1)
+    kf.init(kf.CommOptions(reproducible=True, bucket_mb=0.0005, check_every=1))
+    net = nn.Sequential(network(), nn.Unflatten(1, (3, 1)), nn.BatchNorm1d(3), nn.Flatten(), nn.Dropout(0.1))
+    if precision == "bf16-true":
+        net.to(BF16)
+    if kf.rank():
+        with torch.no_grad():
+            net[0][0].weight.zero_()  # rank 0's values are shared
+    more = {} if folder is None else {"checkpoint": folder, "checkpoint_every": 4, "resume": resume}
+    summary = kf.fit(
+        net,
+        problem(),
+        optimizer(kind, net),
+        steps=steps,
+        epochs=99,
+        batch_size=16,
+        micro_batch=2,
+        clip_norm=0.1,
+        precision=precision,
+        **more,
+    )
+    assert summary is not None and summary["params_sha256"] == params_sha256(net)
+    return str(summary["params_sha256"])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "wrapped"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
+def test_the_same_bits_for_any_number_of_workers(kind: str, precision: str) -> None:
+    assert len({sha for n in (1, 2, 3) for sha in run_workers(n, fitted, kind, precision)}) == 1
+
+
+def resumed(folder: Path) -> str:
+    fitted("adamw", "bf16-true", folder, steps=4)
+    return fitted("adamw", "bf16-true", folder, steps=9, resume="auto")
+
+
+def test_a_checkpoint_resumes_bit_by_bit(tmp_path: Path) -> None:
+    """On another number of workers too."""
+    (whole,) = run_workers(1, fitted, "adamw", "bf16-true")
+    assert run_workers(2, resumed, tmp_path / "two") == [whole] * 2
+
+
+# -- what workers share -----------------------------------------------------------------------------------------------
+
+
+def started_apart(kind: str, wire: str) -> list[list[float]]:
+    kf.init(kf.CommOptions(dtype=wire))
+    net = network().bfloat16()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(kf.rank())
+    opt = optimizer(kind, net)
+    x, y = problem()
+    for step in range(3):
+        x_of_rank = x[8 * kf.rank() + step :][:8].to(BF16)
+        F.cross_entropy(net(x_of_rank).float(), y[8 * kf.rank() + step :][:8]).backward()
+        opt.step()
+        opt.zero_grad()
+    if kind != "wrapped":
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+    values = [*net.parameters(), *(opt.state[p][name] for p in net.parameters() for name in sorted(opt.state[p]))]
+    return [value.flatten().tolist() for value in values]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire"), [("adamw", "fp32"), ("adamw", "bf16"), ("sgd", "fp32"), ("lamb", "fp32"), ("wrapped", "fp32")]
+)
+def test_workers_start_from_rank_0s_parameters_and_masters(kind: str, wire: str) -> None:
+    one, other = run_workers(2, started_apart, kind, wire)
+    assert one == other
+
+
+def other_types() -> None:
+    kf.init()
+    net = network().to(BF16 if kf.rank() else torch.float32)
+    with pytest.raises(ValueError, match=r"rank 1 has another model than rank 0: .* in type"):
+        kf.FusedAdamW(net.parameters())
+
+
+def test_workers_with_other_types_are_refused() -> None:
+    run_workers(2, other_types)
+
+
+def changed_on_one() -> None:
+    kf.init(kf.CommOptions(check_every=1))
+    net = network().bfloat16()
+    opt = kf.FusedAdamW(net.parameters())
+    for step in range(4):
+        if step == 2 and kf.rank():
+            net[2].weight.data.view(torch.int16)[1, 3] ^= 1
+        F.cross_entropy(net(problem()[0].to(BF16)).float(), problem()[1]).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def test_a_single_bit_that_differs_is_found() -> None:
+    told = r"step 2: the workers no longer have the same model: parameter 2 \(ranks 1"
+    with pytest.raises(WorkersFailed, match=told):
+        run_workers(2, changed_on_one)
+
+
+def averaged(every: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Masters before and after the workers' models are averaged."""
+    kf.init()
+    net = network().bfloat16()
+    opt = kf.FusedAdamW(net.parameters(), lr=1e-4)
+    x, y = problem()
+    for step in range(every):
+        opt.begin(StepPlan(16, (range(1), range(1, 2)), local=8))
+        with opt.micro_batch(samples=8):
+            part = slice(16 * step + 8 * kf.rank(), 16 * step + 8 * kf.rank() + 8)
+            F.cross_entropy(net(x[part].to(BF16)).float(), y[part]).backward()
+        opt.step()
+        opt.zero_grad()
+    if kf.rank():
+        with torch.no_grad():
+            net[0].bias[3] = 0.5  # a change of the user's counts too
+    before = [m.clone() for m in masters(net, opt)]
+    opt.average_models()
+    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(net.parameters(), masters(net, opt), strict=True))
+    return tuple([value.flatten().tolist() for value in values] for values in (before, masters(net, opt)))  # type: ignore[return-value]
+
+
+def test_local_sgd_averages_the_masters() -> None:
+    """Averages of rounded parameters would undo what the masters have gathered below bf16's spacing."""
+    (mine, one), (theirs, other) = run_workers(2, averaged, 3)
+    theirs[1][3] = 0.5
+    assert one == other
+    for a, b, mean in zip(mine, theirs, one, strict=True):
+        assert mean == ((torch.tensor(a) + torch.tensor(b)) / 2).tolist()
+    assert mine != theirs
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+TRAINING = words(
+    "comm=reproducible comm.bucket_mb=0.002 train.clip_norm=0.5 lr.base=0.003 workers.max=4 model=mlp data=digits",
+    "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=2 train.eval_every=20",
+    "train.precision=bf16-true",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
+    assert job.error is None, job.told()
+    return job
+
+
+@pytest.mark.full
+def test_workers_that_join_or_take_over_have_the_masters(undisturbed: Job, tmp_path: Path) -> None:
+    """Growth, a worker that is killed in mid-reduction, and shrinkage: bit by bit the undisturbed training."""
+    phases = [{"step": s, "workers": n} for s, n in ((5, 3), (60, 2))]
+    gates = [{"step": 20, "workers": 3}, {"step": 75, "workers": 2}]
+    events = [{"step": 40, "moment": "mid_reduction", "rank": 0, "how": "kill"}]
+    job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, phases=phases, gates=gates, events=events)])
+    assert_same_training(job, undisturbed)
+    assert {len(view["workers"]) for view in job.views} >= {1, 2, 3} and job.of_kind("failure")
+
+
+@pytest.mark.full
+def test_a_job_that_lost_all_workers_restarts_from_its_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
+    events = [{"step": 60, "moment": "forward", "rank": 0, "how": "kill_all", "workers": 2}]
+    settings = [*TRAINING, "checkpoint.every_steps=25", "workers.count=2", *chaos(tmp_path, events=events)]
+    job = run_job(tmp_path / "run", settings)
+    assert_same_training(job, undisturbed)
+    assert [event["step"] for event in job.of_kind("resumed")] == [50]
+
+
+def command(directory: Path, *settings: str) -> dict[str, Any]:
+    """`kfuse` with these settings; its summary."""
+    given = words("observe.progress=false observe.tensorboard=false", *settings, f"hydra.run.dir={directory}")
+    ended = subprocess.run(
+        [sys.executable, "-m", "kfuse", *given], env={**os.environ, **environment()}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "model=mlp data=digits train.steps=20 batch.size=64 batch.micro=8",
+        "model=gpt data=text train.steps=6 batch.size=16 batch.micro=4 model.layers=1 model.width=32",
+        "model=convnet data=digits train.steps=4 batch.size=32 batch.micro=4 model.width=4",
+    ],
+    ids=["mlp", "gpt", "convnet"],
+)
+def test_each_model_has_the_same_bits_in_each_precision(model: str, precision: str, tmp_path: Path) -> None:
+    if "text" in model:
+        (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+        model = f"{model} data.path={tmp_path / 'text'}"
+    found = set()
+    for n in (1, 2, 3):
+        common = f"comm=reproducible policy=none workers.count={n} workers.max=3 train.precision={precision}"
+        summary = command(tmp_path / str(n), model, common)
+        found.add((summary["params_sha256"], summary["loss"], summary["eval_loss"]))
+    assert len(found) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "torch"])
+def test_the_saved_model_is_bf16_and_loads(optimizer: str, tmp_path: Path) -> None:
+    settings = f"model=mlp data=digits train.steps=30 policy=none optimizer={optimizer} train.precision=bf16-true"
+    summary = command(tmp_path / "run", settings)
+    for file in [summary[key] for key in ("model", "model_safetensors") if key in summary]:
+        assert {value.dtype for value in read_weights(file).values()} == {BF16}
+        net = MLP((64,), 10).to(BF16)
+        load_weights(net, file)
+        assert params_sha256(net) == summary["params_sha256"]

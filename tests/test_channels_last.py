@@ -1,0 +1,304 @@
+"""Parameters of any dense memory layout, channels_last above all: flat buffers follow the order of their memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import read_lines
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm.buckets import memory_order
+from kfuse.train.evaluation import params_sha256
+
+LAST = torch.channels_last
+
+
+def network(layout: Any = LAST, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """With a 1x1 convolution, whose strides say channels_last in dimensions of one element only."""
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1), nn.Flatten(), nn.Linear(200, 4)
+    )
+    return net.to(dtype).to(memory_format=layout)
+
+
+def problem(count: int = 32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(count, 3, 5, 5, generator=generator), torch.randint(0, 4, (count,), generator=generator)
+
+
+def backward(net: nn.Module, step: int) -> None:
+    x, y = problem()
+    images, labels = x[4 * step : 4 * step + 4], y[4 * step : 4 * step + 4]
+    F.cross_entropy(net(images), labels).backward()
+
+
+def strides(net: nn.Module) -> list[tuple[int, ...]]:
+    return [p.stride() for p in net.parameters()]
+
+
+def random_gradients(net: nn.Module, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator) for p in net.parameters()]
+
+
+def fused(kind: str, net: nn.Module) -> Any:
+    return {"adamw": kf.FusedAdamW, "sgd": kf.FusedSGD, "lamb": kf.FusedLAMB}[kind](net.parameters(), lr=1e-2)
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_gradients", [LAST, torch.contiguous_format], ids=["last", "contiguous"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_same_updates_as_of_a_contiguous_model(kind: str, of_gradients: Any, dtype: torch.dtype) -> None:
+    """Bit by bit, from the same gradients, whatever the gradients' own layout."""
+    net, twin = network(dtype=dtype), network(torch.contiguous_format, dtype)
+    assert net[0].weight.stride() == (27, 1, 9, 3)
+    before = strides(net)
+    opt, other = fused(kind, net), fused(kind, twin)
+    assert strides(net) == before
+    for step in range(3):
+        for p, q, g in zip(net.parameters(), twin.parameters(), random_gradients(net, step), strict=True):
+            q.grad = g.to(dtype)
+            p.grad = q.grad.to(memory_format=of_gradients) if g.dim() == 4 else q.grad.clone()
+        opt.step(), other.step()
+        assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
+        assert opt.stats.grad_norm == pytest.approx(other.stats.grad_norm, rel=1e-6)
+        opt.zero_grad(), other.zero_grad()
+    assert strides(net) == before
+    assert params_sha256(net) == params_sha256(twin), "a fingerprint of values, not of their places"
+
+
+def test_lamb_has_the_same_norms_but_for_rounding() -> None:
+    net, twin = network(), network(torch.contiguous_format)
+    opt, other = fused("lamb", net), fused("lamb", twin)
+    for step in range(3):
+        for each in (net, twin):
+            for p, g in zip(each.parameters(), random_gradients(net, step), strict=True):
+                p.grad = g
+        opt.step(), other.step()
+        opt.zero_grad(), other.zero_grad()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_are_those_of_torchs_adamw() -> None:
+    """Backward's own gradients, several micro-batches of them, and p.grad in the parameter's layout."""
+    net = network()
+    twin = copy.deepcopy(net)
+    opt, plain = kf.FusedAdamW(net.parameters(), lr=1e-2), torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for _ in range(3):
+        for j in range(4):
+            with opt.micro_batch(samples=4, last=j == 3):
+                backward(net, j)
+            backward(twin, j)
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert p.grad.stride() == p.stride()
+            q.grad.mul_(0.25)
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+            q.grad.copy_(p.grad)
+        opt.step(), plain.step()
+        opt.zero_grad(), plain.zero_grad()
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_that_some_steps_do_not_use() -> None:
+    """Each parameter is then updated by a call of its own."""
+    net, twin = network(), network(torch.contiguous_format)
+    opt, other = fused("adamw", net), fused("adamw", twin)
+    for step in range(4):
+        for each in (net, twin):
+            for k, (p, g) in enumerate(zip(each.parameters(), random_gradients(net, step), strict=True)):
+                p.grad = g if (step + k) % 3 else None
+        opt.step(), other.step()
+        opt.zero_grad(), other.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("fused_by_torch", [False, True])
+def test_a_wrapped_optimizer(fused_by_torch: bool) -> None:
+    """The same bits as torch alone: gradients have the parameters' strides, which fused updates take for granted."""
+    net = network()
+    twin = copy.deepcopy(net)
+    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused_by_torch))
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=fused_by_torch)
+    for step in range(3):
+        backward(net, step), backward(twin, step)
+        opt.step(), plain.step()
+        opt.zero_grad(), plain.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.randn(3, 4).t(), torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(1, 4, 2, 2).to(memory_format=LAST)],
+    ids=["transposed", "permuted", "one image"],
+)
+def test_any_dense_layout(values: Tensor) -> None:
+    p, q = nn.Parameter(values.clone()), nn.Parameter(values.clone().contiguous())
+    assert p.stride() == values.stride() and not p.is_contiguous()
+    opt, plain = kf.FusedAdamW([p], lr=0.1), torch.optim.AdamW([q], lr=0.1)
+    for step in range(3):
+        weight = torch.randn(values.shape, generator=torch.Generator().manual_seed(step))
+        for each in (p, q):
+            (each * weight).square().sum().backward()
+        opt.step(), plain.step()
+        opt.zero_grad(), plain.zero_grad()
+    assert p.stride() == values.stride()
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_memory_order() -> None:
+    assert memory_order(torch.empty(4, 3)) is None
+    assert memory_order(torch.empty(4, 3, 2, 2).to(memory_format=LAST)) == (0, 2, 3, 1)
+    assert memory_order(torch.empty(4, 3, 1, 1).to(memory_format=LAST)) is None
+    assert memory_order(torch.empty(0, 3).t()) is None
+    for gaps in (torch.empty(4, 5)[:, :3], torch.empty(4, 1).expand(4, 3)):
+        with pytest.raises(ValueError, match="leave gaps or overlap"):
+            memory_order(gaps)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_state_goes_to_torch_and_back_whatever_the_layouts() -> None:
+    net = network()
+    opt = fused("adamw", net)
+    for step in range(2):
+        backward(net, step)
+        opt.step()
+        opt.zero_grad()
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    for p in net.parameters():
+        assert opt.state[p]["exp_avg"].shape == p.shape and opt.state[p]["exp_avg"].stride() == p.stride()
+    for layout in (LAST, torch.contiguous_format):
+        theirs = network()
+        plain = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+        plain.load_state_dict(copy.deepcopy(saved))  # torch keeps the tensors that it is given
+        again = network(layout)
+        back = fused("adamw", again)
+        back.load_state_dict(plain.state_dict())
+        for each in (theirs, again):
+            each.load_state_dict(net.state_dict())
+        for p, r in zip(net.parameters(), again.parameters(), strict=True):
+            assert all(torch.equal(back.state[r][name], opt.state[p][name]) for name in opt.state[p])
+        gradients = random_gradients(net, 7)
+        for each in (again, theirs):
+            for p, g in zip(each.parameters(), gradients, strict=True):
+                p.grad = torch.empty_like(p).copy_(g)
+        back.step(), plain.step()
+        for r, q in zip(again.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(r, q, rtol=1e-6, atol=1e-7)
+
+
+def test_fit_resumes_bit_by_bit(tmp_path: Path) -> None:
+    def train(steps: int, folder: str, resume: str = "never") -> str:
+        net = network()
+        more = {"checkpoint": tmp_path / folder, "checkpoint_every": 3, "resume": resume}
+        summary = kf.fit(net, problem(), fused("adamw", net), steps=steps, epochs=9, batch_size=8, **more)
+        assert summary is not None and net[0].weight.is_contiguous(memory_format=LAST)
+        return str(summary["params_sha256"])
+
+    whole = train(6, "whole")
+    train(3, "parts")
+    assert train(6, "parts", "auto") == whole
+
+
+# -- a layout that changes after the optimizer was made ---------------------------------------------------------------
+
+
+def test_a_fused_optimizer_keeps_its_layout_and_says_so(caplog: Any) -> None:
+    net, twin = network(torch.contiguous_format), network(torch.contiguous_format)
+    opt, other = fused("adamw", net), fused("adamw", twin)
+    opt.sync_buffers(net), other.sync_buffers(twin)
+    net.to(memory_format=LAST)
+    opt.sync_buffers(net)  # lays the buckets out again, as kf.fit does
+    with caplog.at_level(logging.WARNING, "kfuse"):
+        for step in range(2):
+            for each in (net, twin):
+                for p, g in zip(each.parameters(), random_gradients(net, step), strict=True):
+                    p.grad = g.to(memory_format=LAST) if each is net and g.dim() == 4 else g
+            opt.step(), other.step()
+            opt.zero_grad(), other.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
+    assert net[0].weight.is_contiguous()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "another memory layout than when FusedAdamW was made" in said[0]
+
+
+@pytest.mark.parametrize("fused_by_torch", [False, True])
+def test_a_wrapped_optimizer_follows(fused_by_torch: bool) -> None:
+    """torch's fused update pairs elements by their places, in silence: its gradients must be laid out anew."""
+    net, twin = network(torch.contiguous_format), network(torch.contiguous_format)
+    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused_by_torch))
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    net.to(memory_format=LAST)
+    for step in range(2):
+        for each in (net, twin):
+            for p, g in zip(each.parameters(), random_gradients(net, step), strict=True):
+                p.grad = g.clone()
+        opt.step(), plain.step()
+        assert net[0].weight.grad is opt.engine.gradient_buckets[0].views[-1]
+        opt.zero_grad(), plain.zero_grad()
+    assert net[0].weight.is_contiguous(memory_format=LAST)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+# -- several workers --------------------------------------------------------------------------------------------------
+
+
+def other_layouts() -> None:
+    kf.init()
+    net = network(LAST if kf.rank() else torch.contiguous_format)
+    with pytest.raises(ValueError, match=r"rank 1 has another model than rank 0: .* in memory layout"):
+        kf.FusedAdamW(net.parameters())
+
+
+def test_workers_with_other_layouts_are_refused() -> None:
+    """Their flat buffers have the elements in other orders: sums would be of gradients that do not belong together."""
+    run_workers(2, other_layouts)
+
+
+def reproducible(dtype: torch.dtype, audit_every: int | None = None, run_dir: Path | None = None) -> str:
+    torch.set_num_threads(1)
+    kf.init(kf.CommOptions(reproducible=True, bucket_mb=0.002, check_every=1, audit_every=audit_every))
+    net = network(dtype=dtype)
+    if kf.rank():
+        with torch.no_grad():
+            net[0].weight.zero_()  # rank 0's values are shared
+    precision = "fp32" if dtype == torch.float32 else "bf16-true"
+    opt = fused("adamw", net)
+    settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch": 2, "clip_norm": 0.1, "run_dir": run_dir}
+    summary = kf.fit(net, problem(), opt, precision=precision, **settings)
+    assert summary is not None and net[0].weight.is_contiguous(memory_format=LAST)
+    return str(summary["params_sha256"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_for_any_number_of_workers(dtype: torch.dtype) -> None:
+    assert len({sha for n in (1, 2, 3) for sha in run_workers(n, reproducible, dtype)}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_run_of_a_micro_batch_has_the_same_digest(dtype: torch.dtype, tmp_path: Path) -> None:
+    """An audit accuses nobody, though buckets and p.grad have the elements in different orders."""
+    assert run_workers(2, reproducible, dtype, 1, tmp_path / "run") == run_workers(2, reproducible, dtype)
+    kinds = {event["kind"] for event in read_lines(tmp_path / "run" / "events.jsonl")}
+    assert kinds and "corruption" not in kinds
