@@ -149,13 +149,14 @@ def test_every_kind_of_value_arrives() -> None:
 def test_tensors_land_on_the_receivers_device_and_those_of_the_host_on_the_host() -> None:
     """The meta device stands for the receiver's GPU."""
     gpu = torch.device("meta")
-    structure, tensors = training_state._take_apart({"moment": torch.zeros(4), "count": torch.zeros(3)})
+    structure, descriptions, tensors = training_state._take_apart({"moment": torch.zeros(4), "count": torch.zeros(3)})
     assert len(tensors) == 2
     own = {"moment": torch.zeros(4, device="meta"), "count": torch.zeros(3)}
-    placed, listed = training_state._put_in_place(structure, own, [False, True], gpu)
+    placed, listed = training_state._put_in_place(structure, own, descriptions, [False, True], gpu)
     assert placed["moment"].device.type == "meta" and placed["count"].data_ptr() == own["count"].data_ptr()
     assert [t.device.type for t in listed] == ["meta", "cpu"]
-    placed, _ = training_state._put_in_place(structure, {"moment": torch.zeros(4)}, [False, True], gpu)
+    other = {"moment": torch.zeros(4)}
+    placed, _ = training_state._put_in_place(structure, other, descriptions, [False, True], gpu)
     assert placed["moment"].device.type == "meta" and placed["count"].device.type == "cpu"
 
 

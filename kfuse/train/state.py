@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -21,6 +22,7 @@ from kfuse.comm.group import Group
 from kfuse.optim import DistributedOptimizer
 
 _TRANSFER = "state of the most advanced worker"
+_PLAIN = frozenset((type(None), bool, int, float, str))
 _ODD = 0x100000001B3  # a fingerprint's factor: tensors that change places change it
 
 
@@ -89,7 +91,7 @@ class TrainingState:
     def fingerprint(self) -> Tensor:
         """Of the model's and the optimizer's tensors: int64 scalar on the host. Equal ones mean equal bits."""
         total = torch.zeros((), dtype=torch.int64)
-        _, tensors = _take_apart(self._large_parts())
+        *_, tensors = _take_apart(self._large_parts())
         for tensor in tensors:
             bits = memory(tensor)
             assert bits is not None
@@ -133,25 +135,29 @@ def share(group: Group, source: int, make: Callable[[], Any], room: Callable[[An
     Returns on a receiver what `make` returned there, with this rank's tensors: those of the host on the host, all
     others on the group's device. None on the others. Raises CommError.
     """
-    structure, host, tensors = None, list[bool](), list[Tensor]()
+    pickled, sizes, tensors = b"", list[int](), list[Tensor]()
     if group.rank == source:
-        structure, tensors = _take_apart(make())
+        structure, descriptions, tensors = _take_apart(make())
         host = [tensor.device.type == "cpu" != group.device.type for tensor in tensors]
-    structure, host = _share_structure(group, source, [structure, host])
-    sizes = [description.nbytes for description in _descriptions(structure)]
-    receives = group.rank != source and room is not None
-    if receives and room is not None:
-        structure, tensors = _put_in_place(structure, room(structure), host, group.device)
+        buffer = io.BytesIO()
+        torch.save([structure, descriptions, host], buffer)
+        pickled, sizes = buffer.getvalue(), [tensor.nbytes for tensor in tensors]
+    pickled, sizes = _share_structure(group, source, pickled, sizes)
+    received = None
+    if group.rank != source and room is not None:
+        structure, descriptions, host = decode(pickled, group.device)
+        received, tensors = _put_in_place(structure, room(structure), descriptions, host, group.device)
     _share_tensors(group, source, sizes, tensors)
-    return structure if receives else None
+    return received
 
 
-def _take_apart(value: Any) -> tuple[Any, list[Tensor]]:
-    """`value` with a description (a tensor on the meta device) in each tensor's place, and the tensors.
+def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """`value` with a description (a tensor on the meta device) in each tensor's place; descriptions; the tensors.
 
-    Two tensors that are the same memory, as of tied weights, are one in the list, and have one description.
+    Two tensors that are the same memory, as of tied weights, are one in the lists.
     """
     tensors: list[Tensor] = []
+    descriptions: list[Tensor] = []
     described: dict[object, Tensor] = {}
 
     def describe(tensor: Tensor, _: Any) -> Tensor:
@@ -160,23 +166,20 @@ def _take_apart(value: Any) -> tuple[Any, list[Tensor]]:
         if tensor.numel() and key in described:
             return described[key]
         tensor = dense(tensor)
+        description = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         tensors.append(tensor)
-        described[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return described[key]
+        descriptions.append(description)
+        described[key] = description
+        return description
 
-    return _replace_tensors(value, describe), tensors
-
-
-def _descriptions(structure: Any) -> list[Tensor]:
-    """The descriptions in a structure, each once, in the order of their tensors in the source's list."""
-    found: dict[int, Tensor] = {}
-    _replace_tensors(structure, lambda description, _: found.setdefault(id(description), description))
-    return list(found.values())
+    return _replace_tensors(value, describe), descriptions, tensors
 
 
-def _put_in_place(structure: Any, own: Any, host: list[bool], device: torch.device) -> tuple[Any, list[Tensor]]:
+def _put_in_place(
+    structure: Any, own: Any, descriptions: list[Tensor], host: list[bool], device: torch.device
+) -> tuple[Any, list[Tensor]]:
     """The structure with this rank's tensors, `own` where they fit and else new ones; and the list of them."""
-    numbers = {id(description): number for number, description in enumerate(_descriptions(structure))}
+    numbers = {id(description): number for number, description in enumerate(descriptions)}
     tensors: dict[int, Tensor] = {}
 
     def place(description: Tensor, mine: Any) -> Tensor:
@@ -235,6 +238,8 @@ def _replace_tensors(value: Any, act: Callable[[Tensor, Any], Any], beside: Any 
         plain = type(value.detach()) is Tensor and value.layout is torch.strided and not value.is_quantized
         return act(value, beside) if plain else value
     if type(value) in (list, tuple):
+        if _PLAIN.issuperset(map(type, value)):  # a list of numbers may be long
+            return value
         others = beside if type(beside) is type(value) and len(beside) == len(value) else [None] * len(value)
         return type(value)(_replace_tensors(item, act, other) for item, other in zip(value, others, strict=True))
     if type(value) in (dict, OrderedDict):
@@ -246,19 +251,17 @@ def _replace_tensors(value: Any, act: Callable[[Tensor, Any], Any], beside: Any 
     return value
 
 
-def _share_structure(group: Group, source: int, value: Any) -> Any:
-    """Rank `source`'s value, on every rank. Only tensors and plain values are accepted: nothing in it can run code."""
-    payload = torch.empty(0, dtype=torch.uint8)
+def _share_structure(group: Group, source: int, pickled: bytes, sizes: list[int]) -> tuple[bytes, list[int]]:
+    """Rank `source`'s two arguments, on every rank: the pickled structure, and the tensors' sizes in bytes."""
+    header = torch.tensor([len(sizes), len(pickled)], device=group.device)
+    group.broadcast(header, _TRANSFER, source).wait()
+    count, length = header.tolist()
+    message = torch.empty(8 * count + length, dtype=torch.uint8, device=group.device)
     if group.rank == source:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(group.device)
-    size = torch.tensor([payload.numel()], device=group.device)
-    group.broadcast(size, _TRANSFER, source).wait()
-    if group.rank != source:
-        payload = torch.empty(int(size.item()), dtype=torch.uint8, device=group.device)
-    group.broadcast(payload, _TRANSFER, source).wait()
-    return decode(payload.cpu().numpy().tobytes(), group.device)
+        message.copy_(torch.frombuffer(bytearray(np.array(sizes, np.int64).tobytes() + pickled), dtype=torch.uint8))
+    group.broadcast(message, _TRANSFER, source).wait()
+    received = message.cpu().numpy()
+    return received[8 * count :].tobytes(), received[: 8 * count].view(np.int64).tolist()
 
 
 def decode(payload: bytes, device: torch.device) -> Any:

@@ -45,18 +45,20 @@ def sends(it: Job) -> None:
 def receives(it: Job) -> None:
     """From rank 1. The double of the process group sends no bytes: the structure is this rank's own."""
     own = state(it)
-    structure, _ = training_state._take_apart(own.capture())
+    structure, descriptions, tensors = training_state._take_apart(own.capture())
+    sizes = [tensor.nbytes for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
-        count = len(training_state._descriptions(structure))
-        patch.setattr(training_state, "_share_structure", lambda *_: (structure, [False] * count))
+        patch.setattr(training_state, "_share_structure", lambda *_: (b"", sizes))
+        patch.setattr(training_state, "decode", lambda *_: (structure, descriptions, [False] * len(sizes)))
         received = training_state.share(it.group, 1, own.capture, own.room_for)
     own.restore(received)
 
 
 def stands_by(it: Job) -> None:
-    structure, _ = training_state._take_apart(state(it).capture())
+    *_, tensors = training_state._take_apart(state(it).capture())
+    sizes = [tensor.nbytes for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_state, "_share_structure", lambda *_: (structure, []))
+        patch.setattr(training_state, "_share_structure", lambda *_: (b"", sizes))
         assert training_state.share(it.group, 1, dict, None) is None
 
 
