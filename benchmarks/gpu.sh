@@ -12,4 +12,4 @@ if ! command -v "$python" > /dev/null; then
     exit 2
 fi
 export PYTHONPATH="$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$python" benchmarks/gpu.py --device "${DEVICE:-cuda}" --out "${OUT:-benchmarks/results}"
+exec "$python" benchmarks/gpu_parts.py --device "${DEVICE:-cuda}" --out "${OUT:-benchmarks/results}"

@@ -87,7 +87,7 @@ class Chaos(BasePolicy):
     go beyond that step with another number of workers. topologies: {step, topology}: asked for at that step.
     adaptive: whether the batch size follows the noise scale. pace_s: a step takes at least this long. again: events
     may strike more than once. until: training does not end before this file is there. chunk_bytes: of a message with
-    state. keeps_position: a bug, as a receiver of state would have it: half a state counts as the one before.
+    state. overwrites: a bug, as a receiver of state would have it: half a state counts as the one before.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Chaos(BasePolicy):
         again: bool = False,
         until: str | None = None,
         chunk_bytes: int | None = None,
-        keeps_position: bool = False,
+        overwrites: bool = False,
     ) -> None:
         self._directory, self._again, self._pace_s = Path(directory), again, pace_s
         self._until = None if until is None else Path(until)
@@ -115,7 +115,7 @@ class Chaos(BasePolicy):
         self._adapts = GNSPolicy(every=5) if adaptive else BasePolicy()
         self._trainer: Any = None
         self._messages = 0
-        self._chunk_bytes, self._keeps_position = chunk_bytes, keeps_position
+        self._chunk_bytes, self._overwrites = chunk_bytes, overwrites
         self._began = time.monotonic()
         if protocol.ENV_WORKER in os.environ:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -289,6 +289,6 @@ class Chaos(BasePolicy):
         after(training_state, "share", shared)
         if self._chunk_bytes is not None:
             chunks.CHUNK_BYTES = self._chunk_bytes
-        if self._keeps_position:
-            Recovery._make_room = lambda own, given, intact: [None, own._state.room_for(given[1])]  # type: ignore
+        if self._overwrites:
+            Recovery._make_room = lambda own, given, begins: [None, own._state.room_for(given[1])]  # type: ignore
         before(session, "form_group", form)

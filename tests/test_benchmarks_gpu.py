@@ -20,7 +20,17 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = ("gpu", "gpu_check", "gpu_ddp", "gpu_elastic", "gpu_ranks", "gpu_state", "gpu_workers", "step_gpu", "kernels")
+SCRIPTS = (
+    "gpu_parts",
+    "gpu_check",
+    "gpu_ddp",
+    "gpu_elastic",
+    "gpu_ranks",
+    "gpu_state",
+    "gpu_workers",
+    "step_gpu",
+    "kernels",
+)
 NOT_THERE = ("hydra", "omegaconf", "rich", "tensorboard", "sklearn", "matplotlib", "ray", "safetensors", "pytest")
 CPU = torch.device("cpu")
 
@@ -36,7 +46,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
             del sys.modules[name]
 
 
-# -- gpu.py: the parts -----------------------------------------------------------------------------------------------
+# -- gpu_parts.py: the parts -----------------------------------------------------------------------------------------
 
 
 def test_on_one_gpu_the_limits_are_below_nine_minutes(
@@ -44,7 +54,7 @@ def test_on_one_gpu_the_limits_are_below_nine_minutes(
 ) -> None:
     from kfuse.cli.machine import COMMAND_S
 
-    gpu = script("gpu")
+    gpu = script("gpu_parts")
     monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
     parts = gpu.parts("cuda", 1, tmp_path, None)
     assert [part.name for part in parts if part.absent] == ["communication beside DDP"]
@@ -58,7 +68,7 @@ def test_on_one_gpu_the_limits_are_below_nine_minutes(
 def test_what_cannot_run_is_absent_with_a_reason(
     script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = script("gpu")
+    gpu = script("gpu_parts")
     monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
     absent = {part.name: part.absent for part in gpu.parts("cpu", 0, tmp_path, None) if part.absent}
     assert absent == {"buffers of over 2^31 elements": "needs a GPU", "kernels under compute-sanitizer": "needs a GPU"}
@@ -70,7 +80,7 @@ def test_what_cannot_run_is_absent_with_a_reason(
 def test_a_missing_compiler_is_said_with_its_remedy(
     script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu = script("gpu")
+    gpu = script("gpu_parts")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert gpu.no_compiler("cpu") is None, "nothing is compiled there"
@@ -81,7 +91,7 @@ def test_a_missing_compiler_is_said_with_its_remedy(
 def test_a_missing_package_is_said_before_anything_runs(
     script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = script("gpu")
+    gpu = script("gpu_parts")
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
     assert gpu.missing_packages("cpu") == []
     assert gpu.missing_packages("cuda") == [f"no triton in {sys.executable}: pip install triton"]
@@ -90,7 +100,7 @@ def test_a_missing_package_is_said_before_anything_runs(
 
 
 def test_a_failing_part_leaves_the_others(script: Callable[[str], Any], tmp_path: Path) -> None:
-    gpu = script("gpu")
+    gpu = script("gpu_parts")
     pid = tmp_path / "child"
     hang = f"""
 import subprocess, sys, time

@@ -152,11 +152,11 @@ def test_tensors_land_on_the_receivers_device_and_those_of_the_host_on_the_host(
     structure, descriptions, tensors = training_state._take_apart({"moment": torch.zeros(4), "count": torch.zeros(3)})
     assert len(tensors) == 2
     own = {"moment": torch.zeros(4, device="meta"), "count": torch.zeros(3)}
-    placed, listed = training_state._put_in_place(structure, own, descriptions, [False, True], gpu)
+    placed, listed = training_state._put_in_place(structure, own, descriptions, [gpu, torch.device("cpu")])
     assert placed["moment"].device.type == "meta" and placed["count"].data_ptr() == own["count"].data_ptr()
     assert [t.device.type for t in listed] == ["meta", "cpu"]
     other = {"moment": torch.zeros(4)}
-    placed, _ = training_state._put_in_place(structure, other, descriptions, [False, True], gpu)
+    placed, _ = training_state._put_in_place(structure, other, descriptions, [gpu, torch.device("cpu")])
     assert placed["moment"].device.type == "meta" and placed["count"].device.type == "cpu"
 
 
@@ -345,23 +345,6 @@ def kill(moment: str, rank: int, message: int, step: int = 31) -> dict[str, Any]
     return {"step": step, "moment": moment, "rank": rank, "how": "kill", "message": message, "workers": 2}
 
 
-class Layer(nn.Module):
-    def __init__(self, values: list[float]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(values))
-        self.register_buffer("flags", torch.tensor([True, False, True]))
-
-
-def test_a_fingerprint_tells_bits_and_places_apart() -> None:
-    def fingerprint(*values: list[float]) -> int:
-        return int(TrainingState({"model": nn.Sequential(*map(Layer, values))}).fingerprint())
-
-    first = fingerprint([1.0, 2.0], [3.0, 4.0])
-    assert first == fingerprint([1.0, 2.0], [3.0, 4.0])
-    assert first != fingerprint([3.0, 4.0], [1.0, 2.0])
-    assert first != fingerprint([1.0, 2.0000002], [3.0, 4.0])
-
-
 def test_the_source_is_killed_in_the_middle_and_another_has_the_state(undisturbed: Job, tmp_path: Path) -> None:
     """Rank 1 is an update behind. Rank 2 has made the update, perhaps not all that follows: it takes over."""
     job = struck(tmp_path, 3, BEHIND, kill("sending", 0, 12))
@@ -374,23 +357,35 @@ def test_the_source_is_killed_in_the_middle_and_another_has_the_state(undisturbe
 def test_the_only_one_with_the_newest_state_is_killed_in_the_middle(
     message: int, undisturbed: Job, tmp_path: Path
 ) -> None:
-    """What rank 1 has then is a part of two states, and no one's: training goes on from a checkpoint."""
-    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, message), more=CHECKPOINTS)
+    """Rank 1 keeps the state that it had until all of the newer one has arrived: it makes the update again."""
+    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, message))
     assert_same_training(job, undisturbed)
-    assert [event["step"] for event in job.of_kind("resumed")] == [30]
+    assert len(job.of_kind("failure")) == 1 and not job.of_kind("resumed")
+
+
+NEWCOMER: dict[str, Any] = {"phases": [{"step": 5, "workers": 2}], "gates": [{"step": 40, "workers": 2}]}
+"""One worker trains, and a second one joins."""
 
 
 @pytest.mark.full
-def test_without_a_checkpoint_half_a_state_ends_the_job_in_one_line(tmp_path: Path) -> None:
-    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, 12))
+def test_half_of_a_newcomers_state_is_none(undisturbed: Job, tmp_path: Path) -> None:
+    """The only worker that has trained is killed as it sends: what has arrived begins no training."""
+    job = struck(tmp_path, 1, kill("sending", 0, 12, step=16), **NEWCOMER)
     assert job.error == "no worker is left: the last one ended with exit status 1"
     assert any(line.startswith("RuntimeError: the training state is lost: the only worker") for line in job.lines)
 
 
 @pytest.mark.full
-def test_half_a_state_that_counted_would_be_found(undisturbed: Job, tmp_path: Path) -> None:
-    """The negative: where a receiver's position still says it has a state, another model comes out."""
-    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, 12), more=CHECKPOINTS, keeps_position=True)
+def test_a_newcomer_with_half_of_a_state_takes_a_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
+    job = struck(tmp_path, 1, kill("sending", 0, 12, step=16), more=CHECKPOINTS, **NEWCOMER)
+    assert_same_training(job, undisturbed)
+    assert [event["step"] for event in job.of_kind("resumed")] == [10]
+
+
+@pytest.mark.full
+def test_a_state_that_is_overwritten_in_place_would_be_found(undisturbed: Job, tmp_path: Path) -> None:
+    """The negative: where a receiver gives up the state that it had, another model comes out, or none."""
+    job = struck(tmp_path, 2, BEHIND, kill("sending", 0, 12), overwrites=True)
     ended_well = job.error is None and not job.of_kind("failure")[1:]
     assert not ended_well or job.summary["params_sha256"] != undisturbed.summary["params_sha256"]
 

@@ -123,6 +123,7 @@ class Recovery:
         started = time.perf_counter()
         while True:
             self._opt.engine.abort()
+            self._align_engine()
             try:
                 if self._session.recover(error):
                     self._share_state(time.perf_counter() - started)
@@ -148,8 +149,7 @@ class Recovery:
         newest = max(positions)
         if min(positions) < newest:
             source = positions.index(newest)
-            make_room = partial(self._make_room, intact=self._has_tensors_of(source, positions))
-            room = make_room if positions[group.rank] < newest else None
+            room = partial(self._make_room, begins=begins) if positions[group.rank] < newest else None
             received = training_state.share(group, source, lambda: [self._arguments, self._state.capture()], room)
             if received is not None:
                 arguments, state = received
@@ -165,27 +165,16 @@ class Recovery:
             self._reporter.resend(events=not begins)
         self._reporter.view(self._progress.step, view, regroup_s, time.perf_counter() - started)
 
-    def _has_tensors_of(self, source: int, positions: list[int]) -> bool:
-        """Whether this worker has the tensors of the newest state, that of rank `source`, bit by bit.
+    def _make_room(self, structure: Any, begins: bool) -> list[Any] | None:
+        """The newest state is about to arrive. Returns this worker's own tensors, to be overwritten in place, or None.
 
-        So it is where it has made the newest update, and is behind in a later part of the step only. Every rank calls.
+        None where what this worker has is a state, or in a beginning may become one: if the sender is lost meanwhile,
+        training must be able to go on from it. A worker that joins has none. Half of one must never count as one.
         """
-        group = self._session.group
-        if not any(0 <= position < max(positions) for position in positions):
-            return False  # those that are behind have no state at all
-        own = self._state.fingerprint() if self._has_state else torch.zeros((), dtype=torch.int64)
-        fingerprints = group.all_gather(own.to(group.device), "fingerprints of the workers' states")
-        return self._has_state and bool(fingerprints[group.rank] == fingerprints[source])
-
-    def _make_room(self, structure: Any, intact: bool) -> list[Any]:
-        """The newest state is about to arrive, in place of this worker's own: the tensors to be overwritten.
-
-        intact: by the same bits, so that what this worker has stays the state of its position. Else it has no state
-        until all has arrived: its position must not say that a part of one state and a part of another is a state.
-        """
+        if self._has_state or (begins and not self._torn):
+            return None
+        self._torn = True
         _, state = structure
-        if not intact:
-            self._has_state, self._torn = False, True
         return [None, self._state.room_for(state)]
 
     def save_last(self) -> None:
@@ -270,5 +259,9 @@ class Recovery:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._state.restore(state)
+        self._align_engine()
+
+    def _align_engine(self) -> None:
+        """Gives the engine the number of the step that comes: it may have reduced one whose update was not made."""
         at = self._progress
-        self._opt.engine.step = at.step + (at.stage > Stage.UPDATE)  # the engine has made a step once it is reduced
+        self._opt.engine.step = at.step + (at.stage > Stage.UPDATE)

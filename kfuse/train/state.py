@@ -23,7 +23,6 @@ from kfuse.optim import DistributedOptimizer
 
 _TRANSFER = "state of the most advanced worker"
 _PLAIN = frozenset((type(None), bool, int, float, str))
-_ODD = 0x100000001B3  # a fingerprint's factor: tensors that change places change it
 
 
 class Stateful(Protocol):
@@ -86,20 +85,6 @@ class TrainingState:
         for name, part in self._parts.items():
             if isinstance(part, DistributedOptimizer) and name in state:
                 part.make_room(state[name])
-        return self._large_parts()
-
-    def fingerprint(self) -> Tensor:
-        """Of the model's and the optimizer's tensors: int64 scalar on the host. Equal ones mean equal bits."""
-        total = torch.zeros((), dtype=torch.int64)
-        *_, tensors = _take_apart(self._large_parts())
-        for tensor in tensors:
-            bits = memory(tensor)
-            assert bits is not None
-            bits = bits.view(torch.int32) if bits.numel() % 4 == 0 and bits.storage_offset() % 4 == 0 else bits
-            total = total.to(tensor.device) * _ODD + bits.sum(dtype=torch.int64)
-        return total.cpu()
-
-    def _large_parts(self) -> dict[str, Any]:
         kinds = DistributedOptimizer | nn.Module
         return {name: part.state_dict() for name, part in self._parts.items() if isinstance(part, kinds)}
 
@@ -130,10 +115,11 @@ def share(group: Group, source: int, make: Callable[[], Any], room: Callable[[An
     room: None on a rank that does not receive. It takes part, and its own tensors are not touched. On one that does:
     room(structure) returns the tensors to be overwritten, in a structure like the one given; where one is missing there
     or differs in shape, strides, dtype or device, a new one is made. It is called before the first byte arrives. From
-    then on these tensors hold parts of both states, until all has arrived.
+    then on these tensors hold parts of both states, until all has arrived. Where it returns None all tensors are new,
+    and in the host's memory: the receiver keeps what it has until all has arrived, and needs no more of the device's.
 
-    Returns on a receiver what `make` returned there, with this rank's tensors: those of the host on the host, all
-    others on the group's device. None on the others. Raises CommError.
+    Returns on a receiver what `make` returned there, with this rank's tensors: in room's, those of the host on the
+    host, all others on the group's device. None on the others. Raises CommError.
     """
     pickled, sizes, tensors = b"", list[int](), list[Tensor]()
     if group.rank == source:
@@ -146,7 +132,9 @@ def share(group: Group, source: int, make: Callable[[], Any], room: Callable[[An
     received = None
     if group.rank != source and room is not None:
         structure, descriptions, host = decode(pickled, group.device)
-        received, tensors = _put_in_place(structure, room(structure), descriptions, host, group.device)
+        own = room(structure)
+        where = [torch.device("cpu") if own is None or on_host else group.device for on_host in host]
+        received, tensors = _put_in_place(structure, own, descriptions, where)
     _share_tensors(group, source, sizes, tensors)
     return received
 
@@ -176,16 +164,19 @@ def _take_apart(value: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
 
 
 def _put_in_place(
-    structure: Any, own: Any, descriptions: list[Tensor], host: list[bool], device: torch.device
+    structure: Any, own: Any, descriptions: list[Tensor], devices: list[torch.device]
 ) -> tuple[Any, list[Tensor]]:
-    """The structure with this rank's tensors, `own` where they fit and else new ones; and the list of them."""
+    """The structure with this rank's tensors, `own` where they fit and else new ones; and the list of them.
+
+    devices: each tensor's.
+    """
     numbers = {id(description): number for number, description in enumerate(descriptions)}
     tensors: dict[int, Tensor] = {}
 
     def place(description: Tensor, mine: Any) -> Tensor:
         number = numbers[id(description)]
         if number not in tensors:
-            where = torch.device("cpu") if host[number] else device
+            where = devices[number]
             fits = isinstance(mine, Tensor) and mine.device == where and _alike(mine, description)
             shape, strides = description.shape, description.stride()
             new = None if fits else torch.empty_strided(shape, strides, dtype=description.dtype, device=where)
