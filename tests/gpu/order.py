@@ -154,7 +154,7 @@ class RecordedDevice(devices.Device):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
-            made = _plain_empty(*shape, dtype=dtype)
+            made = _plain_empty(tuple(shape), dtype=dtype)
         self._order.memory_of(made, "pinned")
         return made
 
