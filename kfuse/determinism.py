@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import sys
+from typing import Any
 
 import torch
 
@@ -54,9 +55,10 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
-    for operation in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+    cudnn: Any = torch.backends.cudnn
+    for operation in (torch.backends.cuda.matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
         if hasattr(operation, "fp32_precision"):  # torch 2.9: else the user's torch.backends.fp32_precision decides
-            operation.fp32_precision = "ieee"
+            setattr(operation, "fp32_precision", "ieee")  # noqa: B010
     _make_inductor_deterministic()
     _LOG.info("deterministic algorithms on the GPU: %s=%s, no TF32", _WORKSPACE, os.environ[_WORKSPACE])
 
@@ -69,7 +71,7 @@ def _make_inductor_deterministic() -> None:
     that. torch versions before 2.9 do not have the setting.
     """
     os.environ[_INDUCTOR] = "1"  # read as torch._inductor is imported
-    config = sys.modules.get("torch._inductor.config")
+    config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and hasattr(config, "deterministic"):
         config.deterministic = True
 

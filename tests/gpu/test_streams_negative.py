@@ -118,19 +118,15 @@ def test_a_side_stream_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_receive_buffer_that_is_used_again_before_it_was_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = AllToAll._take
-    monkeypatch.setattr(
-        AllToAll, "_take", lambda self, *given: self._free.append(taken := plain(self, *given)) or taken
-    )
-    found(
-        steps,
-        "no order between",
-        "all_to_all.py",
-        "a collective",
-        size=3,
-        width=40,
-        bucket_mb=SMALL_BUCKETS,
-        schedule="all_to_all",
-    )
+
+    def take(self: AllToAll, numel: int, like: Tensor) -> Tensor:
+        taken = plain(self, numel, like)
+        self._free.append(taken)
+        return taken
+
+    monkeypatch.setattr(AllToAll, "_take", take)
+    wide = {"size": 3, "width": 40, "bucket_mb": SMALL_BUCKETS}
+    found(steps, "no order between", "all_to_all.py", "a collective", schedule="all_to_all", **wide)
 
 
 def test_only_the_first_of_a_messages_works_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
