@@ -63,7 +63,8 @@ class Job:
         self._size, self._check = size, (lambda: None) if elastic else None
         self.group = self._form_group()
         self.opt: Any = None
-        self.x, self.y = torch.ones(8, 6, device=_DEVICE), torch.ones(8, 4, device=_DEVICE)
+        dtype = model.first.weight.dtype
+        self.x, self.y = (torch.ones(8, size, dtype=dtype, device=_DEVICE) for size in (6, 4))
 
     def _form_group(self) -> Group:
         if self._size == 1:
@@ -154,6 +155,7 @@ def job(
     all_used: bool = False,
     current: bool = True,
     width: int = 10,
+    parameters: torch.dtype = torch.float32,
     **comm: Any,
 ) -> Iterator[Job]:
     """Context: what runs in it is recorded. At its end there must be no error, unless the test has taken them away.
@@ -162,7 +164,7 @@ def job(
     current: the session makes its device the current one. width: of the model. comm: CommOptions.
     """
     session.reset()
-    model = Net(batch_norm, all_used, width)
+    model = Net(batch_norm, all_used, width).to(parameters)
     with Recorder(lag) as recorder, nccl_stood_in(recorder):
         if current:
             recorder.device.make_current()
