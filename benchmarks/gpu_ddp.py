@@ -12,7 +12,6 @@ for a variant alone, NCCL's own buffers not included.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -20,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from gpu_workers import ABSENT, Ranks, nccl, new_session
 from machine import command, machine, versions
-from step_gpu import MICRO_BATCHES, Kfuse, Torch, Variant
+from step_gpu import MICRO_BATCHES, Kfuse, Torch, Variant, peak_bytes
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -174,7 +174,7 @@ def measure(device: torch.device, names: list[str], rounds: int, answer: Callabl
             host_s[name].append(host)
     parameters = {name: sum(p.numel() for p in variant.parameters) for name, variant in variants.items()}
     variants.clear()
-    peaks = {name: _peak(make, options, device) for name, (make, options, _) in chosen.items()}
+    peaks = {name: peak_bytes(partial(make, device, options), device) for name, (make, options, _) in chosen.items()}
     answer({"losses": losses, "step_s": step_s, "host_s": host_s, "peak_bytes": peaks, "parameters": parameters})
 
 
@@ -213,21 +213,6 @@ def _block(variant: Variant, device: torch.device) -> tuple[float, float]:
     enqueued = time.perf_counter()
     _wait(device)
     return (time.perf_counter() - started) / STEPS, (enqueued - started) / STEPS
-
-
-def _peak(make: Maker, options: kf.CommOptions, device: torch.device) -> int | None:
-    """Bytes that torch allocates for a variant, above what there was before it; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    variant = make(device, options)
-    for _ in range(2):
-        variant.step()
-    _wait(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _report(answers: list[dict[str, Any]], count: int, options: argparse.Namespace) -> None:

@@ -147,7 +147,7 @@ def parts(device: str, gpus: int, folder: Path, unable: str | None) -> list[Part
     no_tool = None if sanitizer else "no compute-sanitizer on this machine (it comes with the CUDA toolkit)"
     one_gpu = "one GPU: two ranks would wait for each other's turn on it" if gpus == 1 else None
     part("kernels are right", 70, "gpu_check.py")
-    part("buffers of over 2^31 elements", 40, "gpu_check.py", "--large", absent=needs_gpu)
+    part("buffers of over 2^31 elements", 40, "gpu_large.py", absent=needs_gpu)
     part("kernels under compute-sanitizer", 60, "gpu_check.py", "--small", absent=needs_gpu or no_tool, tool=memcheck)
     part("kernels beside their peers", 85, "kernels.py", "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s)
     part("a training step", 50, "step_gpu.py")

@@ -155,6 +155,7 @@ class Recorder:
         self.summary: dict[str, Any] = {}
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Events, and the summary, as they come."""
         for kind, data in records:
             if kind == "event":
                 self.events.append(data)
@@ -162,6 +163,7 @@ class Recorder:
                 self.summary = data
 
     def line(self, text: str) -> None:
+        """A line that a worker has printed."""
         self.lines.append(text)
 
 

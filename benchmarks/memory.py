@@ -24,7 +24,6 @@ from machine import command, machine, versions
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.ranges import bound, bytes_a_parameter
@@ -66,19 +65,12 @@ class StandIn(Group):
         self.most = max(self.most, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
         return self.message(self, what, [])
 
-    def lane(self, number: int) -> Group:
-        return self
-
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         return self._count(what)
 
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         out.zero_()
         return self._count(what)
-
-    def shards(self, numel: int) -> list[slice]:
-        step = -(-numel // (self.size * ALIGN)) * ALIGN
-        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(self.size)]
 
     def share(self, flat: Tensor, what: str) -> Pending:
         return self._count(what)
@@ -166,6 +158,7 @@ def report(plain: Sequence[dict[str, Any]], ordered: Sequence[dict[str, Any]]) -
 
 
 def main() -> int:
+    """Prints both tables. Exit status 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
     parser.add_argument("--json", type=Path)

@@ -18,6 +18,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -198,6 +199,7 @@ PAIRS = (("kfuse", "torch + noise scale"), ("kfuse", "torch"), ("kfuse", "kfuse,
 
 
 def main() -> int:
+    """Measures. Exit status 1 where a variant trains something else."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--rounds", type=int, default=15)
@@ -228,7 +230,7 @@ def main() -> int:
             host[name].append(enqueued)
     count = sum(p.numel() for p in variants["torch"].parameters)
     variants.clear()
-    peaks = {name: _peak(make, device) for name, make in VARIANTS.items()}
+    peaks = {name: peak_bytes(partial(make, device), device) for name, make in VARIANTS.items()}
     return _report(seconds, host, peaks, losses, count, options)
 
 
@@ -249,15 +251,15 @@ def _block(variant: Variant, steps: int, device: torch.device) -> tuple[float, f
     return (time.perf_counter() - started) / steps, (enqueued - started) / steps
 
 
-def _peak(make: Callable[[torch.device], Variant], device: torch.device) -> int | None:
-    """Bytes that torch allocates for a variant, above what there was before it; None on a CPU."""
+def peak_bytes(make: Callable[[], Variant], device: torch.device) -> int | None:
+    """Bytes that torch allocates for two steps of a variant, above what there was before it; None on a CPU."""
     if device.type != "cuda":
         return None
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    variant = make(device)
+    variant = make()
     for _ in range(2):
         variant.step()
     torch.cuda.synchronize(device)

@@ -95,6 +95,16 @@ class NcclGroup(Group):
 
     in_one_order = False
     """Several optimizers use this group. `lane` sets it."""
+    _pg: Any
+    """torch's process group; None once it has ended."""
+    _failure: str
+    """Why the group cannot be used any more; empty while it can. Set before the communicator is ended."""
+    _ending: threading.Event | None
+    """Is set when the communicator has ended; None before its end has begun."""
+    _over: threading.Event
+    """Ends the thread that looks at the messages."""
+    _lock: threading.RLock
+    """Of these, and of `under_way`: the host and the group's thread change them."""
 
     def __init__(
         self,
@@ -114,13 +124,10 @@ class NcclGroup(Group):
         super().__init__(rank, size, store, device, timeout_s, check, hosts)
         self.waits_each_step = check is not None
         self._device = devices.of(device)
-        self._lock = threading.RLock()  # of `under_way`, and of the next four
-        self._failure = ""
-        self._ending: threading.Event | None = None
-        self._over = threading.Event()
+        self._lock, self._over = threading.RLock(), threading.Event()
+        self._failure, self._ending = "", None
         nccl = _options(options or CommOptions(), timeout_s)
         connection = PrefixStore("main", store)
-        self._pg: Any
         self._pg, first = self.connect(lambda: self._make(connection, nccl), lambda made: _abort(made[0]))
         threading.Thread(target=self._watch, name="kfuse-nccl", daemon=True).start()
         try:
@@ -128,7 +135,7 @@ class NcclGroup(Group):
         except BaseException:
             self.abort()
             raise
-        del first  # until now it has kept its tensor
+        del first  # it holds the first message's tensor, which has come through only now
 
     def _make(self, store: Store, options: Any) -> tuple[Any, Any]:
         """The process group, connected, and its first work, which may be under way.

@@ -14,7 +14,8 @@ With M micro-batches:
 
 The bound: 28 bytes for M <= 4 n, else 22 + 4 ceil(log2(ceil(M / n))). tests/test_ranges.py shows that it is met for all
 n = 2..64 and M <= 256. A step of more than 512 micro-batches is solved in parts, and in units of a power of two where
-shares are larger than 64, so that the first call for a step of 10,000 takes milliseconds. There 1) and 2) hold nearly.
+shares are larger than 64, so that the first call for a step of 10,000 takes milliseconds. There 1) and 2) hold
+only approximately.
 """
 
 from __future__ import annotations

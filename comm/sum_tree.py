@@ -90,7 +90,11 @@ def plan_range(first: int, count: int, total: int, on_host: bool = False) -> Ran
 
 
 def _with_places(plan: RangePlan) -> RangePlan:
-    """The same additions; of the unfinished sums only the newest two are in slots, in turn in one and the other."""
+    """The same additions, with two slots for unfinished sums: position p of the stack is in slot base + (p - base) % 2.
+
+    base: the first position that is not a finished piece. So a leaf at position p takes the slot of position p - 2,
+    whose sum is copied to the host before, unless it is there.
+    """
     # The pieces below the lowest position that is used from a step on are finished, and stay where they are.
     lowest = [step.slot - len(step.merges) for step in plan.steps]
     finished = list(accumulate(reversed(lowest), min))[::-1]
@@ -99,7 +103,7 @@ def _with_places(plan: RangePlan) -> RangePlan:
     for step, base in zip(plan.steps, finished, strict=True):
         slot_of = {p: base + (p - base) % 2 for p in range(base, step.slot + 1)}
         saves, loads = [], []
-        old = step.slot - 2  # the leaf is written where this one is
+        old = step.slot - 2  # in whose slot the leaf is written
         if not step.accumulate and old >= base and old not in saved:
             saves.append((slot_of[old], old - base))
             saved.add(old)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 WARP_SIZE = 64 if torch.version.hip else 32
-
-
 REGISTERS = 65536
 """Of a multiprocessor, on every NVIDIA GPU from sm_80 on: a program whose threads need more cannot be launched."""
 
@@ -40,8 +38,8 @@ class Launch:
         given: runtime arguments by the kernel's own names for them: tensors, numbers, and None for an optional tensor.
             Names that the kernel does not have are ignored, so that a launcher can pass all of its fields.
         constants: the kernel's compile-time constants.
-        threads: a program.
-        registers: most that a thread may have.
+        threads: of each program.
+        registers: how many a thread may have at most.
         later: what later launches may have in place of some of the arguments and constants. It is compiled with the
             first launch, so that no later step waits for the compiler.
     """

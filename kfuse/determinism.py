@@ -24,9 +24,9 @@ from kfuse.comm.devices import DeviceError
 _LOG = logging.getLogger("kfuse")
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_WORKSPACES = (":4096:8", ":16:8")
-"""With one of these cuBLAS's results do not depend on which stream was given which workspace (NVIDIA, cuBLAS library,
-section "Results reproducibility")."""
+WORKSPACES = (":4096:8", ":16:8")
+"""With one of these in CUBLAS_WORKSPACE_CONFIG cuBLAS's results do not depend on which stream was given which workspace
+(NVIDIA, cuBLAS library, section "Results reproducibility")."""
 _INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 _REFUSED = re.compile(r"(?:^|\n)\s*(\S+) does not have a deterministic implementation")
 
@@ -43,11 +43,11 @@ def make_deterministic() -> None:
     if given is None and devices.started():
         raise DeviceError(
             f"comm.reproducible=true: {_WORKSPACE} is not set, and this process has used a GPU already: call kf.init "
-            f"before, or set {_WORKSPACE}={_WORKSPACES[0]} as the process starts"
+            f"before, or set {_WORKSPACE}={WORKSPACES[0]} as the process starts"
         )
-    if given not in (None, *_WORKSPACES):
-        raise DeviceError(f"{_WORKSPACE}={given}: must be one of {', '.join(_WORKSPACES)} with comm.reproducible=true")
-    os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
+    if given not in (None, *WORKSPACES):
+        raise DeviceError(f"{_WORKSPACE}={given}: must be one of {', '.join(WORKSPACES)} with comm.reproducible=true")
+    os.environ.setdefault(_WORKSPACE, WORKSPACES[0])
     torch.use_deterministic_algorithms(True)
     # Else torch fills each new buffer, a pass over memory before the one that writes it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

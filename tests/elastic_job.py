@@ -147,6 +147,13 @@ class FileRecorder:
         self._job.lines.append(text)
 
 
+def undisturbed_job(directory: Path, training: Iterable[str]) -> Job:
+    """The training to which nothing happens: what other jobs are compared with."""
+    job = run_job(directory / "run", [*training, *chaos(directory)])
+    assert job.error is None, job.told()
+    return job
+
+
 def run_job(
     directory: Path,
     overrides: Iterable[str],

@@ -23,6 +23,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     "gpu_parts",
     "gpu_check",
+    "gpu_large",
     "gpu_ddp",
     "gpu_elastic",
     "gpu_ranks",
@@ -206,7 +207,7 @@ MUTATIONS = {  # check, arguments, the kernel that is spoilt, which of its buffe
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_kernel_is_seen(name: str, script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    check = script("gpu_check")
+    check = script("gpu_large" if name.startswith("large") else "gpu_check")
     function, arguments, kernel, buffer = MUTATIONS[name]
     torch.manual_seed(0)
     assert getattr(check, function)(CPU, *arguments) is None
@@ -241,7 +242,7 @@ def test_a_wrong_kernel_is_seen(name: str, script: Callable[[str], Any], monkeyp
 
 
 def test_windows_lie_around_element_2_to_the_31(script: Callable[[str], Any]) -> None:
-    check = script("gpu_check")
+    check = script("gpu_large")
     first, middle, last = check.windows(check.LARGE)
     assert first.start == 0 and last.stop == check.LARGE
     assert middle.start < 2**31 < middle.stop == last.start
@@ -249,9 +250,9 @@ def test_windows_lie_around_element_2_to_the_31(script: Callable[[str], Any]) ->
 
 
 def test_buffers_that_do_not_fit_are_absent(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    check = script("gpu_check")
+    check = script("gpu_large")
     monkeypatch.setattr(check, "_free_bytes", lambda device: 10 * 2**30)
-    monkeypatch.setattr(check, "_result", lambda run: "ok")
+    monkeypatch.setattr(check, "result_of", lambda run: "ok")
     found = check.run_large(CPU, check.LARGE)
     assert found["block_sumsq"] == "ok"
     assert found["adamw"] == "absent: needs 16 GiB, 10 are free"
@@ -287,7 +288,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("name", "arguments", "last"),
     [
         ("gpu_check", ["--small"], "42 of 42 checks passed"),
-        ("gpu_check", ["--large", "--elements", "70037"], "5 of 5 checks passed"),
+        ("gpu_large", ["--elements", "70037"], "5 of 5 checks passed"),
         ("step_gpu", ["--rounds", "3"], "times torch's without any"),
         ("gpu_ranks", [], "5 of 5 transports give what one worker gives"),
         ("gpu_ddp", ["--rounds", "3"], "2 workers: kfuse / ddp"),

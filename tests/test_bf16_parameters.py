@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.buckets import plan_parameters
 from kfuse.comm.tail import digest
+from kfuse.kernels import take_changed
 from kfuse.optim import refuse
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -326,6 +327,11 @@ def test_a_changed_parameter_replaces_its_master(make: Make, change: Callable[[n
     train(net, opt, range(2, 3))
     other.step()
     assert all(torch.equal(*pair) for pair in zip(masters(net, opt), twin.parameters(), strict=True))
+
+
+def test_changed_elements_are_taken_without_the_host() -> None:
+    """Local SGD averages masters on a GPU: a tensor without values raises where the host asks for one."""
+    take_changed(torch.empty(5, dtype=BF16, device="meta"), torch.empty(5, device="meta"))
 
 
 def test_elements_that_were_not_changed_keep_their_masters() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import WorkersFailed, run_workers
-from elastic_job import Job, assert_same_training, chaos, environment, run_job, words
+from elastic_job import Job, assert_same_training, chaos, environment, run_job, undisturbed_job, words
 from problems import network, problem
 from torch import Tensor, nn
 
@@ -184,10 +184,7 @@ TRAINING = words(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    directory = tmp_path_factory.mktemp("undisturbed")
-    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
-    assert job.error is None, job.told()
-    return job
+    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 
 @pytest.mark.full

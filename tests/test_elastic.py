@@ -24,6 +24,7 @@ from elastic_job import (
     chaos,
     command_line,
     run_job,
+    undisturbed_job,
     until,
     wait_until,
     words,
@@ -42,10 +43,7 @@ CHECKPOINTS = ["checkpoint.every_steps=25"]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    directory = tmp_path_factory.mktemp("undisturbed")
-    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
-    assert job.error is None, job.told()
-    return job
+    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 
 def ranks(view: dict[str, Any]) -> list[int]:

@@ -21,6 +21,7 @@ from elastic_job import (
     command_line,
     is_alive,
     run_job,
+    undisturbed_job,
     until,
     wait_until,
     words,
@@ -82,10 +83,7 @@ def loaders(pid: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    directory = tmp_path_factory.mktemp("undisturbed")
-    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
-    assert job.error is None, job.told()
-    return job
+    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import WorkersFailed, run_workers
-from elastic_job import Job, assert_same_training, chaos, run_job, words
+from elastic_job import Job, assert_same_training, chaos, run_job, undisturbed_job, words
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -330,10 +330,7 @@ BEHIND = {"step": 30, "moment": "reduced", "rank": 1, "how": "lose_contact"}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    directory = tmp_path_factory.mktemp("undisturbed")
-    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
-    assert job.error is None, job.told()
-    return job
+    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 
 def struck(directory: Path, workers: int, *events: dict[str, Any], more: list[str] | None = None, **given: Any) -> Job:

@@ -38,7 +38,6 @@ TIMEOUT_S = 20.0
 EXTRAS = {"tensorboard": "tensorboard", "ray": "kfuse[ray]", "safetensors": "kfuse[safetensors]"}
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-_RESTRICTIONS = (":4096:8", ":16:8")  # of cuBLAS: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 
 
 def examine(config: dict[str, Any]) -> int:
@@ -214,13 +213,15 @@ def determinism(reproducible: bool, flags: Mapping[str, Any] | None, gpus: int) 
 
     flags: of a worker of the self-test; None: it did not get that far. gpus: on a CPU the threads alone matter.
     """
+    from kfuse.determinism import WORKSPACES
+
     if not reproducible:
         return Line("determinism", "ok", "not asked for: comm.reproducible=false")
     if flags is None:
         return Line("determinism", "warn", "unknown: the self-test has failed", "See the lines below.")
     found = ", ".join(f"{name} {value}" for name, value in flags.items())
     lax = not (flags["deterministic algorithms"] and flags["cudnn.deterministic"]) or flags["cudnn.benchmark"]
-    if gpus and (lax or flags["CUBLAS_WORKSPACE_CONFIG"] not in _RESTRICTIONS):
+    if gpus and (lax or flags["CUBLAS_WORKSPACE_CONFIG"] not in WORKSPACES):
         remedy = "export CUBLAS_WORKSPACE_CONFIG=:4096:8, and call torch.use_deterministic_algorithms(True)."
         return Line("determinism", "fail", found, remedy)
     return Line("determinism", "ok", found)

@@ -75,7 +75,7 @@ class Rendezvous:
             raise CommError(f"connecting {self.size} workers at {self.host}:{self.port}: {error}") from error
         hosts = [member.host for member in members]
         place = (self.rank, self.size, PrefixStore("view", store), device, timeout_s)
-        group = _connected(*place, address, None, hosts, comm)
+        group = _new_group(*place, address, None, hosts, comm)
         return group, View(1, members, (self.host, self.port), "start")
 
     def await_others_at_end(self, timeout_s: float) -> None:
@@ -126,7 +126,7 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _connected(
+def _new_group(
     rank: int,
     size: int,
     store: Store,
@@ -150,13 +150,11 @@ def _connected(
 # -- the workers of a view --------------------------------------------------------------------------------------------
 
 
-def form_group(
-    view: View, rank: int, old: Group, check: Callable[[], None], new: bool, comm: CommOptions | None = None
-) -> Group:
+def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool, comm: CommOptions) -> Group:
     """The group of a view, with the old group's device and timeout. `check`: called while waiting; raises to end it.
 
     new: this worker was in no view before. It learns of the view when it is proposed; the others come only after they
-    have finished the steps until the switch, so it waits for them without a time limit.
+    have finished the steps until the switch, so it waits for them without a time limit. comm: has NCCL's settings.
     Raises CommError if the store or another worker cannot be reached, and what `check` raises.
     """
     if view.size == 1:
@@ -175,7 +173,7 @@ def form_group(
     except (RuntimeError, OSError) as error:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
     hosts = [member.host for member in view.members]
-    return _connected(rank, view.size, store, old.device, old.timeout_s, address, check, hosts, comm or CommOptions())
+    return _new_group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts, comm)
 
 
 def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:

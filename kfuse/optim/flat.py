@@ -182,12 +182,11 @@ class FlatOptimizer(DistributedOptimizer):
             )
         _fill(flat.steps, [_number(state.get("step", 0.0)) for state in states])
         flat.together = len(set(flat.known)) == 1 and len(set(flat.steps.tolist())) == 1
-        for k, (p, state) in enumerate(zip(params, states, strict=True)):
-            had_master = state.pop(_MASTER, None) is not None
+        had_master = [state.pop(_MASTER, None) is not None for state in states]
+        for k, p in enumerate(params):
             if flat.known[k]:
                 self._publish(p, flat, bucket, k)
-            if flat.known[k] or had_master:
-                self._publish_masters(params, flat, bucket, [k])
+        self._publish_masters(params, flat, bucket, [k for k in range(len(params)) if flat.known[k] or had_master[k]])
 
     def _has_moments(self, state: dict[str, Any]) -> bool:
         return any(state.get(name) is not None for name in self._moment_names)

@@ -29,7 +29,9 @@ from torch import Tensor, nn
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group
+from kfuse.data import Dataset, Stream
 from kfuse.data.fetching import random_key
+from kfuse.data.streams import IterableStream
 from kfuse.optim import DistributedOptimizer
 from kfuse.session import Session
 from kfuse.train.forward import Forward
@@ -69,6 +71,20 @@ def choose(step: int, every: int, samples: StepSamples, seed: int) -> Chosen | N
     mine, size = samples.range_of(owner), samples.workers
     micro_batch = mine[random_key(seed, _AUDITING, step) % len(mine)]
     return Chosen(micro_batch, owner, (owner + 1) % size, (owner + 2) % size if size > 2 else None)
+
+
+def refuse_unrepeatable(every: int, data: Dataset | Stream, user_loop: bool) -> None:
+    """Raises ValueError where kfuse cannot run a micro-batch again. every: `comm.audit_every`."""
+    if user_loop:
+        raise ValueError(
+            f"comm.audit_every={every}: must be None with kf.DataLoader, as kfuse cannot run the body of your loop "
+            "again; kf.fit can"
+        )
+    if isinstance(data, IterableStream):
+        raise ValueError(
+            f"comm.audit_every={every}: must be None with {type(data.dataset).__name__}, which cannot seek "
+            "back to another worker's samples; a kfuse.data.Source can"
+        )
 
 
 class Audit:

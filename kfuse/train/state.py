@@ -259,7 +259,6 @@ def decode(payload: bytes, device: torch.device) -> Any:
     """Decodes a pickled structure. Tensors in it, of kinds that do not travel in chunks (sparse ones), that were on a
     GPU are put on `device`; those of the host stay there. Raises pickle.UnpicklingError for what could run code.
     """
-
     move: Any = torch.serialization.default_restore_location
 
     def place(storage: Any, location: str) -> Any:

@@ -20,7 +20,6 @@ from torch import nn
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
-from kfuse.data.streams import IterableStream
 from kfuse.optim import DistributedOptimizer
 from kfuse.optim.consistency import parameter_layout
 from kfuse.policies import BasePolicy
@@ -244,21 +243,11 @@ class Trainer:
 
     def _new_audit(self) -> Audit | None:
         """As `comm.audit_every` says. Raises ValueError where kfuse cannot run a micro-batch again."""
-        every = self.session.comm.audit_every
-        if every is None:
+        if self.session.comm.audit_every is None:
             return None
-        if self._user_loop:
-            raise ValueError(
-                f"comm.audit_every={every}: must be None with kf.DataLoader, as kfuse cannot run the body of your loop "
-                "again; kf.fit can"
-            )
-        if isinstance(self._data, IterableStream):
-            raise ValueError(
-                f"comm.audit_every={every}: must be None with {type(self._data.dataset).__name__}, which cannot seek "
-                "back to another worker's samples; a kfuse.data.Source can"
-            )
-        from kfuse.train.audit import Audit
+        from kfuse.train.audit import Audit, refuse_unrepeatable
 
+        refuse_unrepeatable(self.session.comm.audit_every, self._data, self._user_loop)
         arguments = self.model, self.opt, self._forward, self.session, self.progress, self._reporter
         return Audit(*arguments, self.settings.seed)
 

@@ -67,7 +67,7 @@ class Started:
 
 
 @dataclass
-class Launches_:
+class SeenLaunches:
     """What the driver saw."""
 
     started: list[Started] = field(default_factory=list)
@@ -79,6 +79,7 @@ class Launches_:
     """The current one."""
 
     def current(self) -> int:
+        """As torch.cuda.current_device."""
         return self.device
 
     def exchange(self, device: int) -> int:
@@ -96,7 +97,7 @@ class Launches_:
 class _Driver:
     """Triton's driver, as far as a launch asks for it."""
 
-    def __init__(self, seen: Launches_) -> None:
+    def __init__(self, seen: SeenLaunches) -> None:
         self._seen = seen
 
     @staticmethod
@@ -115,7 +116,7 @@ class _Binary:
 
     function, packed_metadata = None, None
 
-    def __init__(self, seen: Launches_, kernel: JITFunction[Any]) -> None:
+    def __init__(self, seen: SeenLaunches, kernel: JITFunction[Any]) -> None:
         self._seen, self._kernel = seen, kernel
 
     def launch_metadata(self, *_: Any) -> None:
@@ -131,7 +132,7 @@ class _Binary:
 class _Pretence(TorchFunctionMode):
     """Tensors say that they are on `GPU`. Calls that name it are made on the CPU."""
 
-    def __init__(self, seen: Launches_, on: torch.device) -> None:
+    def __init__(self, seen: SeenLaunches, on: torch.device) -> None:
         super().__init__()
         self._seen, self._on = seen, on
 
@@ -197,9 +198,9 @@ def _computed(implementation: Callable[[Any], Launches], by_torch: Callable[[Any
 
 
 @contextlib.contextmanager
-def recorded(on: torch.device = GPU) -> Iterator[Launches_]:
+def recorded(on: torch.device = GPU) -> Iterator[SeenLaunches]:
     """Context: every tensor is on `on`, and device 0 is current. Yields what is launched meanwhile."""
-    seen = Launches_()
+    seen = SeenLaunches()
     with pytest.MonkeyPatch.context() as patch, _Pretence(seen, on):
         patch.setattr(torch.cuda, "current_device", seen.current)
         for name in ("_exchange_device", "_maybe_exchange_device"):

@@ -192,12 +192,15 @@ class Work:
         return self.error is not None or self.over.is_set()
 
     def is_success(self) -> bool:
+        """Cannot be asked."""
         raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")  # [1]
 
     def exception(self) -> None:
+        """Cannot be asked from Python: std::exception_ptr has no type there."""
         raise TypeError("Unable to convert function return value to a Python type!")
 
     def get_future_result(self) -> _Result:
+        """Tells the error, if there is one. [1]"""
         self.handled = self.handled or self.error is not None
         return _Result(self.error)
 
@@ -292,12 +295,14 @@ class ProcessGroupNCCL:
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Work:
+        """In place. SUM, MIN or MAX."""
         tensor = tensors[0]
         op = next(name for name in ("SUM", "MIN", "MAX") if options.reduceOp == getattr(dist.ReduceOp, name))
         message = f"allreduce {tensor.numel()} {tensor.dtype} {op}"
         return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.allreduce([tensor], options))
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
+        """In place, from options.rootRank."""
         tensor, root = tensors[0], options.rootRank
         reads, writes = ([tensor], []) if root == self.rank else ([], [tensor])
         message = f"broadcast {tensor.numel()} {tensor.dtype} from {root}"
@@ -310,6 +315,7 @@ class ProcessGroupNCCL:
         return self._enqueue(message, [mine], [out], lambda gloo: gloo._allgather_base(out, mine.clone()))
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int], options: Any) -> Work:
+        """cut[r] elements go to rank r, into[r] come from it. Raises ValueError where the splits do not add up."""
         if sum(into) != out.numel() or sum(cut) != tensor.numel():
             raise ValueError("Split sizes doesn't match total dim 0 size")
         message = f"alltoall {tensor.dtype}"

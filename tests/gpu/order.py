@@ -348,6 +348,7 @@ class Order:
             self.host_waits_for(self.current.clock, name)
 
     def enqueue(self, stream: RecordedStream, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
+        """An operation on a stream, after all that the host has done."""
         self.slept = False
         _join(stream.clock, self.host)
         stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
@@ -357,6 +358,7 @@ class Order:
             self._use(tensor, True, stream.number, stream.clock, what)
 
     def by_host(self, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
+        """An operation of the host, on its own memory."""
         self.host[HOST] = self.host.get(HOST, 0) + 1
         for tensor in reads:
             self._use(tensor, False, HOST, self.host, what)

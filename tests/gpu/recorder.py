@@ -252,6 +252,7 @@ def _effects(function: Any) -> tuple[bool, frozenset[int | str]]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of nested lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ import nccl_double
 import pytest
 import torch
 from distributed import WorkersFailed, run_workers
-from elastic_job import Job, assert_same_training, chaos, run_job, words
+from elastic_job import Job, assert_same_training, chaos, run_job, undisturbed_job, words
 from nccl_double import Faults, installed, messages, record, records
 from torch import nn
 
@@ -30,10 +30,7 @@ TRAINING = words(
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """One worker, without the double."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    job = run_job(directory / "run", [*TRAINING, *chaos(directory)])
-    assert job.error is None, job.told()
-    return job
+    return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 
 def assert_one_order(log: Path) -> None:
