@@ -103,7 +103,7 @@ class Device:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory of the host, from and to which the device copies while the host goes on."""
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def seed(self, key: int) -> None:
         """Seeds the device's random numbers; those of the CPU are not this method's."""
@@ -149,7 +149,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.name)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def seed(self, key: int) -> None:
         with torch.cuda.device(self.name):

@@ -263,9 +263,9 @@ class NcclGroup(Group):
         self._shut_down(_END_S)
 
     def _shut_down(self, seconds: float) -> bool:
-        self._failure = "the group was closed"
-        group = self._pg
-        ended = self._end("shutdown", group.shutdown, seconds)
+        group = self._pg  # None where the thread has ended the group meanwhile: `_end` runs nothing then
+        self._failure = self._failure or "the group was closed"
+        ended = self._end("shutdown", lambda: group.shutdown(), seconds)
         if not ended:
             self._in_thread("abort", lambda: _abort(group))
         return ended
@@ -302,19 +302,24 @@ class NcclGroup(Group):
             self._look()
             self.raise_failure()
             if done():
+                self.raise_failure()  # the thread may just have ended the group, with all of its messages
                 return
             self.check()
             time.sleep(_SLICE_S)
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def _start(self, what: str, enqueue: Callable[[], list[tuple[Any, int | None]]]) -> Pending:
-        """Enqueues messages. Raises CommError if that fails, or if an earlier message has failed."""
+    def _start(self, what: str, enqueue: Callable[[Any], list[tuple[Any, int | None]]]) -> Pending:
+        """Enqueues messages: enqueue(process group). Raises CommError if that fails, or if an earlier one has failed.
+
+        The thread may end the group meanwhile: then the process group's methods raise.
+        """
+        group = self._pg  # before the failure is looked at, which is known before this is None
         self.raise_failure()
         ready = self._device.event()
         ready.record()
         try:
-            works = enqueue()
+            works = enqueue(group)
         except RuntimeError as error:
             self._fail(f"{what}: starting it with {self.others}: {first_line(error)}")
             self.raise_failure()
@@ -323,11 +328,11 @@ class NcclGroup(Group):
             return NcclPending(self, what, works, ready)
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
-        return self._start(what, lambda: [(self._pg.allreduce([tensor], all_reduce_by(op)), None)])
+        return self._start(what, lambda pg: [(pg.allreduce([tensor], all_reduce_by(op)), None)])
 
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         options = dist.AllToAllOptions()
-        return self._start(what, lambda: [(self._pg.alltoall_base(out, tensor, list(into), list(cut), options), None)])
+        return self._start(what, lambda pg: [(pg.alltoall_base(out, tensor, list(into), list(cut), options), None)])
 
     def shards(self, numel: int) -> list[slice]:
         """Aligned and equal, but the last one has what is left: an all-gather takes equal parts."""
@@ -340,25 +345,25 @@ class NcclGroup(Group):
         step = self.shards(flat.numel())[0].stop
         equal, rest = flat[: step * self.size], flat[step * self.size :]
 
-        def enqueue() -> list[tuple[Any, int | None]]:
+        def enqueue(pg: Any) -> list[tuple[Any, int | None]]:
             works: list[tuple[Any, int | None]] = []
             if step:
                 mine = equal[step * self.rank : step * (self.rank + 1)]
-                works.append((self._pg._allgather_base(equal, mine), None))
+                works.append((pg._allgather_base(equal, mine), None))
             if rest.numel():
-                works.append((self._pg.broadcast([rest], broadcast_from(self.size - 1)), None))
+                works.append((pg.broadcast([rest], broadcast_from(self.size - 1)), None))
             return works
 
         return self._start(what, enqueue)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         peer = source if self.rank != source else None
-        return self._start(what, lambda: [(self._pg.broadcast([tensor], broadcast_from(source)), peer)])
+        return self._start(what, lambda pg: [(pg.broadcast([tensor], broadcast_from(source)), peer)])
 
     def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=self.device)
         mine = tensor.reshape(-1).contiguous()
-        self._start(what, lambda: [(self._pg._allgather_base(out.view(-1), mine), None)]).wait()
+        self._start(what, lambda pg: [(pg._allgather_base(out.view(-1), mine), None)]).wait()
         return list(out.unbind(0))
 
 

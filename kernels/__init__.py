@@ -6,7 +6,7 @@ Importing this package needs torch alone; Triton is imported when the first GPU 
 from kfuse.kernels.packing import pack
 from kfuse.kernels.reduction import Measures, Merges, balanced, block_sumsq, reduce, sum_partials
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
-from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, sgd, take_changed
+from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, sgd
 
 __all__ = [
     "BLOCK",
@@ -25,5 +25,4 @@ __all__ = [
     "reduce",
     "sgd",
     "sum_partials",
-    "take_changed",
 ]

@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
 """With one of these in CUBLAS_WORKSPACE_CONFIG cuBLAS's results do not depend on which stream was given which workspace
 (NVIDIA, cuBLAS library, section "Results reproducibility")."""
+_INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 _REFUSED = re.compile(r"(?:^|\n)\s*(\S+) does not have a deterministic implementation")
 
 
@@ -32,7 +35,8 @@ def make_deterministic() -> None:
     """From now on, until the process ends, this process's GPU gives the same bits for the same operations.
 
     Sets torch's deterministic algorithms, cuDNN's deterministic ones without a search for the fastest, fp32 without
-    TF32 and cuBLAS's workspace. These settings are the whole process's; what the user had set is not put back.
+    TF32, cuBLAS's workspace, and torch.compile's deterministic mode. These settings are the whole process's; what the
+    user had set is not put back.
     Raises DeviceError where the process has used a GPU before and cuBLAS's workspace was not set.
     """
     given = os.environ.get(_WORKSPACE)
@@ -51,7 +55,25 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
+    cudnn: Any = torch.backends.cudnn
+    for operation in (torch.backends.cuda.matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
+        if hasattr(operation, "fp32_precision"):  # torch 2.9: else the user's torch.backends.fp32_precision decides
+            setattr(operation, "fp32_precision", "ieee")  # noqa: B010
+    _make_inductor_deterministic()
     _LOG.info("deterministic algorithms on the GPU: %s=%s, no TF32", _WORKSPACE, os.environ[_WORKSPACE])
+
+
+def _make_inductor_deterministic() -> None:
+    """torch.compile chooses no kernel by its time: workers would choose otherwise, and get other bits.
+
+    Matrix products are padded where that was measured to be faster, and reductions are cut so (torch 2.13,
+    _inductor/fx_passes/pad_mm.py and _inductor/runtime/triton_heuristics.py). Deterministic algorithms alone do not end
+    that. torch versions before 2.9 do not have the setting.
+    """
+    os.environ[_INDUCTOR] = "1"  # read as torch._inductor is imported
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None and hasattr(config, "deterministic"):
+        config.deterministic = True
 
 
 def refused_operation(error: BaseException) -> str | None:

@@ -89,6 +89,7 @@ def test_a_callback_of_the_inner_backward_would_cut_the_step(monkeypatch: pytest
         by_hand(True, "bare")
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of the inner segment
 def test_nested_segments_and_a_retained_graph() -> None:
     """The outermost backward's end counts, and a second backward through the same graph is a micro-batch of its own."""
     net, twin = Net(None), Net(None)

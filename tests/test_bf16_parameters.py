@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm.buckets import Bucket, plan_parameters
 from kfuse.comm.tail import digest
-from kfuse.kernels import take_changed
+from kfuse.optim import refuse
 
 BF16, F32 = torch.bfloat16, torch.float32
 Make = Callable[..., Any]
@@ -329,11 +329,6 @@ def test_a_changed_parameter_replaces_its_master(make: Make, change: Callable[[n
     assert all(torch.equal(*pair) for pair in zip(masters(net, opt), twin.parameters(), strict=True))
 
 
-def test_changed_elements_are_taken_without_the_host() -> None:
-    """Local SGD averages masters on a GPU: a tensor without values raises where the host asks for one."""
-    take_changed(torch.empty(5, dtype=BF16, device="meta"), torch.empty(5, device="meta"))
-
-
 def test_elements_that_were_not_changed_keep_their_masters() -> None:
     net, _ = networks()
     opt = kf.FusedSGD(net.parameters(), lr=1e-2)
@@ -438,6 +433,46 @@ def test_torchs_adamw_takes_our_state_and_we_take_its(done: int) -> None:
     train(again, back, range(9, 10))
     assert all(torch.equal(*pair) for pair in zip(masters(again, back), reference.parameters(), strict=True))
     assert not any("master" in state for state in fp32.state.values())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_torchs_sgd_goes_on_from_our_state(momentum: float) -> None:
+    """torch's fused kernel would leave all but the last elements of a bf16 parameter as they are."""
+    net, theirs = networks()[0], networks()[0]
+    opt = kf.FusedSGD(net.parameters(), lr=1e-2, momentum=momentum)
+    train(net, opt, range(3))
+    theirs.load_state_dict(net.state_dict())
+    plain = torch.optim.SGD(theirs.parameters(), lr=1e-2, momentum=momentum)
+    plain.load_state_dict(opt.state_dict())
+    plain.param_groups[0]["lr"] = 0.5  # updates above the spacing of bf16
+    before = copy.deepcopy(theirs)
+    for _ in range(3):
+        for p, grad in zip(theirs.parameters(), gradients(theirs, 3)[0], strict=True):
+            p.grad = grad
+        plain.step()
+    for p, was in zip(theirs.parameters(), before.parameters(), strict=True):
+        assert (p != was).float().mean() > 0.5, "they are trained"
+    opt.load_state_dict(plain.state_dict())
+    net.load_state_dict(theirs.state_dict())
+    train(net, opt, range(4, 5))
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_torchs_fused_sgd_is_refused_where_it_does_not_train() -> None:
+    net = networks()[0]
+    made = kf.FusedSGD(networks()[1].parameters(), lr=1e-2)
+    fused = made.state_dict()  # of fp32 parameters, which torch's kernel updates
+    assert fused["param_groups"][0]["fused"] is True
+    if refuse._torchs_fused_sgd_works():  # a later torch
+        kf.Optimizer(torch.optim.SGD(net.parameters(), lr=1e-2, fused=True))
+        return
+    with pytest.raises(ValueError, match=r"parameter group 0 has fused=True: must be False, .* kf\.FusedSGD"):
+        kf.Optimizer(torch.optim.SGD(net.parameters(), lr=1e-2, fused=True))
+    wrapped = kf.Optimizer(torch.optim.SGD(net.parameters(), lr=1e-2))
+    with pytest.raises(ValueError, match="parameter group 0 has fused=True"):
+        wrapped.load_state_dict(fused)
+    kf.Optimizer(torch.optim.SGD(networks()[1].parameters(), lr=1e-2, fused=True))  # fp32
+    kf.Optimizer(torch.optim.AdamW(networks()[0].parameters(), lr=1e-2, fused=True))
 
 
 @ALL

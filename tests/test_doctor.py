@@ -122,6 +122,21 @@ def test_a_terminal_gets_colours(tmp_path: Path) -> None:
     assert b"\x1b[32mok" in shown
 
 
+def test_in_a_worker_of_a_job_its_processes_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would connect to the job's supervisor."""
+    given: list[dict[str, str]] = []
+
+    def refuse(command: list[str], env: dict[str, str], **more: Any) -> None:
+        given.append(env)
+        raise OSError("none is started")
+
+    monkeypatch.setenv("KFUSE_CONTROL", "127.0.0.1:1")
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match="none is started"), doctor._started("devices", {}, RANK="0"):
+        pass
+    assert "KFUSE_CONTROL" not in given[0] and given[0]["RANK"] == "0" and "PATH" in given[0]
+
+
 # -- what is wrong is found ------------------------------------------------------------------------------------------
 
 

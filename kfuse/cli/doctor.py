@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from kfuse.cli import machine
 from kfuse.cli.machine import Line
+from kfuse.elastic import protocol
 from kfuse.elastic.launchers.local import signal_at_parent_end
 
 USAGE = """\
@@ -107,11 +108,13 @@ def _extras(config: Mapping[str, Any]) -> Line:
 @contextlib.contextmanager
 def _started(what: str, arguments: Mapping[str, Any], **environment: str) -> Iterator[_Process]:
     """Context: a process of `kfuse.cli.self_test`, which is ended with the context, or with this process."""
+    # Where this command runs in a worker of a job, its processes are no workers of that job.
+    inherited = {name: value for name, value in os.environ.items() if name != protocol.ENV_CONTROL}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "kfuse.cli.self_test", what, json.dumps(arguments)],
             # gloo and the store log many lines for each lost peer.
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", **os.environ, **environment},
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", **inherited, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kfuse.comm import devices
+from kfuse.comm.chunks import memory
 from kfuse.comm.devices import Device
 
 
@@ -72,8 +73,20 @@ def copy_to(device: Device, tensor: Tensor, pin: bool) -> Tensor:
     """
     pinned = pin and device.asynchronous and tensor.device.type == "cpu" and not device.holds(tensor)
     if pinned and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_pinned():
-        tensor = device.pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        tensor = pinned_copy(device, tensor)
     return tensor.to(device.name, non_blocking=True)
+
+
+def pinned_copy(device: Device, tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, with the same strides (channels_last), on which the bits of a model may depend.
+
+    The tensor itself where its memory is not dense: that one is copied without pinned memory.
+    """
+    if tensor.is_contiguous():
+        return device.pinned(tensor.shape, tensor.dtype).copy_(tensor)
+    if memory(tensor) is None:
+        return tensor
+    return device.pinned((tensor.numel(),), tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def names(batch: Any) -> set[str]:

@@ -41,7 +41,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, Event
-from kfuse.data.batch import map_leaves, tensors
+from kfuse.data.batch import map_leaves, pinned_copy, tensors
 from kfuse.data.dataset import Dataset
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan, Watch
 from kfuse.data.sampler import EpochSampler, StreamSampler
@@ -320,8 +320,7 @@ class Feeder(Fetcher):
         def copy(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            pinned = self._device.pinned(leaf.shape, leaf.dtype).copy_(leaf)  # what a loader sends lies on the host
-            return pinned.to(self._device.name, non_blocking=True)
+            return pinned_copy(self._device, leaf).to(self._device.name, non_blocking=True)  # it lies on the host
 
         event = self._device.event()
         with self._device.on(stream):

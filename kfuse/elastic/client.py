@@ -90,7 +90,8 @@ class ControlClient:
 
     def recovery(self, after: int) -> View | None:
         """The newest view with `recovers` and a generation above `after`, if there is one."""
-        found = [view for view in self._views.values() if view.recovers and view.generation > after]
+        views = list(self._views.values())  # in one step: the receiver's thread may add another
+        found = [view for view in views if view.recovers and view.generation > after]
         return max(found, key=_generation, default=None)
 
     def proposed(self, current: int) -> int:

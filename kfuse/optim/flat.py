@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import Reduced
-from kfuse.kernels import PackTable, take_changed
+from kfuse.kernels import PackTable
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.parameters import loading_as_fp32
 
@@ -310,7 +310,8 @@ class FlatOptimizer(DistributedOptimizer):
         masters: dict[int, Tensor] = {}
         for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
             if flat.master is not None:
-                take_changed(flat.param, flat.master)
+                same = flat.master.to(flat.param.dtype) == flat.param  # the host does not look: it would wait for a GPU
+                torch.where(same, flat.master, flat.param, out=flat.master)
                 masters.update(zip(bucket.layout.params, bucket.view(flat.master), strict=True))
         return [masters.get(index, p) for index, p in enumerate(self.engine.params)]
 

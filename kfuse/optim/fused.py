@@ -160,6 +160,16 @@ class FusedSGD(FlatOptimizer, torch.optim.SGD):
         )
         self._attach(clip_norm, skip_nonfinite)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with `fused` None for groups of 16-bit parameters: torch's SGD takes that setting over as it
+        loads, and its fused kernel leaves them as they are on the CPU (see `refuse_torchs_fused_sgd`).
+        """
+        state = super().state_dict()
+        for saved, group in zip(state["param_groups"], self.param_groups, strict=True):
+            if any(p.dtype != torch.float32 for p in group["params"]):
+                saved["fused"] = None
+        return state
+
     def _keeps_state(self, group: dict[str, Any]) -> bool:
         """As torch's: without momentum no buffer is made, and one that is there is left alone."""
         return bool(group["momentum"] != 0)

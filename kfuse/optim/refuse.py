@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import nn
@@ -65,6 +66,31 @@ def refuse_fsdp() -> None:
     """
     if _torch_distributed_in_use() and (classes := _fsdp_classes()) and _instances(*classes):
         raise TypeError(_fsdp_message("the model"))
+
+
+def refuse_torchs_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for torch's fused SGD over bf16 parameters on the CPU, where this torch does not train them.
+
+    Up to torch 2.13 its kernel changes only the last few elements of a parameter (pytorch issue 191763,
+    aten/src/ATen/native/cpu/FusedSGDKernel.cpp: the vectorised loop stores no parameter). So it is tried.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        sixteen_bit = any(p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in group["params"])
+        if group.get("fused") and sixteen_bit and not _torchs_fused_sgd_works():
+            raise ValueError(
+                f"parameter group {index} has fused={group['fused']!r}: must be False, as the fused SGD of torch "
+                f"{torch.__version__} leaves bf16 parameters on the CPU untrained; or use kf.FusedSGD"
+            )
+
+
+@cache
+def _torchs_fused_sgd_works() -> bool:
+    param = torch.nn.Parameter(torch.ones(256, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    torch.optim.SGD([param], lr=0.5, fused=True).step()
+    return bool((param == 0.5).all())
 
 
 def refuse_own_loop(session: Session, uses_scaler: bool) -> None:

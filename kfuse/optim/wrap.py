@@ -14,6 +14,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.plan import Reduced
 from kfuse.optim.base import DistributedOptimizer
+from kfuse.optim.refuse import refuse_torchs_fused_sgd
 
 _LOG = logging.getLogger("kfuse")
 
@@ -32,7 +33,7 @@ class Optimizer(DistributedOptimizer):
         skip_nonfinite: bool | None = None,
     ) -> None:
         """Raises TypeError for what is not a torch optimizer, is a kfuse one already, or needs a closure or sparse
-        gradients.
+        gradients; ValueError for torch's fused SGD over bf16 parameters on the CPU, which does not train them.
 
         clip_norm: limit of the mean gradient's global norm. skip_nonfinite: leaves a step out where a gradient is not
         finite; rank 0 warns either way. None: where that costs no wait.
@@ -56,6 +57,7 @@ class Optimizer(DistributedOptimizer):
                 f"{name}.step needs a closure, which it may call several times; kfuse reduces one backward a step: use "
                 "an optimizer whose step() can do without"
             )
+        refuse_torchs_fused_sgd(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
         self.state = optimizer.state
@@ -95,6 +97,7 @@ class Optimizer(DistributedOptimizer):
         """Loads it into the wrapped optimizer, and shares its groups and state again."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        refuse_torchs_fused_sgd(self.inner)
         self._load_statistics(state_dict)
 
     @property

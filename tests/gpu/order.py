@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+import kfuse
 from kfuse.comm import devices
 
 Clock = dict[int, int]
@@ -30,6 +32,8 @@ HOST = 0
 OURS = 1
 """The index of the device that tensors pretend to lie on."""
 
+_FOLDERS = tuple(f"{folder}/" for folder in (Path(kfuse.__file__).parent, Path(__file__).parents[1]))
+"""kfuse, which may be installed, and the tests."""
 _DOUBLES = ("gpu/order.py", "gpu/recorder.py", "gpu/stand_in.py")
 _plain_empty = torch.empty
 
@@ -150,7 +154,7 @@ class RecordedDevice(devices.Device):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
-            made = _plain_empty(*shape, dtype=dtype)
+            made = _plain_empty(tuple(shape), dtype=dtype)
         self._order.memory_of(made, "pinned")
         return made
 
@@ -384,9 +388,9 @@ def site() -> tuple[str, bool]:
 @cache
 def _place(file: str) -> str | None:
     """A file's name below kfuse/ or tests/; None for torch's, Python's and this one."""
-    for folder in ("/kfuse/", "/tests/"):
-        if folder in file and "site-packages" not in file:
-            name = file.rsplit(folder, 1)[1]
+    for folder in _FOLDERS:
+        if file.startswith(folder):
+            name = file.removeprefix(folder)
             return None if name in _DOUBLES else name
     return None
 

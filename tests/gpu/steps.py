@@ -23,6 +23,7 @@ from kfuse.comm.plan import CommOptions, StepPlan
 _DEVICE = torch.device("cpu")  # as a device, not as the string "cpu": what the recorder takes for cuda:1
 
 TINY_BUCKETS = 64 * 4 / 2**20  # MB: a bucket for each parameter
+SMALL_BUCKETS = 320 * 4 / 2**20  # MB: with `width=40` each bucket has a shard for every one of three workers
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": kf.FusedAdamW,
@@ -36,11 +37,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 class Net(nn.Module):
     """With a layer that is used in every other forward and one that never is, unless `all_used`."""
 
-    def __init__(self, batch_norm: bool, all_used: bool) -> None:
+    def __init__(self, batch_norm: bool, all_used: bool, width: int = 10) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.middle, self.last = nn.Linear(6, 10), nn.Linear(10, 10), nn.Linear(10, 4)
-        self.norm = nn.BatchNorm1d(10) if batch_norm else nn.Identity()
+        self.first, self.middle, self.last = nn.Linear(6, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.norm = nn.BatchNorm1d(width) if batch_norm else nn.Identity()
         self.sometimes, self.never = nn.Linear(6, 4), nn.Linear(3, 3)
         self.never.requires_grad_(not all_used)
         self.forwards, self._all_used = 0, all_used
@@ -62,7 +63,8 @@ class Job:
         self._size, self._check = size, (lambda: None) if elastic else None
         self.group = self._form_group()
         self.opt: Any = None
-        self.x, self.y = torch.ones(8, 6, device=_DEVICE), torch.ones(8, 4, device=_DEVICE)
+        dtype = model.first.weight.dtype
+        self.x, self.y = (torch.ones(8, size, dtype=dtype, device=_DEVICE) for size in (6, 4))
 
     def _form_group(self) -> Group:
         if self._size == 1:
@@ -152,15 +154,17 @@ def job(
     batch_norm: bool = False,
     all_used: bool = False,
     current: bool = True,
+    width: int = 10,
+    parameters: torch.dtype = torch.float32,
     **comm: Any,
 ) -> Iterator[Job]:
     """Context: what runs in it is recorded. At its end there must be no error, unless the test has taken them away.
 
     batch_norm: the model has BatchNorm, whose buffers are averaged. all_used: it uses all of its parameters.
-    current: the session makes its device the current one. comm: CommOptions.
+    current: the session makes its device the current one. width: of the model. comm: CommOptions.
     """
     session.reset()
-    model = Net(batch_norm, all_used)
+    model = Net(batch_norm, all_used, width).to(parameters)
     with Recorder(lag) as recorder, nccl_stood_in(recorder):
         if current:
             recorder.device.make_current()

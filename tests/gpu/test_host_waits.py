@@ -52,6 +52,24 @@ def test_reproducible_sums_and_local_sgd() -> None:
         assert it.recorder.host_waits == []
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "sgd", "wrapped fused adamw"])
+def test_bf16_parameters(optimizer: str) -> None:
+    with job(OPTIMIZERS[optimizer], lag=AHEAD, parameters=torch.bfloat16) as it:
+        for _ in range(4):
+            it.bare_step()
+            it.step()
+        assert it.recorder.host_waits == []
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_an_averaging_of_local_sgd_waits_for_its_message(parameters: torch.dtype) -> None:
+    with job(lag=AHEAD, parameters=parameters) as it:
+        for _ in range(2):
+            it.planned_step([range(0, 2), range(2, 4)], local=True)
+            waits = it.recorder.waits_of(it.opt.average_models)
+            assert len(waits) == 1 and waits[0].startswith("polling"), waits
+
+
 @pytest.mark.parametrize("options", [{"check_every": 1}, {"dtype": "bf16"}], ids=str)
 def test_none_with_bf16_messages_digests_clipping_and_averaged_buffers(options: dict[str, Any]) -> None:
     with job(lag=AHEAD, batch_norm=True, **options) as it:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from gpu.order import RecordedDevice, RecordedEvent, RecordedStream
-from gpu.steps import TINY_BUCKETS, Job, job
+from gpu.steps import SMALL_BUCKETS, TINY_BUCKETS, Job, job
+from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.nccl import NcclPending
+from kfuse.comm.transports.all_to_all import AllToAll
+from kfuse.comm.transports.tree import Tree
 
 
 def found(act: Callable[[Job], Any], *texts: str, **arguments: Any) -> None:
@@ -111,3 +114,39 @@ def test_a_side_stream_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(NcclPending, "wait_on_stream", wait_on_stream)
     found(steps, "no order between a collective", "all_to_all.py", schedule="all_to_all")
+
+
+def test_a_receive_buffer_that_is_used_again_before_it_was_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = AllToAll._take
+
+    def take(self: AllToAll, numel: int, like: Tensor) -> Tensor:
+        taken = plain(self, numel, like)
+        self._free.append(taken)
+        return taken
+
+    monkeypatch.setattr(AllToAll, "_take", take)
+    wide = {"size": 3, "width": 40, "bucket_mb": SMALL_BUCKETS}
+    found(steps, "no order between", "all_to_all.py", "a collective", schedule="all_to_all", **wide)
+
+
+def test_only_the_first_of_a_messages_works_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share has two: the all-gather, and the broadcast of what the last rank has more."""
+    monkeypatch.setattr(NcclPending, "wait_on_stream", lambda pending: pending.works[0][0].synchronize())
+    found(steps, "no order between a collective", size=3, width=40, bucket_mb=SMALL_BUCKETS, schedule="all_to_all")
+
+
+def test_a_receive_buffer_of_another_stream_that_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last gradient, and so the message, comes on a side stream; the sum is used on the caller's."""
+
+    def on_two_streams(it: Job) -> None:
+        it.forwards_on_two_streams("sometimes")
+        it.step()
+
+    monkeypatch.setattr(Tree, "_add", _add_without_keeping)
+    found(on_two_streams, "memory is dropped", "nccl.py", schedule="tree", size=3, all_used=True)
+
+
+def _add_without_keeping(self: Tree, flat: Tensor, pending: Any, rows: Tensor) -> None:
+    pending.wait_on_stream()
+    for row in rows.view(-1, flat.numel()) if rows.numel() else ():
+        flat.add_(row)

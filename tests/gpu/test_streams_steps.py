@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.steps import OPTIMIZERS, TINY_BUCKETS, job
+from gpu.steps import OPTIMIZERS, SMALL_BUCKETS, TINY_BUCKETS, job
 
 import kfuse as kf
 
@@ -153,13 +153,26 @@ def test_an_aborted_step(where: str, schedule: str) -> None:
         it.step()
 
 
+@pytest.mark.parametrize("layer", ["middle", "sometimes"])
 @pytest.mark.parametrize("bucket_mb", [TINY_BUCKETS, 25.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_forwards_on_several_streams(schedule: str, bucket_mb: float) -> None:
-    """Hooks of one bucket then run on different streams."""
+def test_forwards_on_several_streams(schedule: str, bucket_mb: float, layer: str) -> None:
+    """Hooks of one bucket then run on different streams. Those of `sometimes` come last, and start the messages."""
     with job(schedule=schedule, bucket_mb=bucket_mb, all_used=True) as it:
-        it.forwards_on_two_streams()
+        it.forwards_on_two_streams(layer)
         for _ in range(2):
             it.bare_step()
             it.step()
             it.planned_step([range(0, 2), range(2, 3)])
+
+
+@pytest.mark.parametrize("layer", [None, "middle", "sometimes"])
+@pytest.mark.parametrize("options", [{"schedule": "all_to_all"}, {"reproducible": True}, {"dtype": "bf16"}], ids=str)
+def test_every_bucket_has_a_shard_for_each_worker(options: dict[str, Any], layer: str | None) -> None:
+    """In tiny ones the shards of all ranks but the last are empty: then nothing is added up on the side stream."""
+    with job(size=3, width=40, bucket_mb=SMALL_BUCKETS, all_used=True, **options) as it:
+        if layer is not None:
+            it.forwards_on_two_streams(layer)
+        for _ in range(2):
+            it.step()
+            it.planned_step([range(0, 3), range(3, 5), range(5, 6)])

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm import devices
 from kfuse.comm.devices import Device
-from kfuse.data.batch import to_device
+from kfuse.data.batch import pinned_copy, to_device
+from kfuse.data.dataset import TensorData
+from kfuse.data.feeder import Feeder
+from kfuse.data.fetching import Loading
+from kfuse.data.sampler import EpochSampler
 
 GPU = torch.device("meta")
 
@@ -29,7 +33,7 @@ class Counting(Device):
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
         self.pinned_shapes.append(tuple(shape))
-        return torch.empty(*shape, dtype=dtype)
+        return super().pinned(shape, dtype)
 
 
 @pytest.fixture
@@ -63,6 +67,31 @@ def test_what_is_there_is_left_and_strides_stay(gpu: Counting) -> None:
     assert gpu.pinned_shapes == []
     to_device([torch.zeros(3)], GPU, pin=False)
     assert gpu.pinned_shapes == []
+
+
+def test_a_number_goes_by_pinned_memory_too(gpu: Counting) -> None:
+    """A batch may have a tensor without dimensions: a temperature, a step's weight."""
+    moved = to_device({"temperature": torch.tensor(0.5)}, GPU)
+    assert moved["temperature"].shape == () and gpu.pinned_shapes == [()]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.tensor(0.5), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(4, 3).t()],
+    ids=["number", "channels_last", "transposed"],
+)
+def test_what_a_loader_process_sent_keeps_its_strides(gpu: Counting, tensor: Tensor) -> None:
+    """Else the bits of a model in channels_last would depend on the number of loader processes."""
+    feeder = Feeder(TensorData(torch.zeros(1), torch.zeros(1)), EpochSampler(1, 0), Loading(workers=1), GPU)
+    started = feeder._start_copy([tensor])
+    assert started is not None and started[0][0].stride() == tensor.stride() and len(gpu.pinned_shapes) == 1
+    copy = pinned_copy(gpu, tensor)
+    assert torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr()
+
+
+def test_what_is_not_dense_is_copied_without_pinned_memory(gpu: Counting) -> None:
+    every_second = torch.arange(6)[::2]
+    assert pinned_copy(gpu, every_second) is every_second and gpu.pinned_shapes == []
 
 
 class Counted(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -6,7 +6,9 @@ A device that says it is asynchronous stands for the GPU: torch's settings are p
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(devices, "of", lambda name: stand_in)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     yield stand_in
     torch.use_deterministic_algorithms(before["algorithms"], warn_only=before["warn_only"])
@@ -79,6 +82,33 @@ def test_everything_is_set_before_the_gpu_is_used(gpu: StandIn) -> None:
     torch.backends.cudnn.benchmark = True
     kf.init(kf.CommOptions(reproducible=True))
     assert gpu.seen == ON | {"workspace": ":4096:8"}
+
+
+def test_tf32_that_the_user_asked_for_by_torchs_newer_settings_is_off(gpu: StandIn) -> None:
+    """They are inherited by what `cudnn.allow_tf32 = False` resets."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        return
+    operations: Any = {"matmul": torch.backends.cuda.matmul, "conv": torch.backends.cudnn.conv}
+    operations["rnn"] = torch.backends.cudnn.rnn
+    torch.backends.fp32_precision = "tf32"
+    try:
+        kf.init(kf.CommOptions(reproducible=True))
+        found = {name: operation.fp32_precision for name, operation in operations.items()}
+    finally:
+        torch.backends.fp32_precision = "none"
+    assert found == dict.fromkeys(operations, "ieee")
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_torch_compile_measures_no_kernels(imported: bool, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each worker chooses by its own timings, and their bits differ."""
+    config = SimpleNamespace(deterministic=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "torch._inductor.config", config)  # type: ignore[arg-type]
+    else:
+        monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    kf.init(kf.CommOptions(reproducible=True))
+    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1" and config.deterministic == imported
 
 
 def test_without_the_option_nothing_is_set(gpu: StandIn) -> None:

@@ -1,0 +1,81 @@
+"""A group over NCCL whose thread ends it at the worst moment: the main thread gets CommError, and no other error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu.recorder import Recorder
+from gpu.stand_in import nccl_stood_in
+
+from kfuse.comm.group import CommError
+from kfuse.comm.nccl import NcclGroup
+from kfuse.elastic.client import ControlClient
+
+DEVICE = torch.device("cpu")
+LOST = "a worker was lost"
+
+
+@pytest.fixture
+def group() -> Iterator[NcclGroup]:
+    with Recorder() as recorder, nccl_stood_in(recorder):
+        made = NcclGroup(0, 2, dist.HashStore(), DEVICE, check=lambda: None)
+        yield made
+        made.abort()
+
+
+def test_it_is_ended_as_a_message_is_started(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the failure and the enqueueing."""
+    event = SimpleNamespace(record=lambda stream=None: group._fail(LOST), query=lambda: True)
+    monkeypatch.setattr(group._device, "event", lambda timing=False: event)
+    with pytest.raises(CommError, match=LOST):
+        group.all_reduce(torch.zeros(3, device=DEVICE), "bucket 1").wait()
+
+
+@pytest.mark.parametrize("waits", ["a message", "the step"])
+def test_it_is_ended_as_a_message_seems_to_have_come_through(
+    waits: str, group: NcclGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the failure and the look at the message, which is gone with the group."""
+    message = group.all_reduce(torch.zeros(3, device=DEVICE), "bucket 1")
+    plain = group.raise_failure
+
+    def raise_failure() -> None:
+        plain()
+        monkeypatch.setattr(group, "raise_failure", plain)
+        group._fail(LOST)
+
+    monkeypatch.setattr(group, "_look", lambda: None)
+    monkeypatch.setattr(group, "raise_failure", raise_failure)
+    with pytest.raises(CommError, match=LOST):
+        group.wait_for(message) if waits == "a message" else group.settle()
+
+
+def test_it_is_ended_at_the_end_of_its_view(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the barrier: the next view's group finds out what has happened."""
+    monkeypatch.setattr(group, "barrier", lambda what: group._fail(LOST))
+    group.finish()
+    with pytest.raises(CommError, match=LOST):
+        group.settle()
+
+
+def test_a_view_that_arrives_while_views_are_looked_at_is_no_error() -> None:
+    """Else the group's thread would take it for a loss, and end a healthy group."""
+    client: Any = ControlClient.__new__(ControlClient)
+
+    class Looked:
+        """Another thread adds a view meanwhile."""
+
+        generation = 1
+
+        @property
+        def recovers(self) -> bool:
+            client._views[2] = SimpleNamespace(generation=2, recovers=False)
+            return True
+
+    client._views = {1: Looked()}
+    assert client.recovery(0) is client._views[1]
