@@ -229,14 +229,12 @@ class LAMBArguments(UpdateArguments):
 
 
 def take_changed(param: Tensor, master: Tensor) -> None:
-    """Elements of `param` that are not the rounded master were changed since the last update: they replace it.
-
-    param: bf16 or fp16. master: fp32, of the same shape. The host does not wait for a GPU.
+    """On the CPU: elements of `param` that are not the rounded master were changed since the last update. They replace
+    it. param: bf16 or fp16. master: fp32, of the same shape.
     """
     same = master.to(param.dtype) == param
-    if param.device.type == "cpu" and same.all():  # most often; on a GPU the host would have to wait to know
-        return
-    torch.where(same, master, param, out=master)
+    if not same.all():
+        torch.where(same, master, param, out=master)
 
 
 def adamw_by_torch(given: AdamWArguments) -> None:

@@ -129,9 +129,12 @@ class FlatOptimizer(DistributedOptimizer):
     def _params_of(self, bucket: Bucket) -> list[Parameter]:
         return [self.engine.params[i] for i in bucket.layout.params]
 
-    def _publish(self, p: Parameter, flat: Flat, bucket: Bucket, k: int) -> None:
-        """Makes the flat state visible as torch's `state[p]`."""
-        self.state[p].update({name: bucket.view(moment)[k] for name, moment in flat.moments.items()})
+    def _publish(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
+        """Makes the flat state of these parameters visible as torch's `state`."""
+        for name, moment in flat.moments.items():
+            views = bucket.view(moment)
+            for k in which:
+                self.state[params[k]][name] = views[k]
 
     def _publish_masters(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
         """Makes the masters of these parameters visible in `state`: from the first update on, as torch makes state."""
@@ -183,9 +186,7 @@ class FlatOptimizer(DistributedOptimizer):
         _fill(flat.steps, [_number(state.get("step", 0.0)) for state in states])
         flat.together = len(set(flat.known)) == 1 and len(set(flat.steps.tolist())) == 1
         had_master = [state.pop(_MASTER, None) is not None for state in states]
-        for k, p in enumerate(params):
-            if flat.known[k]:
-                self._publish(p, flat, bucket, k)
+        self._publish(params, flat, bucket, [k for k, known in enumerate(flat.known) if known])
         self._publish_masters(params, flat, bucket, [k for k in range(len(params)) if flat.known[k] or had_master[k]])
 
     def _has_moments(self, state: dict[str, Any]) -> bool:
@@ -228,32 +229,40 @@ class FlatOptimizer(DistributedOptimizer):
             certain = self._in_doubt.isdisjoint(bucket.layout.params)
             if all(used) and certain and (flat.together or not keeps):
                 first = keeps and not flat.known[0]
-                if first and self._skips_first(group, found_inf):
-                    continue
-                if first:
-                    self._first_update(params, flat, bucket, range(len(params)))
-                self._publish_masters(params, flat, bucket, range(len(params)))
-                flat.steps.add_(1.0 if found_inf is None else 1.0 - found_inf)
-                whole = Piece(bucket.table, flat.param, flat.master, bucket.mean, flat.moments, flat.steps[0], first)
-                self._update_piece(whole, group, scale, found_inf)
+                if self._prepare(params, flat, bucket, range(len(params)), group, first, found_inf):
+                    flat.steps.add_(1.0 if found_inf is None else 1.0 - found_inf)
+                    grad, step = bucket.mean, flat.steps[0]
+                    whole = Piece(bucket.table, flat.param, flat.master, grad, flat.moments, step, first)
+                    self._update_piece(whole, group, scale, found_inf)
                 continue
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
             flat.together = flat.together and not keeps
             for k in (k for k, has_gradient in enumerate(used) if has_gradient):
                 skip = self._skip_of(bucket.layout.params[k], reduced, found_inf)
                 first = keeps and not flat.known[k]
-                if first and self._skips_first(group, skip):
-                    continue
-                if first:
-                    self._first_update(params, flat, bucket, [k])
-                self._publish_masters(params, flat, bucket, [k])
-                flat.steps[k].add_(1.0 if skip is None else 1.0 - skip)
-                moments = {name: bucket.place(moment, k) for name, moment in flat.moments.items()}
-                master = None if flat.master is None else bucket.place(flat.master, k)
-                param, grad = bucket.place(flat.param, k), bucket.place(bucket.mean, k)
-                table = _one_tensor(param.numel(), param.device)
-                alone = Piece(table, param, master, grad, moments, flat.steps[k], first)
-                self._update_piece(alone, group, scale, skip)
+                if self._prepare(params, flat, bucket, [k], group, first, skip):
+                    flat.steps[k].add_(1.0 if skip is None else 1.0 - skip)
+                    self._update_piece(_alone(bucket, flat, k, first), group, scale, skip)
+
+    def _prepare(
+        self,
+        params: list[Parameter],
+        flat: Flat,
+        bucket: Bucket,
+        which: Collection[int],
+        group: dict[str, Any],
+        first: bool,
+        found_inf: Tensor | None,
+    ) -> bool:
+        """Makes the state that the update of these parameters needs. False: the update is left out. first: it is their
+        first one.
+        """
+        if first and self._skips_first(group, found_inf):
+            return False
+        if first:
+            self._first_update(params, flat, bucket, which)
+        self._publish_masters(params, flat, bucket, which)
+        return True
 
     def _skip_of(self, index: int, reduced: Reduced, found_inf: Tensor | None) -> Tensor | None:
         """`found_inf` for one parameter: not 0 either where it is in doubt, and no worker gave it a gradient."""
@@ -266,8 +275,8 @@ class FlatOptimizer(DistributedOptimizer):
     def _first_update(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
         if not flat.moments:
             flat.moments = {name: torch.zeros(bucket.body, device=bucket.device) for name in self._moment_names}
+        self._publish(params, flat, bucket, which)
         for k in which:
-            self._publish(params[k], flat, bucket, k)
             flat.known[k] = True
 
     def _keep_flat(self) -> None:
@@ -324,6 +333,14 @@ class FlatOptimizer(DistributedOptimizer):
 
         scale, found_inf: as for `_update`.
         """
+
+
+def _alone(bucket: Bucket, flat: Flat, k: int, first: bool) -> Piece:
+    """The bucket's k-th parameter as a piece. first: it is its first update."""
+    moments = {name: bucket.place(moment, k) for name, moment in flat.moments.items()}
+    master = None if flat.master is None else bucket.place(flat.master, k)
+    param, grad = bucket.place(flat.param, k), bucket.place(bucket.mean, k)
+    return Piece(_one_tensor(param.numel(), param.device), param, master, grad, moments, flat.steps[k], first)
 
 
 @cache

@@ -10,6 +10,7 @@ not finite.)
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ class AdamMoments(FlatOptimizer):
 
     _moment_names = ("exp_avg", "exp_avg_sq")
 
-    def _publish(self, p: Parameter, flat: Flat, bucket: Bucket, k: int) -> None:
-        super()._publish(p, flat, bucket, k)
-        self.state[p]["step"] = flat.steps[k]
+    def _publish(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
+        super()._publish(params, flat, bucket, which)
+        for k in which:
+            self.state[params[k]]["step"] = flat.steps[k]
 
     def _options(self, group: dict[str, Any]) -> AdamOptions:
         """A parameter group's, its learning rate multiplied with `lr_factor`."""
