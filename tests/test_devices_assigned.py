@@ -9,8 +9,9 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -24,6 +25,7 @@ from kfuse.cli import kfuse_run
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 from kfuse.config.schema import ConfigError
+from kfuse.elastic import processes as elastic_processes
 from kfuse.elastic import protocol
 from kfuse.elastic.launchers import LocalLauncher, RayLauncher, TorchrunLauncher
 from kfuse.elastic.processes import Processes
@@ -315,3 +317,72 @@ def test_torchruns_workers_with_too_few_gpus_end_in_one_line(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, str(script)], env={**os.environ, **env}, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("kfuse: rank 1 ends: LOCAL_RANK=1: must be below 1")
+
+
+class Stuck:
+    """A process that does not end as it is killed: it hangs in a driver."""
+
+    running = True
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+
+    async def lines(self) -> AsyncIterator[str]:
+        return
+        yield
+
+    async def wait(self) -> int:
+        await self.over.wait()
+        return -9
+
+    def kill(self) -> None:
+        pass
+
+
+class OfStuck:
+    """A launcher of a machine with two GPUs."""
+
+    gpus = 2
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+        self.processes: list[Stuck] = []
+
+    async def start(self, env: Mapping[str, str]) -> Stuck:
+        self.given.append(env["LOCAL_RANK"])
+        self.processes.append(Stuck())
+        return self.processes[-1]
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["others train", "all are stuck"])
+def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has ended; but the job does not wait for it where no other worker trains."""
+    monkeypatch.setattr(elastic_processes, "_KILL_GRACE_S", 0.01)
+    job: Any = SimpleNamespace(view=None, takes_newcomers=True, over=asyncio.Event(), end_with_last_worker=lambda: None)
+
+    async def act() -> None:
+        launcher: Any = OfStuck()
+
+        async def ended(*of: Any) -> None:
+            await started()
+
+        started = lambda: processes.start_up_to(2)  # noqa: E731
+        processes = Processes(launcher, job, SimpleNamespace(line=lambda line: None), ended)  # type: ignore[arg-type]
+        processes.gpu_is_free = started
+        await started()
+        job.view = SimpleNamespace(members=[SimpleNamespace(worker=number) for number in range(2)])
+        for worker in processes.workers.values():
+            worker.state = elastic_processes.State.MEMBER
+        for worker in list(processes.workers.values())[: 1 if others else 2]:
+            worker.kill()
+        await asyncio.sleep(0.3)
+        assert launcher.given == (["0", "1"] if others else ["0", "1", "0", "1"])
+        launcher.processes[0].over.set()
+        await asyncio.sleep(0.1)
+        assert launcher.given[:3] == ["0", "1", "0"]
+        for process in launcher.processes:
+            process.over.set()
+        job.over.set()
+        await processes.all_ended()
+
+    asyncio.run(act())

@@ -26,6 +26,7 @@ class LostWorkers:
         """`Records.progress` when the last lost worker was counted."""
         self._boot_failures = 0
         self._boot_errors: set[tuple[str, ...]] = set()
+        processes.gpu_is_free = self._start_on_free_gpu
 
     def booted(self) -> None:
         """A worker has booted: workers that ended before they could join are no longer counted."""
@@ -35,7 +36,12 @@ class LostWorkers:
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
         await self._decide(worker, was, status)
-        if self._processes.awaits_gpu and self._job.takes_newcomers and not self._job.stopping:
+        if self._processes.awaits_gpu:
+            await self._start_on_free_gpu()
+
+    async def _start_on_free_gpu(self) -> None:
+        """A worker waits for a GPU, and one may be free now."""
+        if self._job.takes_newcomers and not self._job.stopping:
             await self._views.add_up_to(self._job.wanted)
 
     async def _decide(self, worker: Worker, was: State, status: int | None) -> None:

@@ -51,6 +51,8 @@ class Worker:
     """When its last message arrived."""
     why: str = ""
     """Why the supervisor killed it, if it did."""
+    end_unknown: bool = False
+    """It was killed, and its process's end has not been reported: it may still have its GPU."""
     joined: bool = False
     """It has joined a view, this one or one before."""
     leaving: bool = False
@@ -127,11 +129,15 @@ class Processes:
         """How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own."""
         self.awaits_gpu = False
         """A worker is to be started as soon as another one, which is on its way out, has left its GPU."""
+        self.gpu_is_free: Callable[[], Awaitable[None]] | None = None
+        """Called where `awaits_gpu`, and a killed worker's process has ended later than it was waited for."""
         self._starting = asyncio.Lock()
         self._undecided = 0
         """How many workers have ended and are still being handled by `ended`."""
         self._waiting_reported = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lingering: set[asyncio.Task[None]] = set()
+        """Each waits for the end of a worker with `end_unknown`."""
 
     def alive(self) -> list[Worker]:
         """Workers that have not ended, in any state."""
@@ -149,8 +155,12 @@ class Processes:
         return None if self._job.view is None else self._job.view.rank_of(worker.number)
 
     def free_gpu(self) -> int | None:
-        """The first GPU that no living worker has; None where there is none."""
-        taken = {worker.gpu for worker in self.alive()}
+        """The first GPU that no worker has; None where there is none.
+
+        One whose end is unknown still has its GPU. But where no other one trains the job does not wait for it.
+        """
+        lingering = [worker for worker in self.workers.values() if worker.end_unknown] if self.members() else []
+        taken = {worker.gpu for worker in (*self.alive(), *lingering)}
         return next((gpu for gpu in range(self.gpus) if gpu not in taken), None)
 
     async def start_up_to(self, target: int) -> None:
@@ -196,6 +206,12 @@ class Processes:
             lines.cancel()
             if worker.writer is not None:
                 worker.writer.transport.abort()
+            if worker.gpu is not None:
+                worker.end_unknown = True
+                task = asyncio.create_task(self._await_gpu_of(worker))
+                self._lingering.add(task)
+                task.add_done_callback(self._lingering.discard)
+                task.add_done_callback(self._watched)
         if not self._job.over.is_set():
             self._undecided += 1
             if status != 0:
@@ -205,6 +221,13 @@ class Processes:
         await asyncio.wait([lines], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
         lines.cancel()
         self.end_if_none_left()
+
+    async def _await_gpu_of(self, worker: Worker) -> None:
+        """A process that hangs in a driver ends late, or never."""
+        await worker.process.wait()
+        worker.end_unknown = False
+        if self.awaits_gpu and self.gpu_is_free is not None:
+            await self.gpu_is_free()
 
     async def _pass_on(self, worker: Worker) -> None:
         async for line in worker.process.lines():
@@ -257,4 +280,6 @@ class Processes:
 
     async def all_ended(self) -> None:
         """Returns when all workers have ended, and their output was passed on."""
+        for task in self._lingering:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
