@@ -113,11 +113,14 @@ def train(
     every: int | None = 1,
     faults: dict[int, tuple[int, int, int]] | None = None,
     threads: list[int] | None = None,
-    source: Any = None,
+    source: str | None = None,
     wrapped: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Trains on this rank; faults: by rank, the parameter, element and bit that its gradients have wrong."""
+    """Trains on this rank; faults: by rank, the parameter, element and bit that its gradients have wrong.
+
+    source: the name of a class here, which workers can find, whatever this module is called for pytest.
+    """
     logged: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -135,7 +138,8 @@ def train(
         parameter, index, bit = faults[rank]
         flip([p for p in net.parameters() if p.requires_grad][parameter], index, bit)
     given = {"epochs": 2, "batch_size": BATCH, "micro_batch": MICRO, "run_dir": run_dir, "progress": False} | arguments
-    summary = kf.fit(net, data() if source is None else source, opt, kf.Hook(policy), **given)
+    chosen = data() if source is None else {"Augmented": Augmented, "Shards": Shards}[source]()
+    summary = kf.fit(net, chosen, opt, kf.Hook(policy), **given)
     assert summary is not None
     return {
         "sha": summary["params_sha256"],
@@ -331,10 +335,10 @@ TIMES = ("step_time_s", "data_wait_s", "data_bytes_per_s")
         {"batch_size": 5, "micro_batch": 5},
         {"weight_fn": len},
         {"wrapped": True},
-        {"source": Augmented()},
-        {"source": Augmented(), "num_workers": 2},
-        {"source": Shards(), "epochs": None, "steps": 9},
-        {"source": Shards(), "epochs": None, "steps": 9, "num_workers": 1},
+        {"source": "Augmented"},
+        {"source": "Augmented", "num_workers": 2},
+        {"source": "Shards", "epochs": None, "steps": 9},
+        {"source": "Shards", "epochs": None, "steps": 9, "num_workers": 1},
     ],
 )
 def test_other_ways_to_train_have_the_same_bits(arguments: dict[str, Any], tmp_path: Path) -> None:

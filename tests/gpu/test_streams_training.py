@@ -53,4 +53,4 @@ def test_fit_waits_once_a_step_for_the_statistics_that_it_reports() -> None:
 def test_a_batch_that_is_used_before_its_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedEvent, "wait", lambda event, stream=None: None)
     _, errors = train(workers=1)
-    assert any("data/batch.py" in error and "no order between" in error for error in errors), errors
+    assert any("data/feeder.py" in error and "no order between" in error for error in errors), errors
