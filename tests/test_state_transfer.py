@@ -368,6 +368,9 @@ NEWCOMER: dict[str, Any] = {"phases": [{"step": 5, "workers": 2}], "gates": [{"s
 def test_half_of_a_newcomers_state_is_none(undisturbed: Job, tmp_path: Path) -> None:
     """The only worker that has trained is killed as it sends: what has arrived begins no training."""
     job = struck(tmp_path, 1, kill("sending", 0, 12, step=16), **NEWCOMER)
+    if job.error is None:  # another new worker had come meanwhile, and began anew
+        assert_same_training(job, undisturbed)
+        return
     assert job.error == "no worker is left: the last one ended with exit status 1"
     assert any(line.startswith("RuntimeError: the training state is lost: the only worker") for line in job.lines)
 
