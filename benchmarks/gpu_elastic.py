@@ -8,7 +8,6 @@ Every job trains the same 200 steps with reproducible sums. What must happen is 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -21,8 +20,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from gpu_ranks import problem, samples
-from gpu_workers import nccl, place, scratch, supervise
-from machine import machine, versions
+from gpu_workers import place, report, scratch, supervise
 
 import kfuse as kf
 from kfuse.comm.group import Group
@@ -67,17 +65,8 @@ def main() -> int:
     if options.work:
         work(options.device, *options.work)
         return 0
-    results: dict[str, dict[str, Any]] = {}
-    found = versions(("torch", "triton")) | {"nccl": ".".join(map(str, nccl())) or "none"}
-    record = {"device": options.device, "machine": machine(), "versions": found, "results": results}
-    for name, result in _run(options.device, 25.0 if options.device == "cuda" else 90.0):
-        results[name] = result
-        print(f"{name:<40} {result['verdict']}", flush=True)
-        if options.json is not None:  # what is there is kept if a later job is cut off
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
-    good = sum(result["verdict"] == "ok" for result in results.values())
-    print(f"{good} of {len(results)} jobs end with one worker's parameters")
-    return int(good < len(results))
+    jobs = _run(options.device, 25.0 if options.device == "cuda" else 90.0)
+    return report(options.device, jobs, options.json, "jobs end with one worker's parameters")
 
 
 def _run(device: str, limit_s: float) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_workers import Ranks, nccl, new_session
-from machine import machine, versions
+from gpu_workers import Ranks, new_session, report
 from torch import nn
 
 import kfuse as kf
@@ -40,17 +38,8 @@ def main() -> int:
     cases: list[Case] = [(name, False, "fp32") for name in transports.NAMES]
     cases += [("allreduce", False, "bf16"), ("auto", True, "fp32")]  # deterministic algorithms stay on: the last one
     patience = 1 if options.device == "cuda" else 3
-    found = versions(("torch", "triton")) | {"nccl": ".".join(map(str, nccl())) or "none"}
-    results: dict[str, dict[str, Any]] = {}
-    record = {"device": options.device, "machine": machine(), "versions": found, "results": results}
-    for name, result in _run(options.device, cases, patience):
-        results[name] = result
-        print(f"{name:<40} {result['verdict']}", flush=True)
-        if options.json is not None:  # what is there is kept if a later case is cut off
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
-    good = sum(result["verdict"] == "ok" for result in results.values())
-    print(f"{good} of {len(results)} transports give what one worker gives")
-    return int(good < len(results))
+    results = _run(options.device, cases, patience)
+    return report(options.device, results, options.json, "transports give what one worker gives")
 
 
 def _name(case: Case) -> str:

@@ -7,6 +7,7 @@ up to 2.29 each rank must claim another host, from 2.30 on there is a switch.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import queue
 import signal
@@ -14,13 +15,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from machine import machine, versions
 from torch.multiprocessing import get_context
 
 import kfuse as kf
@@ -31,6 +33,24 @@ from kfuse.elastic.supervisor import Elasticity, Supervisor
 ABSENT = 3
 """Exit status of a part that cannot run here. Its last line says why."""
 _GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def report(device: str, results: Iterable[tuple[str, dict[str, Any]]], path: Path | None, what: str) -> int:
+    """Prints each named result as it comes, and writes them to `path`. Exit status 1 where a verdict is not "ok".
+
+    what: for the last line, what those that are "ok" do.
+    """
+    done: dict[str, dict[str, Any]] = {}
+    found = versions(("torch", "triton")) | {"nccl": ".".join(map(str, nccl())) or "none"}
+    record = {"device": device, "machine": machine(), "versions": found, "results": done}
+    for name, result in results:
+        done[name] = result
+        print(f"{name:<40} {result['verdict']}", flush=True)
+        if path is not None:  # what is there is kept if a later one is cut off
+            path.write_text(json.dumps(record, indent=1) + "\n")
+    good = sum(result["verdict"] == "ok" for result in done.values())
+    print(f"{good} of {len(done)} {what}")
+    return int(good < len(done))
 
 
 def nccl() -> tuple[int, ...]:

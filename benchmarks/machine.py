@@ -44,7 +44,11 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def command() -> str:
-    return shlex.join(["python", *sys.argv])
+    """What this process was started with; a script of this checkout by its place in it, wherever that lies."""
+    script = Path(sys.argv[0]).absolute()
+    root = Path(__file__).absolute().parents[1]
+    name = str(script.relative_to(root)) if script.is_relative_to(root) else sys.argv[0]
+    return shlex.join(["python", name, *sys.argv[1:]])
 
 
 def _cpu() -> str:

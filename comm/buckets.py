@@ -89,11 +89,16 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
     """
     if tensor.is_contiguous():
         return None
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
-    if not tensor.permute(order).is_contiguous():
-        raise ValueError(f"strides {tuple(strides)} for the shape {tuple(tensor.shape)} leave gaps or overlap")
+    order = dense_order(tensor)
+    if order is None:
+        raise ValueError(f"strides {tensor.stride()} for the shape {tuple(tensor.shape)} leave gaps or overlap")
     return order
+
+
+def dense_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions, the outermost in memory first; None if the memory has gaps or overlaps."""
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))  # stable: equal ones stay as they are
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 class Bucket:

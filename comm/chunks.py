@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfuse.comm.buckets import dense_order
+
 CHUNK_BYTES = 32 * 2**20
 """Largest size of a chunk. At 32 MiB a message's or a copy's fixed cost (tens of microseconds) is below 1 %."""
 _ALIGN = 64  # bytes: any type of element may start there
@@ -82,9 +84,8 @@ def memory(tensor: Tensor) -> Tensor | None:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return None
     tensor = tensor.detach()
-    outermost_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    ordered = tensor.permute(outermost_first)
-    return ordered.reshape(-1).view(torch.uint8) if ordered.is_contiguous() else None
+    order = dense_order(tensor)
+    return None if order is None else tensor.permute(order).reshape(-1).view(torch.uint8)
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Copies of a state on the host, which share nothing with it: what a checkpoint, and kf.state_dict, consist of.
 
-From a GPU all tensors are copied to one flat buffer of pinned memory, on a stream of their own, and the host does not
-wait: whoever uses the copy does. The present stream waits on the device, so that what it does next (a forward changes
-BatchNorm's statistics, an update changes the rest) cannot change what is being copied.
+From a GPU all tensors are copied to one flat buffer of pinned memory, on a stream of their own. The host waits for that
+only before it uses the copy. The current stream's later work begins after the copies, so that it cannot change what is
+being copied (a forward changes BatchNorm's statistics, an update the rest).
 """
 
 from __future__ import annotations

@@ -222,6 +222,11 @@ class Order:
         if text not in self.errors:
             self.errors.append(text)
 
+    def take_errors(self) -> list[str]:
+        """What was wrong so far, which a negative test expects; the recorder's end does not raise for it."""
+        taken, self.errors = self.errors, []
+        return taken
+
     # -- collectives: the observer of a double of a process group --------------------------------------------------
 
     def enqueued(self, work: Any, reads: list[Tensor], writes: list[Tensor]) -> None:

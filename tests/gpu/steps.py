@@ -138,6 +138,14 @@ class Job:
         self.opt.engine.set_group(self.group)
         gc.collect()
 
+    def scaled_step(self, scaler: Any) -> None:
+        """A bare backward of the scaled loss, and the update through the scaler."""
+        scaler.scale(self.loss()).backward()
+        scaler.step(self.opt)
+        scaler.update()
+        self.opt.zero_grad()
+        self.recorder.end_step()
+
     def end_step(self) -> None:
         """The update."""
         self.opt.step()

@@ -84,11 +84,7 @@ def test_none_with_a_loss_scale(optimizer: str) -> None:
     with job(OPTIMIZERS[optimizer], lag=AHEAD) as it:
         scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
         for _ in range(4):
-            scaler.scale(it.loss()).backward()
-            scaler.step(it.opt)
-            scaler.update()
-            it.opt.zero_grad()
-            it.recorder.end_step()
+            it.scaled_step(scaler)
         assert it.recorder.host_waits == []
 
 

@@ -25,8 +25,7 @@ def found(act: Callable[[Job], Any], *texts: str, **arguments: Any) -> None:
         it.group.abort()
         gc.collect()
         it.recorder.end_step()
-        errors = list(it.recorder.errors)
-        it.recorder.errors.clear()
+        errors = it.recorder.take_errors()
     assert any(all(text in error for text in texts) for error in errors), errors
 
 

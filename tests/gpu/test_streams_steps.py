@@ -95,11 +95,7 @@ def test_a_loss_scale(optimizer: str, clip_norm: float | None) -> None:
         it.opt.set_clip_norm(clip_norm)
         scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
         for _ in range(3):
-            scaler.scale(it.loss()).backward()
-            scaler.step(it.opt)
-            scaler.update()
-            it.opt.zero_grad()
-            it.recorder.end_step()
+            it.scaled_step(scaler)
 
 
 def test_accumulated_backwards_and_gradients_set_by_hand() -> None:

@@ -37,8 +37,7 @@ def train(workers: int) -> tuple[list[list[str]], list[str]]:
         opt, counts = kf.FusedAdamW(model.parameters()), Counts(it.recorder)
         settings = {"batch_size": 32, "micro_batch": 8, "epochs": 2, "num_workers": workers}
         kf.fit(model, data, opt, kf.Hook(counts), loss_fn=F.cross_entropy, **settings)
-        errors = list(it.recorder.errors)
-        it.recorder.errors.clear()
+        errors = it.recorder.take_errors()
     return counts.steps, errors
 
 

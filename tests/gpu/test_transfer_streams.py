@@ -89,8 +89,7 @@ def found(act: Callable[[Job], None], monkeypatch: pytest.MonkeyPatch, kind: Any
         it.step()
         it.group.abort()
         gc.collect()
-        errors = list(it.recorder.errors)
-        it.recorder.errors.clear()
+        errors = it.recorder.take_errors()
     return errors
 
 
