@@ -27,8 +27,8 @@ test: lint
 # The jobs whose workers mostly wait for each other come first: beside busy processes each wait takes some milliseconds
 # more, and they take five times as long.
 test-all: test
-	$(PYTEST) -m "full and jobs"
-	$(PYTEST) --dist loadfile -m "full and not jobs"
+	$(PYTEST) -m "full and jobs and not long"
+	$(PYTEST) --dist loadfile -m "full and not jobs and not long"
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check

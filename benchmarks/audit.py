@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import resource
 import time
@@ -27,8 +26,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from machine import command, machine, versions
+from machine import command, machine, versions, warn_if_busy
 from step_report import median_interval
+from workers import outcome_of, set_torchrun_variables
 
 import kfuse as kf
 from kfuse.models import GPT
@@ -54,13 +54,7 @@ class Clock(kf.BasePolicy):
 def worker(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
     """One worker: all rounds; rank 0 hands back [round][audited][wall, cpu], seconds a step."""
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(args.workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    set_torchrun_variables(rank, args.workers, port)
     session = kf.init(kf.CommOptions(reproducible=True, check_every=None))
     torch.manual_seed(0)
     model = GPT(VOCABULARY, BLOCK, 6, 4, 256, dropout=0.1)
@@ -88,7 +82,7 @@ def worker(rank: int, args: argparse.Namespace, port: int, results: Any) -> None
         times = {every: block(every) for every in order}
         rounds.append([times[None], times[1]])
     if rank == 0:
-        results.put(rounds)
+        results.put(("outcome", rounds))
 
 
 def main() -> None:
@@ -100,12 +94,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a block")
     parser.add_argument("--json", type=Path, help="write the figures, the machine and the versions here")
     args = parser.parse_args()
+    warn_if_busy()
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=600), wait_for_workers=False)
-    results: Any = mp.get_context("spawn").SimpleQueue()
+    results: Any = mp.get_context("spawn").Queue()
     spawned = mp.spawn(worker, (args, store.port, results), nprocs=args.workers, join=False)
-    rounds = np.array(results.get())  # [round, audited, (wall, cpu)]
-    while not spawned.join():
-        pass
+    rounds = np.array(outcome_of(spawned, results))  # [round, audited, (wall, cpu)]
     plain, audited = rounds[:, 0], rounds[:, 1]
     expected = {"wall": args.workers / args.micro_batches, "cpu": 1 / args.micro_batches}
     figures = {}

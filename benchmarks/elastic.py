@@ -25,6 +25,7 @@ from pathlib import Path
 
 from elastic_report import Episode, Result, report
 from elastic_systems import SYSTEMS, WORKERS, System
+from machine import warn_if_busy
 from rich.progress import Progress
 
 BACK_S = 60.0  # for all workers to be back after a kill, or up at the start
@@ -211,6 +212,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
+    warn_if_busy()
     if args.rounds < 1 or args.kills < args.rounds or args.kills % args.rounds:
         parser.error(f"--kills {args.kills}: allowed is a multiple of --rounds {args.rounds}")
     chance, results = random.Random(0), {name: Result() for name in args.systems}

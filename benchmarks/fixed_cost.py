@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from machine import command, machine, versions
+from machine import command, machine, versions, warn_if_busy
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of a block")
     parser.add_argument("--json", type=Path, help="write the figures, the machine and the versions here")
     args = parser.parse_args()
+    warn_if_busy()
     torch.set_num_threads(1)
     torch_bare, kfuse_bare = bare(lambda *a, **k: torch.optim.AdamW(*a, fused=True, **k)), bare(kf.FusedAdamW)
     results = {

@@ -33,6 +33,7 @@ from kfuse.kernels import (
     lamb,
     num_blocks,
     pack,
+    pull,
     reduce,
     sgd,
     sum_partials,
@@ -137,20 +138,17 @@ def check_sgd(device: torch.device, numel: int, dtype: torch.dtype) -> str | Non
     return near("param", param, p64, 2e-6, 1e-6) or near("buffer", buffer, b64, 2e-6, 1e-6)
 
 
-def check_merged_adamw(device: torch.device, numel: int, dtype: torch.dtype, count: int) -> str | None:
-    """An update from several contributions has the bits of `reduce` into fp32 and then an update."""
-    options, step = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1), number(3.0, device)
-    rows = torch.randn(count, numel, device=device).to(dtype)
-    state = [torch.randn(numel, device=device) for _ in range(3)]
-    state[2].square_()
-    p, m, v = (each.clone() for each in state)
-    adamw(p, rows.clone(), m, v, options, step=step, merges=balanced(count))
-    grad = torch.empty(numel, device=device)
-    reduce(rows, balanced(count), grad)
-    adamw(state[0], grad, state[1], state[2], options, step=step)
-    if not all(torch.equal(a, b) for a, b in zip((p, m, v), state, strict=True)):
-        return "not the bits of reduce and adamw"
-    return None
+def check_pull(device: torch.device, numel: int, count: int) -> str | None:
+    """The sum of several contributions, read by their addresses, has the bits of `reduce` and `block_sumsq`."""
+    peers = [torch.randn(numel, device=device) for _ in range(count)]  # in buffers of their own, as other workers' are
+    out, expected = torch.empty(2, numel, device=device)
+    sumsq, squares = torch.empty(2, num_blocks(numel), device=device)
+    reduce(torch.stack(peers), balanced(count), expected)
+    block_sumsq(expected, squares)
+    pull(peers, balanced(count), out, sumsq)
+    if not torch.equal(sumsq, squares):
+        return "|g|^2 has not the bits of block_sumsq"
+    return None if torch.equal(out, expected) else "not the bits of reduce"
 
 
 def check_lamb(device: torch.device, numels: list[int]) -> str | None:
@@ -261,8 +259,7 @@ def checks(device: torch.device, small: bool) -> Iterator[Check]:
             yield f"reduce{count} {name}", lambda d=dtype, count=count: check_reduce(device, numel, d, count)  # type: ignore[misc]
         yield f"adamw {name} gradients", lambda dtype=dtype: check_adamw(device, numel, dtype)  # type: ignore[misc]
         yield f"sgd {name} gradients", lambda dtype=dtype: check_sgd(device, numel, dtype)  # type: ignore[misc]
-    for name, dtype in DTYPES.items():
-        yield f"adamw of 3 merged {name} rows", lambda d=dtype: check_merged_adamw(device, numel, d, 3)  # type: ignore[misc]
+    yield "pull", lambda: check_pull(device, numel, 3)
     for name, dtype in list(DTYPES.items())[:2]:
         yield f"reduce4 {name}, measured", lambda d=dtype: check_measures(device, numel, d, 4)  # type: ignore[misc]
     yield "lamb", lambda: check_lamb(device, [n for n in ragged if n])

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_workers import ABSENT, Ranks, nccl, new_session
-from machine import command, machine, versions
+from machine import command, machine, versions, warn_if_busy
 from step_gpu import MICRO_BATCHES, Kfuse, Torch, Variant, peak_bytes
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -130,6 +130,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    warn_if_busy()
     count = min(torch.cuda.device_count(), MOST_GPUS) if options.device == "cuda" else 2
     if count < 2:
         print("one GPU: two ranks would wait for each other's turn on it")

@@ -35,7 +35,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    cases: list[Case] = [(name, False, "fp32") for name in transports.NAMES]
+    cases: list[Case] = [(name, False, "fp32") for name in transports.NAMES if name != "symmetric"]
+    if options.device == "cuda" and torch.cuda.device_count() > 1:  # it needs a GPU each
+        cases += [("symmetric", False, "fp32"), ("symmetric", True, "fp32")]
     cases += [("allreduce", False, "bf16"), ("auto", True, "fp32")]  # deterministic algorithms stay on: the last one
     patience = 1 if options.device == "cuda" else 3
     results = _run(options.device, cases, patience)

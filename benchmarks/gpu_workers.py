@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from machine import machine, versions
 from torch.multiprocessing import get_context
+from workers import set_torchrun_variables
 
 import kfuse as kf
 from kfuse import session
@@ -148,15 +149,7 @@ class Ranks:
 def _rank(
     rank: int, count: int, device: str, port: int, work: Callable[..., None], arguments: Sequence[Any], answers: Any
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(count),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store, as torchrun's agent would
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
+    set_torchrun_variables(rank, count, port)
     try:
         work(place(device, rank, count), *arguments, lambda value: answers.put((rank, "answer", value)))
     except Exception as error:

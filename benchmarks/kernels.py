@@ -26,6 +26,7 @@ import torch
 from kernels_cases import CASES, Buffers, Case, ends
 from kernels_report import in_words, report
 from kernels_shapes import MODELS, Layout, flat
+from machine import warn_if_busy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PEERS = ("eager", "compile", "torch", "apex", "transformer-engine", "deepspeed")
@@ -45,6 +46,7 @@ PEERS_LEAST = 1e-3
 
 def main() -> None:
     options = _arguments()
+    warn_if_busy()
     device = torch.device(options.device)
     torch.manual_seed(0)
     if options.threads:

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import command, machine, versions
+from machine import command, machine, versions, warn_if_busy
 from PIL import Image
 from torch import Tensor, nn
 
@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=80, help="of each training")
     parser.add_argument("--json", type=Path, help="write the figures, the machine and the versions here")
     args = parser.parse_args()
+    warn_if_busy()
     torch.set_num_threads(1)
     samples = args.micro_batches * MICRO_BATCH
     with tempfile.TemporaryDirectory() as folder:

@@ -18,13 +18,26 @@ import kfuse
 _LOAD = os.getloadavg()  # as this is imported: later it is the benchmark's own
 
 
+def warn_if_busy() -> None:
+    """Says on stderr that other programs use the machine, where they do: for benchmarks that take times."""
+    if _is_busy():
+        said = f"WARNING: the load average is {_LOAD[0]:.1f}, this machine has {os.cpu_count()} cores"
+        print(f"{said}: other programs use it, so times, and ratios of them, are not steady", file=sys.stderr)
+
+
+def _is_busy() -> bool:
+    return _LOAD[0] > (os.cpu_count() or 1)
+
+
 def machine() -> dict[str, Any]:
+    """The processor, memory, system and GPU, and the load average as this process began."""
     found = {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "load_average_before": [round(load, 2) for load in _LOAD],
+        "busy_before": _is_busy(),
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

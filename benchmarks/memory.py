@@ -6,7 +6,7 @@ One process stands for one worker of n: the engine, the optimizer and the transp
 Only the group is a stand-in, whose collectives send nothing. Counted are the bytes of all tensors that exist while a
 collective of the second step is started, where they are the most, for each parameter: parameters, gradients, moments,
 partial sums, what is received, copies for the wire. Not counted: activations, and gradients that are not packed yet.
-Parameters are fp32, in 4 buckets, and the optimizer is FusedAdamW. torch's DDP with AdamW has 16 bytes.
+Parameters are fp32, in 2 buckets, and the optimizer is FusedAdamW. torch's DDP with AdamW has 16 bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ import kfuse as kf
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.ranges import bound, bytes_a_parameter
+from kfuse.comm.sharded_gradient import ShardedGradient
 from kfuse.comm.sum_tree import plan_range
 from kfuse.data import worker_range
 from kfuse.session import reset
 
-TENSORS, NUMEL = 4, 2**16  # a bucket each: the padding of shards and the tail are well below 1 % of it
+TENSORS, NUMEL = 2, 2**18  # a bucket each: padding and tail are well below 1 % of it; both are under way at once
 WORKERS = (2, 3, 4, 8, 16, 32, 64)
 WITHOUT_ORDER = {
     "allreduce": kf.CommOptions("allreduce"),
@@ -39,6 +40,7 @@ WITHOUT_ORDER = {
     "all_to_all": kf.CommOptions("all_to_all"),
     "all_to_all, bf16 wire": kf.CommOptions("all_to_all", dtype="bf16"),
     "tree (binary)": kf.CommOptions("tree"),
+    "sharded": kf.CommOptions(state="sharded"),
 }
 REPRODUCIBLE = kf.CommOptions(reproducible=True)
 
@@ -61,7 +63,8 @@ class StandIn(Group):
         """Bytes of all tensors at the collective where they were the most."""
 
     def _count(self, what: str) -> Pending:
-        storages = [found.untyped_storage() for found in gc.get_objects() if issubclass(type(found), Tensor)]
+        kinds = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+        storages = [found.untyped_storage() for found in kinds if type(found) is not ShardedGradient]  # it has none
         self.most = max(self.most, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
         return self.message(self, what, [])
 
@@ -72,7 +75,7 @@ class StandIn(Group):
         out.zero_()
         return self._count(what)
 
-    def share(self, flat: Tensor, what: str) -> Pending:
+    def share(self, flat: Tensor, what: str, unit: int = 1) -> Pending:
         return self._count(what)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:

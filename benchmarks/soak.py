@@ -61,7 +61,7 @@ async def run(directory: Path, overrides: list[str], soak: dict[str, Any] | None
     """One job, with a soak of these settings, or without. Raises JobFailed, AssertionError."""
     config = compose([*TRAINING, *overrides])
     recorder = Recorder(directory)
-    elasticity = Elasticity(**{name: config["workers"][name] for name in ("count", "min", "max")}, **config["elastic"])
+    elasticity = Elasticity.configured(config)
     launcher = WarmLauncher(directory.with_suffix(".log"))
     supervisor = Supervisor(launcher, {**config, "run_dir": str(directory)}, recorder, elasticity)
     job = asyncio.create_task(supervisor.run())
@@ -139,7 +139,7 @@ def soak(args: argparse.Namespace, console: Console) -> int:
             "requests": requests,
             "events": args.events,
             "spare_from": spare_from,
-            "topologies": [name for name in transports.NAMES if reproducible(name)],
+            "topologies": [name for name in transports.NAMES if name in transports.allowed(True, False)],
             "chance": random.Random(args.seed),
             "done": lambda kind: bar.update(task, advance=1, description=f"events ({kind})"),
         }
@@ -200,13 +200,6 @@ def checkpoints(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         args.json.write_text(json.dumps({**origin(), "kills": args.checkpoints, **asdict(outcome)}, indent=1) + "\n")
     return 0
-
-
-def reproducible(name: str) -> bool:
-    try:
-        return transports.choose(name, True) == name
-    except ValueError:
-        return False
 
 
 def report(console: Console, rows: dict[str, dict[str, Any]], title: str) -> None:

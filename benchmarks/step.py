@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import queue
 import random
 import sys
 import time
@@ -24,8 +23,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from machine import warn_if_busy
 from step_report import PAIRS, Pairs, report
 from step_variants import VARIANTS, Settings, Variant
+from workers import messages_from, set_torchrun_variables
 
 CHECK_STEPS, TOLERANCE = 6, 1e-4
 STEP_VARIANTS = tuple(VARIANTS)
@@ -53,6 +54,7 @@ def measure(benchmark: str, description: str, default: tuple[str, ...], pairs: P
         bucket_mb=arguments.bucket_mb,
         seed=arguments.seed,
     )
+    warn_if_busy()
     schedule = Schedule(arguments.variants, arguments.rounds, arguments.steps)
     try:
         outcome = _run(settings, schedule)
@@ -73,30 +75,17 @@ def _run(settings: Settings, schedule: Schedule) -> dict[str, Any]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, transient=True) as progress:
         task = progress.add_task("starting", total=schedule.rounds)
-        while not workers.join(timeout=0.1):
-            while True:
-                try:
-                    kind, value = messages.get_nowait()
-                except queue.Empty:
-                    break
-                if kind == "outcome":
-                    outcome = value
-                else:
-                    progress.update(task, description=kind, completed=value)
+        for kind, value in messages_from(workers, messages):
+            if kind == "outcome":
+                outcome = value
+            else:
+                progress.update(task, description=kind, completed=value)
     return outcome
 
 
 def _worker(rank: int, settings: Settings, schedule: Schedule, port: int, messages: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(settings.workers),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store, as torchrun's agent would
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
+    set_torchrun_variables(rank, settings.workers, port)
     dist.init_process_group("gloo")
     say = messages.put if rank == 0 else lambda message: None
     variants = {name: VARIANTS[name](settings, rank) for name in schedule.names}

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from machine import command, machine, versions
+from machine import command, machine, versions, warn_if_busy
 from torch import Tensor
 
 import kfuse as kf
@@ -206,6 +206,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a variant a round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    warn_if_busy()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

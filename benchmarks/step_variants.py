@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm import engine, measurement
+from kfuse.comm import measurement, steps
 from kfuse.comm.plan import StepPlan
-from kfuse.kernels import PackTable
+from kfuse.comm.transports import all_to_all
+from kfuse.kernels import Measures, PackTable
 from kfuse.models import GPT
 
 VOCABULARY, POOL = 256, 16
@@ -193,7 +194,7 @@ class Kfuse(Variant):
 
     def __init__(self, settings: Settings, rank: int, *, schedule: str, reproducible: bool, statistics: bool) -> None:
         super().__init__(settings, rank)
-        _new_session(kf.CommOptions(schedule=schedule, reproducible=reproducible, bucket_mb=settings.bucket_mb))
+        new_session(kf.CommOptions(schedule=schedule, reproducible=reproducible, bucket_mb=settings.bucket_mb))
         self.statistics = statistics
         self.optimizer = kf.FusedAdamW(self.parameters, lr=LR)
         count = settings.micro_batches
@@ -217,20 +218,25 @@ class Kfuse(Variant):
         if self.statistics:
             self.optimizer.statistics.read(lag=1)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Statistics off is a switch of this benchmark alone: the engine's three measuring calls are replaced. The tail
-        still travels, since it carries the control word."""
-        with ExitStack() as stack:
-            if not self.statistics:
-                stack.enter_context(patch.object(engine, "pack", _pack_only))
-                stack.enter_context(patch.object(measurement, "block_sumsq", lambda flat, out: None))
-                stack.enter_context(patch.object(measurement, "sum_partials", lambda partials, out: None))
-            yield
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.statistics else statistics_off()
+
+
+@contextmanager
+def statistics_off() -> Iterator[None]:
+    """A switch of the benchmarks alone: the engine's measuring calls are replaced. The tail still travels, since it
+    carries the control word.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(steps, "pack", pack_only))
+        stack.enter_context(patch.object(measurement, "block_sumsq", lambda flat, out: None))
+        stack.enter_context(patch.object(all_to_all, "Measures", lambda sumsq: Measures()))
+        stack.enter_context(patch.object(measurement, "sum_partials", lambda partials, out: None))
+        yield
 
 
 @torch.no_grad()
-def _pack_only(
+def pack_only(
     grads: Sequence[Tensor | None], flat: Tensor, table: PackTable, *, scale: float, accumulate: bool, sumsq: Tensor
 ) -> None:
     """kfuse.kernels.pack on the CPU without the sums of squares, as fast as we can write it."""
@@ -262,7 +268,7 @@ VARIANTS = {
 }
 
 
-def _new_session(options: kf.CommOptions) -> None:
+def new_session(options: kf.CommOptions) -> None:
     """A group of its own for one variant, on the store that the benchmark's parent process hosts."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
     session.reset()

@@ -5,8 +5,9 @@ The layout is a pure function of the parameters' sizes, so that every worker, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.kernels import PackTable, pack
+
+if TYPE_CHECKING:
+    from kfuse.comm.sharded_gradient import Unscale
 
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
 
@@ -105,7 +109,7 @@ class Bucket:
     """One bucket's tensors on a device: gradients as they come, and the flat buffers ("slots") they are packed into.
 
     Slot k is a flat fp32 buffer; with the canonical tree a worker may hold several partial sums, one a slot. After
-    the reduction slot 0 holds the sum over all workers. `tail` extra elements follow the gradients in every slot.
+    the reduction `sum` holds the sum over all workers. `tail` extra elements follow the gradients in every one of them.
 
     A bucket of parameters holds each one's elements in the order of the parameter's memory, so that a view in the
     parameter's shape has its strides too (channels_last). One of averaged buffers holds them in logical order.
@@ -113,16 +117,45 @@ class Bucket:
 
     orders: list[tuple[int, ...] | None]
     """Each parameter's `memory_order`, as the layout has it."""
+    sum: Tensor
+    """fp32 [body + tail], slot 0; where the slots are to outlive the reduction (`keeps`), a buffer of its own."""
     mean: Tensor
-    """fp32 [body], slot 0 without the tail: after the reduction, the mean gradient."""
+    """fp32 [body], `sum` without the tail: after the reduction, the mean gradient."""
     visible: Tensor
     """[body], what each p.grad is a view of. `mean` itself for fp32 parameters, else `mean` rounded to their dtype."""
-    views: list[Tensor]
-    """Views of `visible`, one for each parameter, in its shape and with its strides."""
+    shard: slice
+    """The part of `mean` that this worker updates; all of it with replicated state."""
+    mirrored: slice
+    """The shard of the worker before, whose updates this one repeats; empty where there is no mirror."""
+    own: Tensor
+    """`mean[shard]`."""
+    before: Tensor
+    """`mean[mirrored]`."""
+    parameters: Tensor | None
+    """[body], in the parameters' dtype: shared after each worker has updated its shard. The optimizer sets it."""
+    views: Sequence[Tensor]
+    """Each parameter's gradient, in its shape and with its strides: a view of `visible`, or with sharded state a
+    `ShardedGradient`."""
+    unscale: Unscale | None
+    """With sharded state: what GradScaler's unscaling does. The optimizer sets it."""
+    added_to: bool
+    """With sharded state: since the step's backward another one was to add to a `p.grad` of the bucket."""
 
-    def __init__(self, index: int, layout: BucketLayout, tensors: Sequence[Tensor], name: str) -> None:
-        """`tensors`: all tensors that the layout's indices refer to. There is no tail until `renew` gives one."""
-        self.index, self.layout, self.name = index, layout, name
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        tensors: Sequence[Tensor],
+        name: str,
+        sharded: bool = False,
+        keeps: bool = False,
+    ) -> None:
+        """`tensors`: all tensors that the layout's indices refer to. There is no tail until `renew` gives one.
+
+        sharded: of the mean gradient only this worker's shard is computed. keeps: the reduction does not write to the
+        slots.
+        """
+        self.index, self.layout, self.name, self.sharded, self.keeps = index, layout, name, sharded, keeps
         mine = [tensors[i] for i in layout.params]
         self.device = mine[0].device if mine else torch.device("cpu")
         self.shapes = [t.shape for t in mine]
@@ -132,26 +165,51 @@ class Bucket:
             for shape, strides in zip(self.shapes, self._strides, strict=True)
         ]
         self.body, self.tail = layout.numel, 0
+        self.shard, self.mirrored, self.parameters = slice(0, self.body), slice(0, 0), None
+        self.unscale = None
         self.table = PackTable.build([t.numel() for t in mine], list(layout.offsets), self.device)
         self.renew()
         self.begin_micro_batch()
 
-    def renew(self, tail: int | None = None) -> None:
-        """Takes fresh slots, perhaps with another tail; messages under way may still write to the old ones."""
+    def renew(self, tail: int | None = None, new_slot: Callable[[int], Tensor | None] | None = None) -> None:
+        """Takes fresh slots, perhaps with another tail; messages under way may still write to the old ones.
+
+        new_slot(k): where slot k is to lie, fp32 [body + tail], zeros; None: in memory of its own.
+        """
         self.tail = self.tail if tail is None else tail
+        self._new_slot = new_slot
         self._on_host: list[Tensor] = []
         self.slots: list[Tensor] = []
-        self.mean = self.slot(0)[: self.body]
+        self.sum = torch.zeros(self.body + self.tail, device=self.device) if self.keeps else self.slot(0)
+        self.mean = self.sum[: self.body]
+        self.assign(self.shard, self.mirrored)
         self.visible = self.mean
+        if self.sharded:
+            from kfuse.comm.sharded_gradient import ShardedGradient  # when used: `import kfuse` is quick
+
+            kinds = self.view(torch.empty(self.body, dtype=self.layout.dtype, device="meta"))
+            self.views = [ShardedGradient(self, k, kind) for k, kind in enumerate(kinds)]
+            return
         if self.layout.dtype != torch.float32:
             self.visible = torch.zeros(self.body, dtype=self.layout.dtype, device=self.device)
         self.views = self.view(self.visible)
+        self._addresses = [view.data_ptr() for view in self.views]
+
+    def assign(self, shard: slice, mirrored: slice) -> None:
+        """Between steps: this worker's parts."""
+        self.shard, self.mirrored = shard, mirrored
+        self.own, self.before = self.mean[shard], self.mean[mirrored]
 
     def slot(self, k: int) -> Tensor:
         """Slot k, allocated (zeroed, so that padding stays zero) on first use."""
         while len(self.slots) <= k:
-            self.slots.append(torch.zeros(self.body + self.tail, device=self.device))
+            slot = self._new_slot(len(self.slots)) if self._new_slot is not None else None
+            self.slots.append(torch.zeros(self.body + self.tail, device=self.device) if slot is None else slot)
         return self.slots[k]
+
+    def replace_slots(self, first: int) -> None:
+        """Between steps: slot `first`, which is not slot 0, and those behind it are to lie elsewhere from now on."""
+        del self.slots[first:]
 
     def place(self, flat: Tensor, k: int) -> Tensor:
         """The k-th parameter's elements in a flat buffer of this layout, 1-D."""
@@ -176,6 +234,25 @@ class Bucket:
         if self.visible is not self.mean:
             self.visible.copy_(self.mean)
 
+    def displaced(self) -> list[int]:
+        """Which of `views` are views no more, since `p.grad.data = tensor` gave them other memory. Every step asks."""
+        if self.sharded:
+            return []  # they refuse it
+        if list(map(Tensor.data_ptr, self.views)) == self._addresses and all(map(Tensor.is_contiguous, self.views)):
+            return []
+        places = self.view(self.visible)
+        return [
+            k
+            for k, (view, place) in enumerate(zip(self.views, places, strict=True))
+            if view.data_ptr() != place.data_ptr() or view.stride() != place.stride()
+        ]
+
+    def put_back(self, which: Collection[int]) -> None:
+        """These of `views` are views again."""
+        places = self.view(self.visible) if which else ()
+        for k in which:
+            self.views[k].data = places[k]
+
     def take_visible(self) -> None:
         """Elements of 16-bit gradients that were changed since `show_mean` replace those of the mean, which is fp32.
 
@@ -189,10 +266,10 @@ class Bucket:
         """No gradient is there yet."""
         self.grads: list[Tensor | None] = [None] * len(self.shapes)
         self.missing = len(self.shapes)
-        self.packed = False
+        self.packed = self.added_to = False
 
     def save(self, leaf: LeafStep) -> None:
-        """Before the leaf is written: copies the sums to the host in whose slots others come. Does not wait."""
+        """Before the leaf is written: copies each partial sum whose slot it overwrites to the host. Does not wait."""
         for slot, place in leaf.saves:
             while len(self._on_host) <= place:
                 pinned = devices.of(self.device).pinned((self.body + self.tail,), torch.float32)
@@ -208,16 +285,26 @@ class Bucket:
 
 
 def make_buckets(
-    layouts: Sequence[BucketLayout], params: Sequence[Tensor], others: Sequence[Tensor] | None
+    layouts: Sequence[BucketLayout],
+    params: Sequence[Tensor],
+    others: Sequence[Tensor] | None,
+    sharded: bool = False,
+    keeps: bool = False,
 ) -> list[Bucket]:
-    """A bucket for each layout of `params`, and where `others` are given (perhaps none) a last one for them."""
-    pairs = [(layout, params) for layout in layouts]
+    """A bucket for each layout of `params`, and where `others` are given (perhaps none) a last one for them.
+
+    sharded, keeps: see `Bucket`; the last one is never sharded.
+    """
+    pairs = [(layout, params, sharded) for layout in layouts]
     if others is not None or not layouts:
         others = others or ()
         apart = plan_buckets([tensor.numel() for tensor in others], [0] * len(others), 2**62)
-        pairs.append((apart[0] if apart else BucketLayout((), (), 0), others))
+        pairs.append((apart[0] if apart else BucketLayout((), (), 0), others, False))
     names = [f"bucket {i + 1} of {len(pairs)}" for i in range(len(pairs))]
-    return [Bucket(i, *pair, name) for i, (pair, name) in enumerate(zip(pairs, names, strict=True))]
+    return [
+        Bucket(i, layout, tensors, name, of_shards, keeps)
+        for i, ((layout, tensors, of_shards), name) in enumerate(zip(pairs, names, strict=True))
+    ]
 
 
 class AveragedBuffers:
@@ -261,12 +348,12 @@ class AveragedBuffers:
         unused = torch.empty(bucket.table.num_chunks, device=bucket.device)
         pack(values, bucket.slot(leaf.slot), bucket.table, scale=scale, accumulate=leaf.accumulate, sumsq=unused)
 
-    def apply(self, bucket: Bucket, total_weight: Tensor | None) -> None:
-        """Sets each buffer to its value at the step's start plus the bucket's mean change; a counter is rounded.
+    def apply(self, indices: Sequence[int], changes: Sequence[Tensor], total_weight: Tensor | None) -> None:
+        """Sets each buffer to its value at the step's start plus its mean change; a counter is rounded.
 
-        total_weight: scalar, by which the bucket's sums are divided; None: they are means.
+        indices: each change's buffer. total_weight: scalar, by which changes are divided; None: they are means.
         """
-        for index, change in zip(bucket.layout.params, bucket.views, strict=True):
+        for index, change in zip(indices, changes, strict=True):
             buffer, first = self.tensors[index], self._first[index]
             change = change if total_weight is None else change / total_weight
             change = change if buffer.is_floating_point() else change.round().to(buffer.dtype)

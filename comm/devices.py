@@ -58,6 +58,8 @@ class Device:
     name: torch.device
     asynchronous = False
     """Work may be under way when the call that started it has returned."""
+    number: int | None = None
+    """Of a GPU, in this process."""
 
     def __init__(self, name: torch.device) -> None:
         self.name = name
@@ -79,11 +81,11 @@ class Device:
 
     def current_stream(self) -> Stream:
         """The stream that this thread's work is enqueued on."""
-        return _HostStream()
+        return _HOST_STREAM
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Context: this thread's work is enqueued on `stream`."""
-        return contextlib.nullcontext()
+        return _NO_CONTEXT
 
     def event(self, timing: bool = False) -> Event:
         """An event that is yet to be recorded. timing: it can tell the time to another one."""
@@ -100,6 +102,10 @@ class Device:
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor lies on this device."""
         return tensor.device == self.name
+
+    def reads(self, number: int) -> bool:
+        """Whether kernels on this device can read the memory of the GPU of that number."""
+        return False
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory of the host, from and to which the device copies while the host goes on."""
@@ -120,6 +126,10 @@ class CudaDevice(Device):
     """One GPU, by its index: nothing here depends on which device is current."""
 
     asynchronous = True
+
+    def __init__(self, name: torch.device) -> None:
+        super().__init__(name)
+        self.number = name.index
 
     def model(self) -> str:
         return torch.cuda.get_device_name(self.name)
@@ -147,6 +157,9 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.name)
+
+    def reads(self, number: int) -> bool:
+        return number < torch.cuda.device_count() and torch.cuda.can_device_access_peer(self.name, number)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
@@ -224,6 +237,9 @@ def of(name: torch.device) -> Device:
 class _HostStream:
     def wait_stream(self, stream: Any) -> None:
         pass
+
+
+_HOST_STREAM, _NO_CONTEXT = _HostStream(), contextlib.nullcontext()
 
 
 class _HostEvent:

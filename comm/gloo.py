@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import SLICE_S, CommError, Group, Pending, all_reduce_by, broadcast_from, first_line
 
+if TYPE_CHECKING:
+    from kfuse.comm.topology import Links
+
 _SLICE = timedelta(seconds=SLICE_S)
+_LARGE = 2**18
+"""Bytes. A smaller message of two workers is one all-to-all: two broadcasts would take twice the calls for no gain."""
+_EXCHANGE = 1  # the tag of messages between two ranks
 
 
 class GlooPending(Pending):
@@ -27,16 +34,17 @@ class GlooPending(Pending):
 
     def wait(self) -> None:
         """Returns when all messages have completed. Raises CommError on failure or after the group's timeout."""
+        since = time.monotonic()  # not since the start: this worker has computed meanwhile
         for work, peer in self.works:
-            self._wait_one(work, peer)
+            self._wait_one(work, peer, since)
         self.group.under_way.pop(self, None)
 
-    def _wait_one(self, work: Any, peer: int | None) -> None:
-        whom = self.group.others if peer is None else f"rank {peer}"
+    def _wait_one(self, work: Any, peer: int | None, since: float) -> None:
         while True:
             with contextlib.suppress(RuntimeError):  # a timeout, or a failure that the next lines look at
                 work.wait(_SLICE)
                 return
+            whom = self.group.others if peer is None else f"rank {self.group.numbers[peer]}"
             if work.is_completed():
                 try:
                     work.wait()  # it may have come through since: then this returns
@@ -44,14 +52,14 @@ class GlooPending(Pending):
                 except RuntimeError as error:
                     raise CommError(f"{self.what}: lost contact with {whom}: {first_line(error)}") from error
             self.group.check()
-            waited = time.monotonic() - self.started
+            waited = time.monotonic() - since
             if waited > self.group.timeout_s:
                 late = self.group.late_ranks(self.what) if peer is None else ""
                 raise CommError(f"{self.what}: waited {waited:.1f} s for {whom} (comm.timeout_s){late}")
 
 
 class GlooGroup(Group):
-    """Workers that gloo connects. A lane has two process groups: one for `share`, one for all other messages."""
+    """Workers that gloo connects. A lane has process groups for `share` and `pass_on`, and others for all others."""
 
     def __init__(
         self,
@@ -68,14 +76,16 @@ class GlooGroup(Group):
         super().__init__(rank, size, store, device, timeout_s, check, hosts)
         self._hostname = hostname
         self._number, self._further = 0, list[GlooGroup]()
-        self._pg: Any
-        self._share_pg: Any
-        self._pg, self._share_pg = self.connect(
-            lambda: [
-                _process_group(PrefixStore(lane, store), rank, size, timeout_s, hostname) for lane in ("main", "share")
-            ],
+        self._parts: dict[tuple[int, ...], GlooGroup] = {}
+        names = ["main", "share"] + ["main, from rank 1", "share, from rank 1"] * (size == 2)
+        made: list[Any] = self.connect(
+            lambda: [_process_group(PrefixStore(name, store), rank, size, timeout_s, hostname) for name in names],
             lambda made: None,
         )
+        # Of two workers each sends large messages over connections of its own. gloo may begin to send before it tells
+        # the other that it can receive, and on one connection that word waits behind the data: half of a link's speed.
+        self._pg, self._share_pg, self._from = made[0], made[1], made[::2]
+        self._share_from = made[1::2] if size == 2 else [made[1]] * size
 
     def lane(self, number: int) -> Group:
         if number == self._number:
@@ -86,7 +96,7 @@ class GlooGroup(Group):
             others = (self.device, self.timeout_s, self._hostname, self.check, self.hosts)
             lane = GlooGroup(self.rank, self.size, store, *others)
             self._further.append(lane)
-            lane._number = len(self._further)
+            lane._number, lane.links = len(self._further), self.links
         return self._further[number - 1]
 
     def connect_lanes(self, count: int) -> None:
@@ -94,8 +104,8 @@ class GlooGroup(Group):
         self.lane(max(int(each) for each in counts) - 1)
 
     def retire(self) -> None:
-        for lane in self._further:
-            lane.retire()
+        for each in (*self._further, *self._parts.values()):
+            each.retire()
         super().retire()
 
     def close(self, timeout_s: float) -> bool:
@@ -106,40 +116,99 @@ class GlooGroup(Group):
         block.
         """
         deadline = time.monotonic() + timeout_s
-        lanes = [lane.close(timeout_s) for lane in self._further]
+        closed = [each.close(max(0.0, deadline - time.monotonic())) for each in (*self._further, *self._parts.values())]
         while not all(pending.done() for pending in self.under_way):
             if time.monotonic() > deadline:
                 return False
             time.sleep(SLICE_S)
         self.under_way.clear()
         self._pg = self._share_pg = self._store = None
-        return all(lanes)
+        self._from, self._share_from = [], []
+        return all(closed)
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         return GlooPending(self, what, [(self._pg.allreduce([tensor], all_reduce_by(op)), None)])
 
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
-        options = dist.AllToAllOptions()
-        return GlooPending(self, what, [(self._pg.alltoall_base(out, tensor, list(into), list(cut), options), None)])
+        other = 1 - self.rank
+        if self.size > 2 or max(cut[other], into[other]) * tensor.element_size() < _LARGE:
+            return self._all_to_all(self._pg, out, into, tensor, cut, what)
+        mine, theirs = tensor.split_with_sizes(list(cut)), out.split_with_sizes(list(into))
+        theirs[self.rank].copy_(mine[self.rank])
+        parts = [mine[other] if source == self.rank else theirs[source] for source in range(2)]
+        return GlooPending(self, what, self._broadcasts(self._from, parts))
 
-    def share(self, flat: Tensor, what: str) -> Pending:
-        return self._share([flat[shard] for shard in self.shards(flat.numel())], what)
+    def share(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
+        return self._share([flat[shard] for shard in self.shards(flat.numel(), unit)], what)
 
     def _share(self, parts: Sequence[Tensor], what: str) -> Pending:
         """Broadcasts, over connections of their own: gloo's all-gather takes almost twice as long.
 
         Messages of one process group must be started in the same order on all ranks, and these are not.
         """
+        large = max(part.nbytes for part in parts) >= _LARGE
+        over = self._share_from if large else [self._share_pg] * self.size  # fewer threads wake up
+        return GlooPending(self, what, self._broadcasts(over, parts))
+
+    def _broadcasts(self, over: Sequence[Any], parts: Sequence[Tensor]) -> list[tuple[Any, int | None]]:
+        """Starts a broadcast of each part from the rank of its number; `over`: the process group of each."""
         works: list[tuple[Any, int | None]] = []
         for source, part in enumerate(parts):
             if part.numel():
                 peer = None if source == self.rank else source
-                works.append((self._share_pg.broadcast([part], broadcast_from(source)), peer))
-        return GlooPending(self, what, works)
+                works.append((over[source].broadcast([part], broadcast_from(source)), peer))
+        return works
+
+    def _pass_on(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
+        return self._all_to_all(self._share_pg, out, into, tensor, cut, what)
+
+    def _all_to_all(
+        self, over: Any, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str
+    ) -> Pending:
+        """gloo's own, over one of the process groups."""
+        work = over.alltoall_base(out, tensor, list(into), list(cut), dist.AllToAllOptions())
+        return GlooPending(self, what, [(work, None)])
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         work = self._pg.broadcast([tensor], broadcast_from(source))
         return GlooPending(self, what, [(work, source if self.rank != source else None)])
+
+    def sum_among(self, flat: Tensor, ranks: Sequence[int], what: str) -> Iterator[Pending]:
+        """By the library's all-reduce, over connections of these ranks alone, which the first sum makes.
+
+        In gloo's all-to-all each rank waits for a message from every other one, be it empty; an empty one that shares
+        a link with a large one takes as long.
+        """
+        if self.rank in ranks:
+            yield self._part(tuple(ranks)).all_reduce(flat, what)
+
+    def has_part(self, ranks: Sequence[int]) -> bool:
+        return tuple(ranks) in self._parts
+
+    def _part(self, ranks: tuple[int, ...]) -> GlooGroup:
+        """These ranks, in ascending order, as a group of their own. Each of them calls it at the same point."""
+        if ranks not in self._parts:
+            assert self._store is not None
+            store, hosts = PrefixStore(f"ranks {ranks}", self._store), [self.hosts[r] for r in ranks]
+            others = (self.device, self.timeout_s, self._hostname, self.check, hosts)
+            self._parts[ranks] = GlooGroup(ranks.index(self.rank), len(ranks), store, *others)
+            self._parts[ranks].numbers = ranks
+        return self._parts[ranks]
+
+    def in_pairs(self, act: Callable[[], None], what: str) -> None:
+        """In a thread: a wait for one peer's message cannot be polled, as it closes the pair where it times out."""
+        self.connect(act, lambda made: None, f"{what}: lost contact", f"answer ({what})")
+
+    def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
+        limit = timedelta(seconds=self.timeout_s)
+        works = self._pg.recv([received], peer, _EXCHANGE), self._pg.send([sent], peer, _EXCHANGE)
+        for work in works:
+            work.wait(limit)
+
+    def take_links(self, links: Links) -> None:
+        self.links = links
+        for lane in self._further:
+            lane.take_links(links)
 
     def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         out = [torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device) for _ in range(self.size)]

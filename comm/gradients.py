@@ -55,7 +55,7 @@ class GradientHooks:
         def on_gradient(param: Tensor) -> None:
             if not self._wanted():
                 return
-            if param.grad is bucket.views[k]:
+            if _is_of_a_step(param.grad, bucket, k):
                 raise RuntimeError(STILL_THERE)
             if bucket.packed or bucket.grads[k] is not None:
                 raise RuntimeError(f"{self._names[bucket.layout.params[k]]} received a second gradient: {REMEDY}")
@@ -94,7 +94,7 @@ class GradientHooks:
         """
         for k, index in enumerate(bucket.layout.params):
             if bucket.grads[k] is None and (grad := self._params[index].grad) is not None:
-                if grad is bucket.views[k]:
+                if _is_of_a_step(grad, bucket, k):
                     raise RuntimeError(STILL_THERE)
                 self._collect(bucket, k)
 
@@ -115,6 +115,11 @@ class GradientHooks:
             for index, view in zip(bucket.layout.params, bucket.views, strict=True):
                 if self._params[index].grad is view:
                     self._params[index].grad = None
+
+
+def _is_of_a_step(grad: Tensor | None, bucket: Bucket, k: int) -> bool:
+    """Whether it is the gradient that a step was made with; of another engine's step too if it is sharded."""
+    return grad is bucket.views[k] or (bucket.sharded and type(grad) is type(bucket.views[k]))
 
 
 class Owner(Protocol):

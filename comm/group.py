@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
+
+if TYPE_CHECKING:
+    from kfuse.comm.cost import Costs
+    from kfuse.comm.topology import Links
 
 SLICE_S = 0.02  # between two looks of a wait
 _LATE_GRACE_S = 5.0  # ranks that wait for the same one time out at about the same time
@@ -39,7 +44,6 @@ class Pending:
 
     def __init__(self, group: Group, what: str, works: list[tuple[Any, int | None]]) -> None:
         self.group, self.what, self.works = group, what, works
-        self.started = time.monotonic()
         group.under_way[self] = None
 
     def done(self) -> bool:
@@ -72,14 +76,24 @@ class Group:
     """How long a wait for another worker may take."""
     hosts: list[str]
     """The name of each rank's machine."""
+    links: Links | None
+    """The latency and throughput between the workers; None where they have not been measured (`latency.measure`)."""
+    numbers: Sequence[int]
+    """What messages call each rank: in a part of another group, its rank there."""
     check: Callable[[], None]
     """Called while waiting; raises to end the wait."""
     under_way: dict[Pending, None]
     """The messages that have not been waited for, in the order in which they were started."""
+    fixed: bool
+    """Whether the workers stay the same until the job ends."""
     waits_each_step: bool = False
-    """Whether the host waits in `settle`, where it need not anyway."""
+    """NCCL: whether `settle` blocks the host until all messages have ended. With gloo it has waited for them."""
+    costs: Costs | None = None
+    """What its messages cost, once a probe has measured them (`comm.schedule=auto`)."""
     in_one_order: bool = False
     """Whether the messages of all optimizers must be started in one order on all ranks."""
+    adds_up: bool = False
+    """Whether it has `reduce_scatter`."""
 
     def __init__(
         self,
@@ -91,7 +105,8 @@ class Group:
         check: Callable[[], None] | None = None,
         hosts: Sequence[str] | None = None,
     ) -> None:
-        """store: one that every worker can reach. hosts: without it, all ranks are on one machine.
+        """store: one that every worker can reach. check: given where the group may change. hosts: without it, all ranks
+        are on one machine.
 
         Raises ValueError for several workers without a store.
         """
@@ -100,22 +115,33 @@ class Group:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.hosts = [""] * size if hosts is None else list(hosts)
         self.device = device or torch.device("cpu")
-        self.check = check or (lambda: None)
+        self.check, self.fixed = check or (lambda: None), check is None
         self.under_way = {}
+        self.links, self.numbers = None, range(size)
         self._store = store
+        self._meetings: dict[str, int] = {}
 
     @property
     def others(self) -> str:
         """The other ranks, for messages: "rank 1", "the other 3 ranks"."""
-        return f"rank {1 - self.rank}" if self.size == 2 else f"the other {self.size - 1} ranks"
+        return f"rank {self.numbers[1 - self.rank]}" if self.size == 2 else f"the other {self.size - 1} ranks"
+
+    @property
+    def store(self) -> Store:
+        """What all workers of the view can reach. Only where there are several."""
+        assert self._store is not None
+        return self._store
 
     # -- its connections ------------------------------------------------------------------------------------------
 
-    def connect(self, act: Callable[[], Made], drop: Callable[[Made], None]) -> Made:
+    def connect(
+        self, act: Callable[[], Made], drop: Callable[[Made], None], what: str = "connecting", late: str = "connect"
+    ) -> Made:
         """What `act` returns. It runs in a thread, since nothing can interrupt it while it waits for a lost worker.
 
-        drop: called with what `act` has made after this method gave up. Raises CommError if `act` fails or takes longer
-        than the timeout, and what `check` raises.
+        drop: called with what `act` has made after this method gave up. what: it does, and late: what the others did
+        not do in time, for messages. Raises CommError if `act` fails or takes longer than the timeout, and what `check`
+        raises.
         """
         made: list[Made] = []
         errors: list[Exception] = []
@@ -138,14 +164,14 @@ class Group:
             while not over.wait(SLICE_S):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise CommError(f"{self.others} did not connect within {self.timeout_s:.0f} s")
+                    raise CommError(f"{self.others} did not {late} within {self.timeout_s:.0f} s (comm.timeout_s)")
         except BaseException:
             given_up.append(True)
             raise
         finally:
             decided.set()
         if errors:
-            raise CommError(f"connecting to {self.others}: {first_line(errors[0])}")
+            raise CommError(f"{what} to {self.others}: {first_line(errors[0])}")
         return made[0]
 
     def lane(self, number: int) -> Group:
@@ -194,6 +220,13 @@ class Group:
         change: else parameters could be updated with an incomplete sum that a lost worker left.
         """
 
+    def follow(self, what: str, enqueue: Callable[[], None]) -> Pending:
+        """`enqueue` puts work on the current stream that waits for other ranks, and is no message of this group. It is
+        watched as a message is: if it takes longer than the timeout, the group ends. what: names it in the error.
+        """
+        enqueue()
+        return Pending(self, what, [])
+
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         """Starts an in-place all-reduce; "avg" sums (the caller divides)."""
         return Pending(self, what, [])
@@ -203,20 +236,65 @@ class Group:
         out.copy_(tensor)
         return Pending(self, what, [])
 
-    def shards(self, numel: int) -> list[slice]:
+    def shards(self, numel: int, unit: int = ALIGN, size: int | None = None) -> list[slice]:
         """The parts of a flat buffer that `share` sends: rank r's is the r-th.
 
-        They are aligned, and equal but for the last ones, which may be smaller or empty.
+        Their lengths are multiples of `unit` (but for the end), and equal but for the last ones, which may be smaller
+        or empty. size: as in a group of so many workers; None: this one.
         """
-        step = -(-numel // (self.size * ALIGN)) * ALIGN
-        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(self.size)]
+        size = size or self.size
+        step = -(-numel // (size * unit)) * unit
+        return [slice(min(r * step, numel), min((r + 1) * step, numel)) for r in range(size)]
 
-    def share(self, flat: Tensor, what: str) -> Pending:
-        """Starts giving every rank all of `flat` (1-D), in place: rank r has its part of it (`shards`).
+    def share(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
+        """Starts giving every rank all of `flat` (1-D), in place: rank r has its part (`shards`).
 
         With gloo it may be started when its data are ready, whatever all_to_all and all_reduce do meanwhile.
         """
         return Pending(self, what, [])
+
+    def pass_on(self, out: Tensor, tensor: Tensor, what: str) -> Pending:
+        """Starts sending `tensor` (1-D) to the next rank; what the rank before sends comes to `out`. In a circle.
+
+        Several ranks. May be started when its data are ready, in the order of all that `share` and this one start.
+        """
+        size, rank = self.size, self.rank
+        into = [out.numel() if r == (rank - 1) % size else 0 for r in range(size)]
+        cut = [tensor.numel() if r == (rank + 1) % size else 0 for r in range(size)]
+        return self._pass_on(out, into, tensor, cut, what)
+
+    def _pass_on(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
+        return self.all_to_all(out, into, tensor, cut, what)
+
+    def reduce_scatter(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
+        """Starts giving each rank its part (`shards`) of the sum of all ranks' `flat` (1-D), in place; other parts are
+        undefined after it. Only where the group `adds_up`.
+        """
+        return Pending(self, what, [])
+
+    def has_part(self, ranks: Sequence[int]) -> bool:
+        """Whether `sum_among` of these ranks starts its first message at once: it need not connect them before."""
+        return True
+
+    def sum_among(self, flat: Tensor, ranks: Sequence[int], what: str) -> Iterator[Pending]:
+        """The messages that sum `flat` (1-D) over these ranks, in ascending order, in place. Every rank runs it.
+
+        Each message is to be waited for before the next one is asked for. Each of the ranks adds up its part of the
+        buffer and sends it to the others: two messages of (n - 1) / n of the buffer, for n of them.
+        """
+        own, everyone = self.rank in ranks, range(self.size)
+        ends = [flat.numel() * k // len(ranks) for k in range(len(ranks) + 1)]
+        parts = {r: slice(*ends[k : k + 2]) for k, r in enumerate(ranks)}
+        widths = [parts[r].stop - parts[r].start if own and r in parts else 0 for r in everyone]
+        mine = [widths[self.rank] if r in parts else 0 for r in everyone]
+        buffer, part = (flat, flat[parts[self.rank]]) if own else (flat[:0], flat[:0])
+        rows = flat.new_empty(sum(mine))
+        yield self.all_to_all(rows, mine, buffer, widths, what)
+        device = devices.of(self.device)
+        device.keep([rows], device.current_stream())
+        for k, row in enumerate(rows.view(-1, part.numel()) if rows.numel() else ()):
+            part.add_(row) if k else part.copy_(row)
+        yield self.all_to_all(buffer, widths, part.repeat(len(ranks)), mine, what)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         """Starts giving every rank the tensor of rank `source`, in place."""
@@ -226,9 +304,55 @@ class Group:
         """Every rank's tensor (one shape, one dtype), in rank order. The host waits. Raises CommError."""
         return [tensor.to(self.device, copy=True)]
 
+    def in_pairs(self, act: Callable[[], None], what: str) -> None:
+        """Runs `act`, whose messages are those of `exchange`. Raises CommError after the group's timeout."""
+        act()
+
+    def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
+        """Sends `sent` to rank `peer`, and receives `received` from it; no other rank takes part.
+
+        Inside `in_pairs` only. 1-D, of one dtype. Returns when both have come through. Raises CommError or RuntimeError
+        on failure.
+        """
+
+    def take_links(self, links: Links) -> None:
+        """Sets `links`, of all lanes."""
+        self.links = links
+
     def barrier(self, what: str = "barrier") -> None:
         """Returns when every rank has come here, and all messages before have completed. Raises CommError."""
         self.all_reduce(torch.zeros(1, device=self.device), what).wait()
+
+    def meet(self, what: str) -> None:
+        """Returns when every rank has called it with this `what`. The store alone is used, no message.
+
+        Before a collective that the user's code starts: where one rank alone does, the others' messages would be taken
+        for those of this one. Raises CommError after the timeout, which names the ranks that did not come, and where
+        the store is gone: the supervisor has opened another one, as a worker was lost.
+        """
+        if self._store is None or self.size == 1:
+            return
+        number = self._meetings.get(what, 0)
+        self._meetings[what] = number + 1
+        deadline = time.monotonic() + self.timeout_s
+        while missing := self._not_there(self._store, what, number):
+            self.check()
+            if time.monotonic() > deadline:
+                whom = ", ".join(f"rank {rank}" for rank in missing)
+                raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it")
+            time.sleep(SLICE_S / 10)
+
+    def _not_there(self, store: Store, what: str, number: int) -> list[int]:
+        """The ranks that have not come to this meeting, the `number`-th of its kind. This rank has."""
+        keys = [f"meet/{what}/{number}/{rank}" for rank in range(self.size)]
+        try:
+            store.set(keys[self.rank], "1")
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if number and not missing:
+                store.delete_key(f"meet/{what}/{number - 1}/{self.rank}")  # all have seen it, as they are here
+        except RuntimeError as error:
+            raise CommError(f"{what}: lost contact with the store of {self.others}: {first_line(error)}") from error
+        return missing
 
     def late_ranks(self, what: str) -> str:
         """After a timeout: text for the error message that names the ranks which did not report a timeout too."""
@@ -246,7 +370,7 @@ class Group:
             return ""
         if not late or len(late) == self.size:
             return ""
-        return "; silent: " + ", ".join(f"rank {r}" for r in sorted(late))
+        return "; silent: " + ", ".join(f"rank {self.numbers[r]}" for r in sorted(late))
 
 
 _RETIRED: list[Group] = []
@@ -263,6 +387,13 @@ def broadcast_from(source: int) -> Any:
     """torch's options of a broadcast from this rank."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
+    return options
+
+
+def reduce_to(rank: int) -> Any:
+    """torch's options of a sum that only this rank gets."""
+    options = dist.ReduceOptions()
+    options.rootRank = rank
     return options
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,25 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import Event
 from kfuse.comm.plan import StepState
 from kfuse.comm.tail import LOSS, SAMPLES, SUM_SQUARES, Tail
-from kfuse.kernels import block_sumsq, num_blocks, sum_partials
+from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
+
+if TYPE_CHECKING:
+    from kfuse.comm.interference import Voter
 
 _LAPS = 8
 """Steps that a host may be ahead of its GPU, before the time of a micro-batch is unknown."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a worker has measured of a bucket's sum as it added it up."""
+
+    shard: slice
+    """Of the bucket: it starts at a block, or is empty."""
+    sumsq: Tensor
+    """fp32: the sum of squares of each block of it."""
+    rounded: bool
+    """The bucket holds rounded values of the sum afterwards: it cannot be measured again."""
 
 
 class Measurement:
@@ -27,10 +42,15 @@ class Measurement:
     """The tail's layout for the present group. `set_group` replaces it."""
     stopwatch: Stopwatch
     """The engine starts and stops it."""
+    voter: Voter | None
+    """On interference, by the time that this worker waits for others; None where it is alone."""
     sumsq: Tensor
     """fp32: partial sums of squares of one micro-batch's own gradient, which `pack` writes."""
     sumsq_of: Sequence[Tensor]
     """The part of `sumsq` that belongs to each bucket."""
+
+    norms: Tensor
+    """fp32: sums of squares of the mean gradient, one for each block of each bucket."""
 
     def __init__(self, gradient_buckets: Sequence[Bucket], params: int, device: torch.device) -> None:
         """params: how many parameters the engine has."""
@@ -39,17 +59,27 @@ class Measurement:
         blocks = [num_blocks(bucket.body) for bucket in gradient_buckets]
         self.sumsq = torch.zeros(sum(chunks), device=device)
         self.sumsq_of = self.sumsq.split_with_sizes(chunks) if chunks else ()
-        self._norms = torch.zeros(sum(blocks), device=device)
-        self._norms_of = self._norms.split_with_sizes(blocks) if blocks else ()
+        self._set_norms(torch.zeros(sum(blocks), device=device))
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)  # of a record: see Tail.record
-        self.stopwatch = Stopwatch(device)
+        self.stopwatch, self._waiting = Stopwatch(device), Stopwatch(device)
+        self.voter = None
         self.figures = 0
         """Slots of the tail for a step function's figures."""
+
+    def _set_norms(self, norms: Tensor) -> None:
+        blocks = [num_blocks(bucket.body) for bucket in self._buckets]
+        self.norms, self._norms_of = norms, norms.split_with_sizes(blocks) if blocks else ()
 
     def set_group(self, rank: int, size: int) -> None:
         """Between steps: goes on with other workers."""
         self.tail, self._leads = Tail(self._params, rank, size, self.figures), rank == 0
+        self.voter = None
+        self._waiting.forget()
+        if size > 1:
+            from kfuse.comm.interference import Voter  # `import kfuse` is quick
+
+            self.voter = Voter()
 
     def write(self, bucket: Bucket, now: StepState, digest: Tensor | None) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket.
@@ -60,11 +90,7 @@ class Measurement:
         sum_partials(self.sumsq, self._total)
         if now.parts > 1:
             self._total *= now.parts**2  # the loss was divided
-        first: dict[str, Any] = {}
-        if now.done == 0:
-            first = {"seconds": self.stopwatch.seconds_before, "digest": digest}
-            if now.plan is not None and self._leads:
-                first["announcement"] = now.plan.announcement
+        own = {} if now.told else self._own(now, digest)
         self.tail.write(
             bucket.slot(now.leaf.slot)[bucket.body :],
             now.leaf.accumulate,
@@ -73,8 +99,60 @@ class Measurement:
             loss=now.current.loss,
             missed=now.missed,
             figures=now.current.figures,
-            **first,
+            **own,
         )
+        now.told = True
+
+    def _own(self, now: StepState, digest: Tensor | None) -> dict[str, Any]:
+        """What this rank alone writes, once in a step; the leader its announcement, times and `fisher`, too."""
+        vote = 0.0 if self.voter is None else self.voter.vote
+        own: dict[str, Any] = {"seconds": self.stopwatch.seconds_before, "vote": vote, "digest": digest}
+        if now.plan is not None and self._leads:
+            own |= {"announcement": now.plan.announcement, "times": now.plan.times, "fisher": now.plan.fisher}
+        return own
+
+    def go_on(
+        self,
+        bucket: Bucket,
+        sums: Sequence[Tensor],
+        before: Tail,
+        now: StepState,
+        first_slot: int,
+        digest: Tensor | None,
+    ) -> None:
+        """Fills the last bucket's slots with sums from before a worker was lost: `Tail.go_on`. now.told is set.
+
+        sums: of each slot, with a tail of the layout `before`. first_slot: one that is contributed. digest: as for
+        `write`.
+        """
+        for k, old in enumerate(sums):
+            slot, tells = bucket.slot(k), k == first_slot
+            slot[: bucket.body].copy_(old[: bucket.body])
+            own = self._own(now, digest) if tells else {}
+            self.tail.go_on(slot[bucket.body :], before, old[bucket.body :], tells, **own)
+        now.told = True
+
+    def write_digest(self, bucket: Bucket, digest: Tensor) -> None:
+        """Writes the digest of the parameters to the last bucket's tail, which is zeros: of a worker that has no
+        micro-batch in the step.
+        """
+        self.tail.write_digest(bucket.slots[0][bucket.body :], digest)
+
+    def own_part_ends(self) -> None:
+        """The worker's last backward is over: from here on it waits for messages."""
+        if self.voter is not None:
+            self._waiting.start()
+            self.voter.take(self._waiting.seconds_before)
+
+    def sums_are_there(self, now: StepState) -> None:
+        """All buckets are reduced. A step without messages of gradients is not timed."""
+        if self.voter is None:
+            return
+        if now.is_local:
+            self._waiting.forget()
+            self.voter.forget()
+        else:
+            self._waiting.stop(1)
 
     def total_weight(self, tail: Tensor, now: StepState) -> Tensor | None:
         """float64 scalar: what the reduced buckets are to be divided by. None: they hold means already."""
@@ -82,22 +160,47 @@ class Measurement:
             return None
         if now.is_local:  # the buckets hold this worker's own sums
             return torch.full((), now.weight or 1.0, dtype=torch.float64, device=tail.device)  # no wait
-        return self.tail.record(tail, self._totals)[SAMPLES]
+        return self.tail.samples(tail)
 
-    def record(self, tail: Tensor, now: StepState, total_weight: Tensor | None) -> Tensor:
-        """The step's record (see `Tail.record`), once all buckets are reduced; they hold the mean gradient afterwards.
+    def renew(self) -> None:
+        """A message under way may still write to `norms`: takes another one."""
+        self._set_norms(torch.zeros_like(self.norms))
+
+    def measure(self, total_weight: Tensor | None, measured: Mapping[int, Measured]) -> None:
+        """Once all buckets are reduced: they hold the mean gradient afterwards, and `norms` its sums of squares.
+
+        Of each bucket only this worker's shard is measured; elsewhere `norms` is 0. measured: by a bucket's index, what
+        was measured of its sum, which is the mean where the total weight was known before.
+        """
+        share = None
+        if total_weight is not None:
+            share = total_weight.reciprocal().float()
+            for bucket in self._buckets:
+                bucket.own.mul_(share)
+                if bucket.mirrored.stop:
+                    bucket.before.mul_(share)
+        for bucket, norms in zip(self._buckets, self._norms_of, strict=True):
+            mine = measured.get(bucket.index)
+            shard = bucket.shard if mine is None else mine.shard
+            if shard.stop - shard.start < bucket.body:
+                norms.zero_()  # the other workers' sums of the last step lie there
+                first = shard.start // BLOCK
+                norms = norms[first : first + num_blocks(shard.stop - shard.start)]
+            if mine is not None and (share is None or mine.rounded):
+                norms.copy_(mine.sumsq)
+                if share is not None:
+                    norms.mul_(share * share)
+            elif norms.numel():
+                block_sumsq(bucket.own, norms)
+
+    def record(self, tail: Tensor, now: StepState) -> Tensor:
+        """The step's record (see `Tail.record`), once `norms` has the sums of squares of all shards.
 
         Where micro-batches weigh otherwise than by their samples, the record is put into units of samples, which are
         those of a batch size: with W the sum of the weights w_j and B the step's samples, w_j becomes w_j B / W. S is
         then unbiased where the variance of a micro-batch's gradient goes as 1 / w_j.
         """
-        if total_weight is not None:
-            share = (1.0 / total_weight).float()
-            for bucket in self._buckets:
-                bucket.mean.mul_(share)
-        for bucket, norms in zip(self._buckets, self._norms_of, strict=True):
-            block_sumsq(bucket.mean, norms)
-        sum_partials(self._norms, self._totals[0])
+        sum_partials(self.norms, self._totals[0])
         record = self.tail.record(tail, self._totals)
         if now.plan is not None and now.plan.by_weight:
             ratio = now.plan.samples / record[SAMPLES]

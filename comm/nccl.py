@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.futures import Future
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.devices import Event
-from kfuse.comm.group import CommError, Group, Pending, all_reduce_by, broadcast_from, first_line
+from kfuse.comm.group import CommError, Group, Pending, all_reduce_by, broadcast_from, first_line, reduce_to
 from kfuse.comm.plan import CTA_POLICIES, CommOptions
 
 _LOG = logging.getLogger("kfuse")
@@ -84,6 +85,22 @@ class NcclPending(Pending):
         return time.monotonic() - self._since
 
 
+class _Followed:
+    """Work on a stream, of no process group, in the place of a Work of torch's."""
+
+    def __init__(self, over: Event) -> None:
+        self._over = over
+
+    def is_completed(self) -> bool:
+        return self._over.query()
+
+    def synchronize(self) -> None:
+        self._over.wait()
+
+    def get_future_result(self) -> Any:
+        return Future()  # it never tells of an error: one of the device is raised by `query`
+
+
 class NcclGroup(Group):
     """Workers that NCCL connects: one communicator, on a stream of its own.
 
@@ -95,6 +112,7 @@ class NcclGroup(Group):
 
     in_one_order = False
     """Several optimizers use this group. `lane` sets it."""
+    adds_up = True
     _pg: Any
     """torch's process group; None once it has ended."""
     _failure: str
@@ -327,6 +345,15 @@ class NcclGroup(Group):
         with self._lock:
             return NcclPending(self, what, works, ready)
 
+    def follow(self, what: str, enqueue: Callable[[], None]) -> Pending:
+        def run(pg: Any) -> list[tuple[Any, int | None]]:
+            enqueue()
+            over = self._device.event()
+            over.record()
+            return [(_Followed(over), None)]
+
+        return self._start(what, run)
+
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
         return self._start(what, lambda pg: [(pg.allreduce([tensor], all_reduce_by(op)), None)])
 
@@ -334,15 +361,22 @@ class NcclGroup(Group):
         options = dist.AllToAllOptions()
         return self._start(what, lambda pg: [(pg.alltoall_base(out, tensor, list(into), list(cut), options), None)])
 
-    def shards(self, numel: int) -> list[slice]:
+    def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
+        """An all-to-all in which this rank has something for `peer` alone: NCCL then calls no other rank."""
+        into = [received.numel() if r == peer else 0 for r in range(self.size)]
+        cut = [sent.numel() if r == peer else 0 for r in range(self.size)]
+        self.all_to_all(received, into, sent, cut, what).wait()
+
+    def shards(self, numel: int, unit: int = ALIGN, size: int | None = None) -> list[slice]:
         """Aligned and equal, but the last one has what is left: an all-gather takes equal parts."""
-        step = numel // (self.size * ALIGN) * ALIGN
-        ends = [step * (r + 1) for r in range(self.size - 1)] + [numel]
+        size = size or self.size
+        step = numel // (size * unit) * unit
+        ends = [step * (r + 1) for r in range(size - 1)] + [numel]
         return [slice(step * r, end) for r, end in enumerate(ends)]
 
-    def share(self, flat: Tensor, what: str) -> Pending:
+    def share(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
         """One all-gather in place, and a broadcast of what the last rank has beyond its equal part."""
-        step = self.shards(flat.numel())[0].stop
+        step = self.shards(flat.numel(), unit)[0].stop
         equal, rest = flat[: step * self.size], flat[step * self.size :]
 
         def enqueue(pg: Any) -> list[tuple[Any, int | None]]:
@@ -352,6 +386,22 @@ class NcclGroup(Group):
                 works.append((pg._allgather_base(equal, mine), None))
             if rest.numel():
                 works.append((pg.broadcast([rest], broadcast_from(self.size - 1)), None))
+            return works
+
+        return self._start(what, enqueue)
+
+    def reduce_scatter(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
+        """One reduce-scatter of equal parts, and the sum of what the last rank has beyond its part."""
+        step = self.shards(flat.numel(), unit)[0].stop
+        equal, rest = flat[: step * self.size], flat[step * self.size :]
+
+        def enqueue(pg: Any) -> list[tuple[Any, int | None]]:
+            works: list[tuple[Any, int | None]] = []
+            if step:  # in place, as NCCL allows it: the result is the rank's own part of what it sends
+                mine = equal[step * self.rank : step * (self.rank + 1)]
+                works.append((pg._reduce_scatter_base(mine, equal), None))
+            if rest.numel():
+                works.append((pg.reduce([rest], reduce_to(self.size - 1)), None))
             return works
 
         return self._start(what, enqueue)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -9,7 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kfuse.comm.sum_tree import LeafStep
+from kfuse.comm import transports
+from kfuse.comm.sum_tree import LeafStep, Node
+from kfuse.comm.sync import Sync
 from kfuse.comm.tail import NOTHING_ANNOUNCED, Announcement
 
 REMEDY = (
@@ -23,16 +26,30 @@ CTA_POLICIES = ("default", "efficiency", "zero")
 """What `nccl_cta_policy` may be, in the order of NCCL's numbers for them (NCCL_CTA_POLICY_* in nccl.h)."""
 
 
+DEFAULT_BUCKET_MB = 25.0
+"""DDP's, too."""
+
+
 @dataclass(frozen=True)
 class CommOptions:
     """How gradients are reduced (the `comm.*` settings). Raises ValueError for what is not allowed."""
 
     schedule: str = "auto"  # or a name in kfuse.comm.transports.NAMES, or the dotted path of a Transport class
-    dtype: str = "fp32"  # of gradients in messages: fp32 | bf16; sums on a worker are always fp32
-    bucket_mb: float = 25.0  # MiB of fp32 gradients in a bucket, at most
+    dtype: str = "fp32"  # of gradients in messages: fp32 | bf16; sums that a worker forms are fp32
+    state: str = "replicated"  # or sharded: each worker has optimizer state for its shard of each bucket
+    redundancy: str = "mirror"  # of sharded state in an elastic job: mirror | snapshot | none
+    snapshot_every: int = 50  # steps between snapshots
+    overlap_share: bool = False  # with sharded state: kf.fit shares parameters during the next forward (`arrival`)
+    keep_sums: bool = False  # after a loss the others go on from their sums of the step; kf.fit and kf.DataLoader only
+    bucket_mb: float | None = DEFAULT_BUCKET_MB  # MiB of fp32 gradients in a bucket, at most; None: as measured
     reproducible: bool = False  # the same bits for any number of workers
     slots_on_host: bool = False  # reproducible sums on a GPU: older partial sums lie in pinned memory of the host
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
+    sync: str = "ssgd"  # how the workers keep together: see kfuse.comm.sync; kf.fit and kf.DataLoader only
+    outer_lr: float = 1.0  # with sync=local:N, of the step from the common model to the mean of the workers'
+    outer_momentum: float = 0.0  # Nesterov's, of these steps (DiLoCo: outer_lr 0.7, outer_momentum 0.9); 0.0: none
+    sma_alpha: float | None = None  # with sync=sma: how strongly models are drawn together; None: 1 / workers
+    sma_momentum: float = 0.9  # of the central model
     check_every: int | None = 100  # steps between comparisons of all ranks' parameters; None: never
     audit_every: int | None = None  # steps between runs of a micro-batch on a second worker, to compare; None: never
     nccl_high_priority: bool = True  # messages go before kernels that wait for a place on the GPU
@@ -42,10 +59,40 @@ class CommOptions:
     nccl_cta_policy: str | None = None  # default | efficiency | zero
 
     def __post_init__(self) -> None:
+        if self.state not in ("replicated", "sharded"):
+            raise ValueError(f"comm.state={self.state!r}: must be one of replicated, sharded")
+        if self.overlap_share and not self.sharded:
+            raise ValueError("comm.overlap_share=true: must be false with comm.state=replicated")
+        if self.redundancy not in ("mirror", "snapshot", "none"):
+            raise ValueError(f"elastic.redundancy={self.redundancy!r}: must be one of mirror, snapshot, none")
+        if self.snapshot_every < 1:
+            raise ValueError(f"elastic.snapshot_every={self.snapshot_every!r}: must be at least 1")
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"comm.dtype={self.dtype!r}: must be one of fp32, bf16")
+        self.transport()  # raises where there is none
         if self.reproducible and self.dtype != "fp32":
             raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.reproducible=true")
+        if self.schedule == "symmetric" and self.dtype != "fp32":
+            raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.schedule=symmetric")
+        if self.synchronisation.mode != "ssgd" and self.reproducible:
+            raise ValueError(f"comm.sync={self.sync}: must be ssgd with comm.reproducible=true")
+        if self.synchronisation.mode != "ssgd" and self.sharded:
+            raise ValueError(f"comm.sync={self.sync}: must be ssgd with comm.state=sharded")
+        if not 0 < self.outer_lr < math.inf:
+            raise ValueError(f"comm.outer_lr={self.outer_lr}: must be above 0")
+        if self.sma_alpha is not None and not 0 < self.sma_alpha <= 1:
+            raise ValueError(f"comm.sma_alpha={self.sma_alpha}: must be above 0 and at most 1, or None for 1 / workers")
+        for name in ("outer_momentum", "sma_momentum"):
+            if not 0 <= (momentum := getattr(self, name)) < 1:
+                raise ValueError(f"comm.{name}={momentum}: must be at least 0 and below 1")
+        if self.keep_sums and self.sharded:
+            raise ValueError("elastic.keep_sums=true: must be false with comm.state=sharded")
+        if self.keep_sums and self.slots_on_host:
+            raise ValueError("elastic.keep_sums=true: must be false with comm.slots_on_host=true")
+        if self.keep_sums and self.schedule == "symmetric":  # the sums lie in the lost group's memory
+            raise ValueError("elastic.keep_sums=true: must be false with comm.schedule=symmetric")
+        if self.keep_sums and self.synchronisation.mode != "ssgd":
+            raise ValueError(f"elastic.keep_sums=true: must be false with comm.sync={self.sync}")
         if self.slots_on_host and not self.reproducible:
             raise ValueError("comm.slots_on_host=true: must be false with comm.reproducible=false")
         if self.check_every is not None and self.check_every < 1:
@@ -65,8 +112,55 @@ class CommOptions:
             raise ValueError(f"comm.nccl_cga_cluster_size={cluster!r}: must be 0 to 8, or None for NCCL's own choice")
         if (policy := self.nccl_cta_policy) not in (None, *CTA_POLICIES):
             raise ValueError(f"comm.nccl_cta_policy={policy!r}: must be one of {', '.join(CTA_POLICIES)}, or None")
-        if not self.bucket_mb > 0:
-            raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0")
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0, or None for a measured choice")
+        if self.bucket_mb is None and (self.reproducible or self.sharded):
+            setting = "comm.reproducible=true" if self.reproducible else "comm.state=sharded"
+            raise ValueError(f"comm.bucket_mb=None: must be a number with {setting}")
+
+    @property
+    def synchronisation(self) -> Sync:
+        """`sync`, parsed."""
+        return Sync.parse(self.sync)
+
+    def transport(self, schedule: str | None = None) -> str:
+        """The name of the transport for `schedule`, None: for the configured one; for `auto` `transports.default`.
+
+        Raises ValueError for an unknown name, and for one that these options rule out.
+        """
+        name = schedule or self.schedule
+        transports.check(name, self.reproducible, self.sharded)
+        return transports.default(self.reproducible, self.sharded, self.dtype) if name == "auto" else name
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes an element of gradients in messages."""
+        return 4 if self.dtype == "fp32" else 2
+
+    def bucket_elements(self, bucket_mb: float | None = None) -> int:
+        """Most elements of a bucket of so many MiB; None: of the configured size, or of the default one."""
+        return max(1, int((bucket_mb or self.bucket_mb or DEFAULT_BUCKET_MB) * 2**20 / 4))
+
+    def has_bucket_apart(self, buffers: Sequence[Tensor]) -> bool:
+        """Whether the last bucket has no gradients: only these buffers, whose changes are averaged, and the tail. They
+        need fp32, and all workers need all of them.
+        """
+        return bool(buffers) or self.dtype != "fp32" or self.sharded
+
+    @property
+    def has_outer_step(self) -> bool:
+        """Whether averages of local SGD are followed by an outer step; without one they are the new model."""
+        return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
+
+    @property
+    def is_definite(self) -> bool:
+        """Whether schedule and bucket size are named."""
+        return self.schedule != "auto" and self.bucket_mb is not None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether optimizer state is sharded."""
+        return self.state == "sharded"
 
 
 @dataclass(frozen=True)
@@ -74,20 +168,34 @@ class StepPlan:
     """A step as its training loop knows it before the first forward: total samples, each worker's micro-batches."""
 
     samples: int
-    ranges: tuple[range, ...]
+    ranges: tuple[Sequence[int], ...]
+    """By rank, the micro-batches that the worker is to run: ascending, and as a rule a range."""
     local: int | None = None
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
     announcement: Announcement = NOTHING_ANNOUNCED
     """What this worker would announce; only rank 0's is sent."""
+    times: tuple[float, float] = (0.0, 0.0)
+    """Seconds that the step before took this worker, and the part of them that it waited for data; 0.0: unknown. Only
+    rank 0's are sent."""
+    fisher: Tensor | None = None
+    """fp32 [2] on the device: trace and largest entry of the diagonal Fisher information by this worker's optimizer
+    state; None: not in this step. Only rank 0's is sent."""
     by_weight: bool = False
     """Micro-batches weigh otherwise than by their samples; the sum of the weights is known once the step is reduced."""
     audited: int | None = None
-    """The micro-batch of the step whose gradient's digest its worker takes (`Engine.gradient_digest`); None: none."""
+    """The micro-batch of the step whose gradient's digest its worker takes (`AuditedGradient`); None: none."""
+    kept: tuple[tuple[int, ...], ...] = ()
+    """By rank, the micro-batches whose sum the worker has from before another one was lost; empty: none has any."""
 
     @property
     def micro_batches(self) -> int:
         """M, over all workers."""
-        return self.ranges[-1].stop
+        return sum(map(len, self.ranges)) + sum(map(len, self.kept))
+
+    def summed(self, rank: int) -> tuple[int, ...]:
+        """The micro-batches whose sum the worker contributes, ascending."""
+        kept = self.kept[rank] if self.kept else ()
+        return tuple(sorted((*kept, *self.ranges[rank])))
 
 
 @dataclass(frozen=True)
@@ -107,6 +215,8 @@ class Reduced:
     """Gradients, and so |gbar|^2, are this worker's own."""
     planned: bool
     """A training loop had announced the step."""
+    idle: bool
+    """This worker had no micro-batch in the step."""
 
 
 class _Engine(Protocol):
@@ -141,6 +251,29 @@ class MicroBatch:
             self._engine.abort()
 
 
+@dataclass
+class KeptStep:
+    """The last step's reduced gradients, kept until the next step begins. If a worker is lost during the update, the
+    survivors finish it from these (`Engine.resume`).
+    """
+
+    step: int
+    """Its number."""
+    now: StepState
+    used: Tensor | None
+    """As `Reduced.used`."""
+    changes: Sequence[Tensor]
+    """The averaged buffers' summed changes, in the order of their bucket."""
+    total_weight: Tensor | None
+    """What these sums are to be divided by; None: they are means."""
+    reduced: Reduced | None = None
+    """None: not known here, as some worker's sums of squares have not arrived."""
+    updated: bool = False
+    """The optimizer has updated this worker's part."""
+    resumed: bool = False
+    """It is being ended in another group: what is updated is not shared."""
+
+
 WRITE, ADD = LeafStep(0, False, ()), LeafStep(0, True, ())
 """Without the canonical tree: what a worker does with its first micro-batch, and with each further one."""
 
@@ -152,6 +285,8 @@ class StepState:
     plan: StepPlan | None = None
     leaves: Sequence[LeafStep] | None = None
     """With the canonical tree: how this worker sums its micro-batches."""
+    held: tuple[tuple[Node, int], ...] = ()
+    """With the canonical tree: the nodes that it has once all are summed, and the slot of each."""
     expected: int | None = None
     """Micro-batches that this worker has in the plan."""
     audited: int | None = None
@@ -165,6 +300,10 @@ class StepState:
     scale: float = 1.0
     done: int = 0
     """Micro-batches finished."""
+    goes_on: bool = False
+    """The slots have sums of this step from before a worker was lost: `done` does not count them."""
+    told: bool = False
+    """The tail has what only this rank writes, and the announcement."""
     weight: float = 0.0
     """Sum of their weights."""
     closed: bool = False
@@ -194,7 +333,7 @@ class StepState:
         if self.expected is not None and self.done >= self.expected:
             raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: one more was begun")
         self.current = micro_batch
-        self.leaf = self.leaves[self.done] if self.leaves is not None else ADD if self.done else WRITE
+        self.leaf = self.leaves[self.done] if self.leaves is not None else ADD if self.done or self.goes_on else WRITE
         if self.implicit:
             self.scale = 1.0 / size
         elif self.plan is not None and self.weights_are_known:
@@ -206,7 +345,7 @@ class StepState:
         """The current micro-batch has all of its gradients. Raises RuntimeError if the plan has more than were run."""
         assert self.current is not None
         self.weight += self.current.weight
-        self.unused = self.unused & self.missed if self.done else self.missed
+        self.unused = self.unused & self.missed if self.done or self.goes_on else self.missed
         self.missed = set()
         self.done += 1
         self.closed = last

@@ -3,8 +3,8 @@
 Floating-point addition is not associative, so a sum's bits depend on its order. Here the order belongs to the
 micro-batch index alone: leaves 0..M-1, node (level, index) covers leaves [index * 2^level, (index + 1) * 2^level),
 and a node is its left child plus its right child. A child with no leaves (beyond M - 1) is skipped, so that its
-sibling *is* the parent. A worker that holds a contiguous range of leaves sums the largest nodes inside it and sends
-those; the receiver continues the additions in the same tree.
+sibling *is* the parent. A worker that holds some of the leaves, as a rule a contiguous range, sums the largest nodes
+inside it and sends those; the receiver continues the additions in the same tree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count
 
 Node = tuple[int, int]  # (level, index)
 Merge = tuple[int, int]  # (destination, source): x[destination] += x[source]
@@ -35,11 +35,18 @@ class LeafStep:
 
 @dataclass(frozen=True)
 class RangePlan:
-    """How one worker sums its leaves. After the last step, slot k holds the sum of node `pieces[k]`."""
+    """How one worker sums its leaves. After the last step, slot places[k] holds the sum of node pieces[k]."""
 
     steps: tuple[LeafStep, ...]
     pieces: tuple[Node, ...]
+    """Left to right: a function of the set of leaves alone, whatever slots they were summed in."""
+    places: tuple[int, ...]
     slots: int
+
+    @property
+    def held(self) -> tuple[tuple[Node, int], ...]:
+        """Each piece and its slot."""
+        return tuple(zip(self.pieces, self.places, strict=True))
 
 
 def _promote(node: Node, total: int) -> Node:
@@ -51,42 +58,70 @@ def _promote(node: Node, total: int) -> Node:
     return level, index
 
 
-def _siblings(left: Node, right: Node) -> bool:
-    return left[0] == right[0] and left[1] % 2 == 0 and right[1] == left[1] + 1
+def _sibling(node: Node) -> Node:
+    return node[0], node[1] ^ 1
+
+
+def _parent(node: Node, total: int) -> Node:
+    return _promote((node[0] + 1, node[1] // 2), total)
 
 
 @lru_cache(maxsize=256)
 def plan_range(first: int, count: int, total: int, on_host: bool = False) -> RangePlan:
     """The order in which a worker sums leaves first..first+count-1 of `total`, as a binary counter does.
 
-    A slot is a position of the counter's stack. A subtree of 2^d leaves needs d slots (at least one), beside those of
-    the finished pieces to its left: a leaf on the right is added to its sibling in place.
+    A subtree of 2^d leaves needs d slots (at least one), beside those of the finished pieces to its left: a leaf on the
+    right is added to its sibling in place.
 
     on_host: beside the finished pieces two slots are enough, since older sums are copied to the host, and back when it
     is their turn. Raises ValueError if the range does not lie inside the tree.
     """
     if not (first >= 0 and count >= 0 and first + count <= total):
         raise ValueError(f"micro-batches {first}..{first + count - 1} do not lie in 0..{total - 1}")
-    stack: list[Node] = []
-    steps: list[LeafStep] = []
-    slots = 1
-    for leaf in range(first, first + count):
-        node = _promote((0, leaf), total)
-        adds = bool(stack) and _siblings(stack[-1], node)  # the last leaf's sibling may be a whole subtree
-        if adds:
-            stack[-1] = _promote((node[0] + 1, node[1] // 2), total)
-        else:
-            stack.append(node)
-        slot = len(stack) - 1
-        slots = max(slots, len(stack))
-        merges: list[Merge] = []
-        while len(stack) >= 2 and _siblings(stack[-2], stack[-1]):
-            level, index = stack.pop()
-            stack[-1] = _promote((level + 1, index // 2), total)
-            merges.append((len(stack) - 1, len(stack)))
-        steps.append(LeafStep(slot, adds, tuple(merges)))
-    plan = RangePlan(tuple(steps), tuple(stack), slots)
+    plan = plan_leaves(range(first, first + count), total)
     return _with_places(plan) if on_host else plan
+
+
+def plan_leaves(leaves: Sequence[int], total: int, held: Sequence[tuple[Node, int]] = ()) -> RangePlan:
+    """The order in which a worker sums `leaves` of `total`, in ascending order, to what it has already.
+
+    held: sums of other leaves, each a node and its slot: a worker that goes on after another one was lost has them. A
+    node is added to its sibling as soon as both are there, in the lower one of their slots. Which of the two operands
+    comes first does not change a sum's bits.
+    """
+    slot_of = dict(held)
+    steps: list[LeafStep] = []
+    slots = max((1, *(slot + 1 for slot in slot_of.values())))
+    for leaf in leaves:
+        node = _promote((0, leaf), total)
+        adds = _sibling(node) in slot_of  # the last leaf's sibling may be a whole subtree
+        if adds:
+            slot = slot_of.pop(_sibling(node))
+            node = _parent(node, total)
+        else:
+            used = set(slot_of.values())
+            slot = next(k for k in count() if k not in used)
+        slots = max(slots, slot + 1)
+        merges: list[Merge] = []
+        place = slot
+        while (other := slot_of.pop(_sibling(node), None)) is not None:
+            place, source = min(place, other), max(place, other)
+            merges.append((place, source))
+            node = _parent(node, total)
+        slot_of[node] = place
+        steps.append(LeafStep(slot, adds, tuple(merges)))
+    pieces = sorted(slot_of, key=_first_leaf)
+    return RangePlan(tuple(steps), tuple(pieces), tuple(slot_of[node] for node in pieces), slots)
+
+
+@lru_cache(maxsize=256)
+def pieces_of(leaves: tuple[int, ...], total: int) -> tuple[Node, ...]:
+    """The fewest nodes that cover these leaves (ascending) of `total` and no others, left to right."""
+    return plan_leaves(leaves, total).pieces
+
+
+def _first_leaf(node: Node) -> int:
+    return node[1] << node[0]
 
 
 def _with_places(plan: RangePlan) -> RangePlan:
@@ -112,24 +147,26 @@ def _with_places(plan: RangePlan) -> RangePlan:
             saved.discard(destination)
         merges = tuple((slot_of[destination], slot_of[source]) for destination, source in step.merges)
         steps.append(LeafStep(slot_of[step.slot], step.accumulate, merges, tuple(saves), tuple(loads)))
-    return RangePlan(tuple(steps), plan.pieces, max((step.slot + 1 for step in steps), default=1))
+    slots = max((step.slot + 1 for step in steps), default=1)
+    return RangePlan(tuple(steps), plan.pieces, plan.places, slots)
 
 
 def plan_merges(nodes: Sequence[Node], total: int) -> tuple[Merge, ...]:
-    """The additions that turn nodes covering all `total` leaves, left to right, into the root, which ends in row 0.
+    """The additions that turn nodes covering all `total` leaves, in any order, into the root, which ends in row 0.
 
     Raises ValueError if the nodes do not cover the tree exactly.
     """
-    stack: list[tuple[Node, int]] = []
+    row_of: dict[Node, int] = {}
     merges: list[Merge] = []
-    for row, node in enumerate(nodes):
-        stack.append((_promote(node, total), row))
-        while len(stack) >= 2 and _siblings(stack[-2][0], stack[-1][0]):
-            (level, index), source = stack.pop()
-            destination = stack[-1][1]
-            stack[-1] = (_promote((level + 1, index // 2), total), destination)
-            merges.append((destination, source))
-    root = ((total - 1).bit_length(), 0)
-    if [node for node, _ in stack] != [root]:
+    twice = False
+    for row, given in enumerate(nodes):
+        node = _promote(given, total)
+        while (other := row_of.pop(_sibling(node), None)) is not None:
+            row, source = min(row, other), max(row, other)  # so whatever has row 0 stays there
+            merges.append((row, source))
+            node = _parent(node, total)
+        twice = twice or node in row_of
+        row_of[node] = row
+    if twice or list(row_of) != [((total - 1).bit_length(), 0)]:
         raise ValueError(f"nodes {list(nodes)} do not cover the tree over {total} micro-batches")
     return tuple(merges)

@@ -1,18 +1,20 @@
 """The tail: a few fp32 numbers at the end of the last bucket, which are summed with the gradients in one message.
 
 First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then RANK_SLOTS
-for each rank, which it alone writes: the seconds that a micro-batch of its last step took, and in some steps the digest
-of its parameters. Last come the figures of a step function, if there is one, each times the micro-batch's samples.
-Sums over all micro-batches come out of the same reduction as the gradients. Only the leader writes
-the announcement, so its sum is what the leader wrote: integers up to 2^24, and all fp32 values, stay exact when
-zeros are added.
+for each rank. Only that rank writes them: its seconds for a micro-batch of the step before, in some steps the digest of
+its parameters, and its vote on interference. Where a list of parents is announced, the leader alone writes the rank's
+parent. The leader alone writes how long the step before took it, and in some steps what its optimizer's state tells of
+the Fisher information. Last come the figures of a step function, if there is one, each times the micro-batch's samples.
+
+Sums over all micro-batches come out of the same reduction as the gradients. Where the leader alone writes, the sum is
+what it wrote: integers up to 2^24, and all fp32 values, stay exact when zeros are added.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,14 +27,21 @@ SUM_SQUARES = 0  # sum over micro-batches of b_j |g_j|^2
 SAMPLES = 1  # sum of b_j
 LOSS = 2  # sum of b_j times the micro-batch's mean loss; NaN where a loss was not given
 MICRO_BATCHES = 3
-ANNOUNCEMENT = 4
-TAIL_SLOTS = 12
+STEP_TIME = 4  # seconds that the step before took on the leader; 0.0: unknown
+DATA_WAIT = 5  # the part of it that the leader waited for data
+FISHER_TRACE = 6  # of the diagonal Fisher information, by the leader's optimizer state before the step; 0.0: unknown
+FISHER_MAX = 7  # its largest entry
+ANNOUNCEMENT = 8
+TAIL_SLOTS = 16
 
 GRAD_SQ = TAIL_SLOTS  # in a step's record, after the slots: |gbar|^2
 SKIPPED = TAIL_SLOTS + 1  # 1 if the update was left out
 RECORD_SLOTS = TAIL_SLOTS + 2
 
-RANK_SLOTS = 4  # of each rank: seconds a micro-batch (0.0: unknown), then the three slots of a digest
+RANK_SLOTS = 6  # of each rank: seconds a micro-batch (0.0: unknown), the three slots of a digest, and these two:
+VOTE = 4  # on interference: see `kfuse.comm.interference`
+PARENT = 5  # 1 + its parent in the announced tree
+_LISTED = -1  # in the announcement's slot of the tree: it is a list of parents
 _LOW, _MIDDLE, _HIGH = 0xFFFFFF, 0xFFFFFF, 0xFFFF  # a digest's 64 bits, from the lowest
 _PRESENT = 1 << 16  # in a digest's third slot: tells a digest of zero from none
 _ROW = 1024  # elements of a tensor whose bits a digest adds up first
@@ -42,7 +51,7 @@ _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the leader (rank 0) announces to all workers with a step. A field that is 0 announces nothing."""
+    """What the leader (rank 0) announces to all workers with a step. A field that is 0 or empty announces nothing."""
 
     batch_size: int = 0
     lr_scale: float = 0.0
@@ -50,19 +59,32 @@ class Announcement:
     stop: int = 0  # reason code: see kfuse.train.decisions
     transport: int = 0  # 1 + index in kfuse.comm.transports.NAMES
     tree: int = 0  # 1 + index in kfuse.comm.transports.TREES
-    sync_every: int = 0  # steps
+    sync: int = 0  # kfuse.comm.sync.Sync.code
+    parents: tuple[int, ...] = ()  # by rank, in a tree; they travel in the ranks' slots. Then `tree` is 0
+    lr: float = 0.0  # the rate of the first step it applies to; in lr_scale's slots, below zero. Then lr_scale is 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parents", tuple(self.parents))  # plain formats know lists only
 
     def slots(self) -> tuple[float, ...]:
         """Eight fp32 values; lr_scale takes the last one too, for what fp32 rounds away: 48 of its 53 bits arrive."""
-        values = list(map(float, vars(self).values()))
-        values[1] = _fp32(self.lr_scale)
-        return (*values, _fp32(self.lr_scale - values[1]))
+        whole = vars(self) | {"tree": _LISTED if self.parents else self.tree}
+        values = [float(value) for name, value in whole.items() if name not in ("parents", "lr")]
+        rate = self.lr_scale or -self.lr
+        values[1] = _fp32(rate)
+        return (*values, _fp32(rate - values[1]))
 
     @staticmethod
     def from_slots(values: Sequence[float]) -> Announcement:
-        """The announcement in a step's record (values by the slots named above)."""
-        batch_size, lr_scale, *whole, rest = values[ANNOUNCEMENT:TAIL_SLOTS]
-        return Announcement(int(batch_size), float(lr_scale) + float(rest), *map(int, whole))
+        """The announcement in a step's record (values by the slots named above, without a step function's figures)."""
+        batch_size, rate, *whole, rest = values[ANNOUNCEMENT:TAIL_SLOTS]
+        generation, stop, transport, tree, sync = map(int, whole)
+        parents: tuple[int, ...] = ()
+        if tree == _LISTED:
+            tree, parents = 0, tuple(int(each) - 1 for each in values[RECORD_SLOTS + PARENT :: RANK_SLOTS])
+        rate = float(rate) + float(rest)
+        of_rate = (max(0.0, rate), generation, stop, transport, tree, sync, parents, max(0.0, -rate))
+        return Announcement(int(batch_size), *of_rate)
 
 
 NOTHING_ANNOUNCED = Announcement()
@@ -95,48 +117,114 @@ class Tail:
         loss: Tensor | float | None,
         missed: Collection[int] = (),
         announcement: Announcement = NOTHING_ANNOUNCED,
+        times: tuple[float, float] = (0.0, 0.0),
+        fisher: Tensor | None = None,
         seconds: float = 0.0,
+        vote: float = 0.0,
         digest: Tensor | None = None,
         figures: Sequence[Tensor | float] = (),
     ) -> None:
         """Writes a micro-batch's tail to `place` (fp32 [numel]), or adds it to what is there. Never waits for a GPU.
 
         sum_squares: float64 scalar on the device, |g_j|^2. loss: its mean loss. missed: parameters that it gave no
-        gradient. With a rank's first micro-batch of the step only: `announcement`, on the leader; `seconds` per
-        micro-batch in the step before; `digest`, in some steps, of the rank's parameters. figures: scalars, means over
-        the micro-batch's samples.
+        gradient. With a rank's first micro-batch of the step only: `announcement`, `times`, and in some steps `fisher`
+        (fp32 [2] on the device), on the leader; `seconds` per micro-batch in the step before; `vote`; `digest`, in some
+        steps, of the rank's parameters. figures: scalars, means over the micro-batch's samples.
         """
-        slots, own = self._slots, self._own
+        slots = self._slots
         values = [1.0] * slots + [0.0] * (self.numel - slots)
         for index in missed:
             values[index] = 0.0
         values[slots + SAMPLES], values[slots + MICRO_BATCHES], values[slots + LOSS] = samples, 1.0, math.nan
-        if announcement is not NOTHING_ANNOUNCED:
-            values[slots + ANNOUNCEMENT : self._of_ranks] = announcement.slots()
-        values[own] = seconds
         weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}
         weighted.update(enumerate(figures, self._figures))
         if loss is not None:
             weighted[slots + LOSS] = loss
-        digests = {} if digest is None else {own + 1 + k: part for k, part in enumerate(digest_slots(digest))}
+        self._write_own(values, announcement, times, seconds, vote)
+        self._put(place, accumulate, values, weighted, samples, self._in_place(digest, fisher))
+
+    def go_on(
+        self,
+        place: Tensor,
+        before: Tail,
+        sums: Tensor,
+        own: bool,
+        *,
+        announcement: Announcement = NOTHING_ANNOUNCED,
+        times: tuple[float, float] = (0.0, 0.0),
+        fisher: Tensor | None = None,
+        seconds: float = 0.0,
+        vote: float = 0.0,
+        digest: Tensor | None = None,
+    ) -> None:
+        """Writes to `place` what `sums`, a tail of another group's layout `before`, says of micro-batches.
+
+        What ranks of that group wrote, its leader's own too, is left out. own: what is given is written here.
+        """
+        place.zero_()
+        of_micro_batches = self._slots + STEP_TIME
+        place[:of_micro_batches] = sums[:of_micro_batches]
+        place[self._figures :] = sums[before._figures :]
+        if own:
+            values = [0.0] * self.numel
+            self._write_own(values, announcement, times, seconds, vote)
+            self._put(place, True, values, {}, 0.0, self._in_place(digest, fisher))
+
+    def _write_own(
+        self,
+        values: list[float],
+        announcement: Announcement,
+        times: tuple[float, float],
+        seconds: float,
+        vote: float,
+    ) -> None:
+        values[self._slots + STEP_TIME : self._slots + FISHER_TRACE] = times
+        if announcement is not NOTHING_ANNOUNCED:
+            values[self._slots + ANNOUNCEMENT : self._of_ranks] = announcement.slots()
+            for rank, parent in enumerate(announcement.parents):
+                values[self._of_ranks + RANK_SLOTS * rank + PARENT] = 1.0 + parent
+        values[self._own], values[self._own + VOTE] = seconds, vote
+
+    def _in_place(self, digest: Tensor | None, fisher: Tensor | None) -> dict[int, Tensor]:
+        """By slot, numbers that lie on the device: this rank's digest, the leader's `fisher`."""
+        digests = () if digest is None else digest_slots(digest)
+        traces = () if fisher is None else fisher
+        return {**dict(enumerate(digests, self._own + 1)), **dict(enumerate(traces, self._slots + FISHER_TRACE))}
+
+    def _put(
+        self,
+        place: Tensor,
+        accumulate: bool,
+        values: list[float],
+        weighted: Mapping[int, Tensor | float],
+        samples: float,
+        numbers: Mapping[int, Tensor],
+    ) -> None:
+        """Writes `values` to `place`, or adds them; before, at the indices of `weighted`, those times `samples`, and at
+        those of `numbers` these.
+        """
         if (device := devices.of(place.device)).asynchronous:
             host_values = device.pinned((self.numel,), torch.float32)
             host_values.copy_(torch.tensor(values, dtype=torch.float32))
             tail = host_values.to(place.device, non_blocking=True)
             for index, scalar in weighted.items():
                 tail[index] = (scalar.detach().double() if isinstance(scalar, Tensor) else scalar) * samples
-            for index, part in digests.items():
+            for index, part in numbers.items():
                 tail[index] = part
             place.add_(tail) if accumulate else place.copy_(tail)
             return
         # On the host, and by numpy, whose calls take a fraction of the time of torch's: each micro-batch has a tail.
         for index, scalar in weighted.items():
             values[index] = (scalar.item() if isinstance(scalar, Tensor) else scalar) * samples
-        for index, part in digests.items():
+        for index, part in numbers.items():
             values[index] = part.item()
         with np.errstate(all="ignore"):
             host, tail_values = place.numpy(), np.array(values, np.float32)
             host[:] = host + tail_values if accumulate else tail_values
+
+    def write_digest(self, place: Tensor, digest: Tensor) -> None:
+        """Writes this rank's digest to `place` (fp32 [numel], zeros), where it has no micro-batch to write of."""
+        place[self._own + 1 : self._own + VOTE] = digest_slots(digest)
 
     def record(self, tail: Tensor, totals: Tensor) -> Tensor:
         """A step's figures from the reduced tail: float64 [RECORD_SLOTS + ranks * RANK_SLOTS + figures], on the device.
@@ -149,6 +237,10 @@ class Tail:
             return torch.cat([tail[slots:of_ranks], totals, tail[of_ranks:]])
         host = tail.numpy()
         return torch.from_numpy(np.concatenate([host[slots:of_ranks], totals.numpy(), host[of_ranks:]]))
+
+    def samples(self, tail: Tensor) -> Tensor:
+        """float64 scalar: the step's samples from the reduced tail, on the device."""
+        return tail[self._slots + SAMPLES].double()
 
     def flags(self, tail: Tensor) -> Tensor:
         """fp32 [params]: how many micro-batches, over all workers, gave each parameter a gradient."""
@@ -169,9 +261,16 @@ def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
     mixed = torch.cat(words).to(torch.int64)
     mixed ^= _ODD[0] * torch.arange(1, mixed.numel() + 1, device=mixed.device)  # place by place another value
     for shift, factor in ((32, _ODD[1]), (29, _ODD[2])):
-        mixed ^= mixed >> shift
+        mixed ^= _shifted(mixed, shift)
         mixed *= factor
-    return (mixed ^ (mixed >> 32)).sum() + _signed(salt)
+    return (mixed ^ _shifted(mixed, 32)).sum() + _signed(salt)
+
+
+def _shifted(words: Tensor, count: int) -> Tensor:
+    """To the right, with zeros from the left, where torch's shift repeats the sign: a word and its complement would mix
+    to the same value.
+    """
+    return (words >> count) & ((1 << (64 - count)) - 1)
 
 
 def _words(tensor: Tensor) -> list[Tensor]:

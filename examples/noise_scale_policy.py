@@ -1,6 +1,6 @@
 """KungFu's example, with kfuse: a worker more whenever the gradient noise scale grows.
 
-python examples/noise_scale_policy.py
+kfuse-run --workers 1 --max-workers 3 examples/noise_scale_policy.py
 """
 
 import torch
@@ -23,6 +23,6 @@ class GNSPolicy(kf.BasePolicy):
 
 digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
-opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
 hook = kf.Hook(GNSPolicy())
-print(kf.fit(model, digits.train, opt, hook, epochs=5, heldout=digits.heldout))
+print(kf.fit(model, digits.train, opt, hook, batch_size=64, micro_batch=8, epochs=60, heldout=digits.heldout))

@@ -4,9 +4,9 @@ Importing this package needs torch alone; Triton is imported when the first GPU 
 """
 
 from kfuse.kernels.packing import pack
-from kfuse.kernels.reduction import Measures, Merges, balanced, block_sumsq, reduce, sum_partials
+from kfuse.kernels.reduction import Measures, Merges, balanced, block_sumsq, pull, reduce, sum_partials
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
-from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, sgd
+from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, lamb_trust, sgd
 
 __all__ = [
     "BLOCK",
@@ -20,8 +20,10 @@ __all__ = [
     "balanced",
     "block_sumsq",
     "lamb",
+    "lamb_trust",
     "num_blocks",
     "pack",
+    "pull",
     "reduce",
     "sgd",
     "sum_partials",

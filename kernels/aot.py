@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from kfuse.kernels import triton_lamb, triton_norm, triton_pack, triton_reduce, triton_updates
+from kfuse.kernels import triton_lamb, triton_norm, triton_pack, triton_pull, triton_reduce, triton_updates
 from kfuse.kernels.launch import NAMES, Case, options
 
 TARGETS = {
@@ -161,7 +161,7 @@ HEADER = (
 
 def cases() -> Iterator[Case]:
     """Every kernel, in the types and with the flags that training uses."""
-    for module in (triton_pack, triton_reduce, triton_updates, triton_lamb, triton_norm):
+    for module in (triton_pack, triton_reduce, triton_pull, triton_updates, triton_lamb, triton_norm):
         yield from module.cases()
 
 

@@ -1,4 +1,5 @@
-"""`reduce`, `block_sumsq` and `sum_partials`: sums whose order never changes. Arguments and PyTorch implementations.
+"""`reduce`, `pull`, `block_sumsq` and `sum_partials`: sums whose order never changes. Arguments, and PyTorch
+implementations.
 
 Every sum here has an order fixed by the data's shape, whatever the number of threads or the memory alignment. That is
 why squares are summed with `vector_norm` over short rows and not with `torch.dot`, whose bits depend on both.
@@ -9,6 +10,7 @@ piece is a whole number of chunks and blocks: its size changes no bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from itertools import accumulate as running_sums
@@ -32,11 +34,8 @@ PIECE = 2**19
 """Elements, 2 MiB of fp32. Smaller pieces fit a second-level cache and are slower all the same: each operation has a
 fixed cost of a few microseconds, and below 2**15 elements torch uses one thread."""
 
-REDUCE_PIECE = 2**18
-"""Elements of each row that are added up at a time."""
-
-MEASURE_PIECE = 16 * BLOCK
-"""Elements of each row that are reduced, then measured, at a time."""
+REDUCE_PIECE = 64 * BLOCK
+"""Elements of each row that are added up, and measured, at a time: 1 MiB of fp32."""
 
 ONE_THREAD = 2**14
 """Elements that torch adds up in one thread, in an order of their number. It shares out work from twice as many on."""
@@ -109,9 +108,9 @@ class Measures:
         """Whether anything is measured."""
         return self.sumsq is not None or self.centred or self.of_rows
 
-    def check(self, rows: Tensor) -> None:
+    def check(self, rows: Tensor | Sequence[Tensor]) -> None:
         """Raises ValueError where a tensor is missing, does not fit `rows` ([K, n]), or K is too large."""
-        count, numel = rows.shape
+        count, numel, device = len(rows), rows[0].numel(), rows[0].device
         of_blocks = dict.fromkeys(("sumsq", "variance", "noise"), (num_blocks(numel),))
         of_rows = dict.fromkeys(("row_sumsq", "row_dot"), (count, num_blocks(numel)))
         for name, shape in (of_blocks | of_rows | {"shares": (count,), "exp_avg_sq": (numel,)}).items():
@@ -122,8 +121,8 @@ class Measures:
                 raise ValueError(
                     f"reduce: {name} must be contiguous float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
                 )
-            if tensor.device != rows.device:
-                raise ValueError(f"reduce: {name} is on {tensor.device}, the rows on {rows.device}")
+            if tensor.device != device:
+                raise ValueError(f"reduce: {name} is on {tensor.device}, the rows on {device}")
         if self.centred and self.shares is None:
             raise ValueError("reduce: variance and noise need shares")
         if self.noise is not None and self.exp_avg_sq is None:
@@ -140,15 +139,16 @@ class ReduceArguments(Arguments):
 
     Args:
         rows: [K, n] contributions, fp32, bf16 or fp16 (added in fp32), each row contiguous. They may be overwritten.
+            On the CPU they may be K tensors [n] of one dtype, wherever they lie.
         merges: pairs (dst, src) of different row numbers.
-        out: [n], contiguous, fp32, bf16 or fp16; may be `rows[0]`.
+        out: [n], contiguous, fp32, bf16 or fp16; may be one of the rows: of several tensors any, of [K, n] the first.
         measures: what to measure in the same pass, from the rows as they came in and from `out` as it is stored. An
             output's bits depend on its block alone: a shard that starts at a multiple of BLOCK yields its part.
 
     Raises ValueError when a merge names no row, or adds a row to itself, or shapes or dtypes differ.
     """
 
-    rows: Tensor
+    rows: Tensor | Sequence[Tensor]
     merges: Merges
     out: Tensor
     _: KW_ONLY
@@ -157,12 +157,55 @@ class ReduceArguments(Arguments):
     def check(self) -> None:
         """Raises ValueError or TypeError where an argument does not fit the class's description."""
         rows, out = self.rows, self.out
-        if rows.dim() != 2 or len(rows) == 0 or out.shape != rows.shape[1:]:
-            raise ValueError(
-                f"reduce: rows must be [K >= 1, n] and out [n], got {list(rows.shape)} and {list(out.shape)}"
-            )
+        if out.dim() != 1 or {row.shape for row in rows} != {out.shape}:
+            shape = list(rows.shape) if isinstance(rows, Tensor) else [list(row.shape) for row in rows]
+            raise ValueError(f"reduce: rows must be [K >= 1, n] and out [n], got {shape} and {list(out.shape)}")
+        if len({row.dtype for row in rows}) > 1:
+            raise ValueError(f"reduce: rows must have one dtype, got {[row.dtype for row in rows]}")
         check_merges("reduce", self.merges, len(rows))
         self.measures.check(rows)
+
+
+@dataclass(frozen=True)
+class PullArguments(Arguments):
+    """Add contributions that lie in the memory of several workers, which this worker's device can read.
+
+    The bits are those of `reduce` with the same rows and merges. Nothing is copied before it is added.
+
+    Args:
+        rows: K >= 1 fp32 tensors [n], each contiguous, 16-byte aligned and mapped into this device's address space
+            (`.device` is that of `out`). They stay as they are, but for one that is `out`.
+        merges: the order of additions, as `reduce` takes it.
+        out: fp32 [n], contiguous, on this worker's device; may be one of the rows.
+        sumsq: fp32 [num_blocks(n)], where the sum's squares are written as `Measures.sumsq` has them; n elements must
+            start at a multiple of BLOCK of the bucket. None: not measured.
+
+    Raises ValueError where they do not fit each other.
+    """
+
+    rows: Sequence[Tensor]
+    merges: Merges
+    out: Tensor
+    sumsq: Tensor | None = None
+
+    def check(self) -> None:
+        """Raises ValueError where an argument does not fit the class's description."""
+        out, blocks = self.out, num_blocks(self.out.numel())
+        if not self.rows:
+            raise ValueError("pull: there must be at least one contribution")
+        for row in (*self.rows, out):
+            if row.shape != (out.numel(),) or row.dtype != torch.float32 or not row.is_contiguous():
+                raise ValueError(
+                    f"pull: each contribution and out must be contiguous float32 [{out.numel()}], got {row.dtype} "
+                    f"{list(row.shape)}"
+                )
+            if row.device != out.device:
+                raise ValueError(f"pull: contributions must lie on {out.device}, got {row.device}")
+        if out.device.type != "meta" and any(row.numel() and row.data_ptr() % 16 for row in self.rows):
+            raise ValueError("pull: each contribution must be 16-byte aligned")
+        check_merges("pull", self.merges, len(self.rows))
+        if (sumsq := self.sumsq) is not None and (sumsq.shape != (blocks,) or sumsq.dtype != torch.float32):
+            raise ValueError(f"pull: sumsq must be float32 [{blocks}], got {sumsq.dtype} {list(sumsq.shape)}")
 
 
 @dataclass(frozen=True)
@@ -215,35 +258,40 @@ def reduce_by_torch(given: ReduceArguments) -> None:
     """`reduce` in PyTorch."""
     rows, merges, out, measures = given.rows, given.merges, given.out, given.measures
     if not measures.any:
-        _add_rows(rows, merges, out)
+        _add_rows(list(rows), merges, out)
         return
-    for at in range(0, out.numel(), MEASURE_PIECE):  # what has just been added is measured while it is in the cache
-        elements = slice(at, min(at + MEASURE_PIECE, out.numel()))
-        contributions = rows[:, elements].float()
-        if out.data_ptr() == rows.data_ptr():  # the first of them is about to be overwritten
-            contributions = contributions.clone()
-        _add_rows(rows[:, elements], merges, out[elements])
+    needs_rows = measures.centred or measures.of_rows
+    for at in range(0, out.numel(), REDUCE_PIECE):  # what has just been added is measured while it is in the cache
+        elements = slice(at, min(at + REDUCE_PIECE, out.numel()))
+        parts = [row[elements] for row in rows]
+        contributions = [part.float() for part in parts] if needs_rows else []
+        # One of them may be about to be overwritten.
+        contributions = [c.clone() if c.data_ptr() == out[elements].data_ptr() else c for c in contributions]
+        _add_rows(parts, merges, out[elements])
         _measure(contributions, out[elements], measures, elements)
 
 
-def _add_rows(rows: Tensor, merges: Merges, out: Tensor) -> None:
-    """Adds up the rows in the order of `merges` and writes the sum. `out` may be the first row; the others stay."""
+def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
+    """Adds up the rows in the order of `merges` and writes the sum. `out` may be one of the rows; the others stay.
+
+    So only the last addition writes there.
+    """
     program = postfix(len(rows), merges)
-    if program.count(0) > 1 and out.data_ptr() == rows.data_ptr():  # the first row is needed again after it was written
-        rows = rows.clone()
+    additions, dtype = program.count(ADD), rows[0].dtype
     depth = max(running_sums(-1 if item == ADD else 1 for item in program))
-    one_pass = len(merges) <= 1 and rows.dtype == out.dtype == torch.float32
+    one_pass = additions <= 1 and dtype == out.dtype == torch.float32
     piece = max(1, out.numel()) if one_pass else REDUCE_PIECE
-    scratch = torch.empty(depth, min(piece, out.numel()), dtype=torch.float32, device=rows.device)
-    for target, *parts in zip(*(torch.split(row, piece) for row in (out, *rows.unbind(0))), strict=True):
+    scratch = torch.empty(depth, 0 if one_pass else min(piece, out.numel()), dtype=torch.float32, device=out.device)
+    for target, *parts in zip(*(torch.split(row, piece) for row in (out, *rows)), strict=True):
         slots = list(scratch[:, : target.numel()].unbind(0))  # for the sum at each place of the stack
-        if out.dtype == torch.float32:
-            slots[0] = target
         stack: list[Tensor] = []
+        left = additions
         for item in program:
             if item == ADD:
+                left -= 1
                 right = stack.pop()
-                stack[-1] = torch.add(stack[-1], right, out=slots[len(stack) - 1])
+                sum_at = target if left == 0 and out.dtype == torch.float32 else slots[len(stack) - 1]
+                stack[-1] = torch.add(stack[-1], right, out=sum_at)
             else:
                 part = parts[item]
                 stack.append(part if part.dtype == torch.float32 else slots[len(stack)].copy_(part))
@@ -251,7 +299,7 @@ def _add_rows(rows: Tensor, merges: Merges, out: Tensor) -> None:
             target.copy_(stack[0])
 
 
-def _measure(rows: Tensor, out: Tensor, measures: Measures, elements: slice) -> None:
+def _measure(rows: Sequence[Tensor], out: Tensor, measures: Measures, elements: slice) -> None:
     """Fill the partial sums of these elements' blocks. `rows` are the contributions in fp32."""
     blocks = slice(elements.start // BLOCK, num_blocks(elements.stop))
     mean = out.float()
@@ -280,6 +328,16 @@ def _block_sums(values: Tensor, out: Tensor) -> None:
     torch.sum(values[: full * BLOCK].view(full, BLOCK), dim=1, out=out[:full])
     if full < out.numel():
         torch.sum(values[full * BLOCK :], dim=0, keepdim=True, out=out[full:])
+
+
+def pull_by_torch(given: PullArguments) -> None:
+    """`pull` in PyTorch."""
+    out, sumsq = given.out, given.sumsq
+    for at in range(0, out.numel(), REDUCE_PIECE):
+        elements = slice(at, min(at + REDUCE_PIECE, out.numel()))
+        squares = None if sumsq is None else sumsq[at // BLOCK : num_blocks(elements.stop)]
+        rows = torch.stack([row[elements] for row in given.rows])
+        reduce(rows, given.merges, out[elements], measures=Measures(sumsq=squares))
 
 
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
@@ -315,6 +373,7 @@ def sum_partials_by_torch(given: SumPartialsArguments) -> None:
         out.copy_(partials.cumsum(-1, dtype=torch.float64)[..., -1])
 
 
-reduce = kernel("reduce", ReduceArguments, "rows", reduce_by_torch, "triton_reduce")
+reduce = kernel("reduce", ReduceArguments, "out", reduce_by_torch, "triton_reduce")
+pull = kernel("pull", PullArguments, "out", pull_by_torch, "triton_pull")
 block_sumsq = kernel("block_sumsq", BlockSumsqArguments, "flat", block_sumsq_by_torch, "triton_reduce")
 sum_partials = kernel("sum_partials", SumPartialsArguments, "partials", sum_partials_by_torch, "triton_reduce")

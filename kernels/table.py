@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -69,9 +71,8 @@ class PackTable:
         flat_sizes: sizes that split `flat[:end]` into gap, tensor, gap, tensor, ...; every second piece is a tensor.
         sumsq_sizes: sizes that split `sumsq` into each tensor's full chunks and, apart, its ragged last chunk (0 or 1).
         chunk_sizes: sizes that split the tensors, laid end to end, into chunks.
+        heads: of each tensor, the elements before its first chunk that is not cut short at its beginning.
         offset_alignment: largest power of two, at most 16, that divides every offset: what a GPU kernel may assume.
-        chunks: int64 [num_chunks, 4] on `device`: tensor index, start within it, length, start within the flat buffer.
-        first_chunks: int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`.
     """
 
     numels: tuple[int, ...]
@@ -82,9 +83,8 @@ class PackTable:
     flat_sizes: tuple[int, ...]
     sumsq_sizes: tuple[int, ...]
     chunk_sizes: tuple[int, ...]
+    heads: tuple[int, ...]
     offset_alignment: int
-    chunks: Tensor
-    first_chunks: Tensor
     pointers: DevicePointers = field(repr=False, compare=False)
     last_segments: Segments = field(repr=False, compare=False)
 
@@ -95,18 +95,42 @@ class PackTable:
             last.flat, last.views = flat, flat[: self.end].split_with_sizes(self.flat_sizes)[1::2]
         return last.views
 
+    @cached_property
+    def chunks(self) -> Tensor:
+        """int64 [num_chunks, 4] on `device`: tensor index, start within it, length, start within the flat buffer.
+
+        Triton's kernels read it. On a CPU nothing does, and it takes 1 / 128 of the gradients' memory.
+        """
+        rows = [
+            (index, at, stop - at, self.offsets[index] + at)
+            for index, (numel, head) in enumerate(zip(self.numels, self.heads, strict=True))
+            for at, stop in pairwise(_edges(numel, head))
+        ]
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(self.device)
+
+    @cached_property
+    def first_chunks(self) -> Tensor:
+        """int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`."""
+        counts = [len(_edges(numel, head)) - 1 for numel, head in zip(self.numels, self.heads, strict=True)]
+        return torch.tensor([0, *accumulate(counts)], dtype=torch.int64).to(self.device)
+
     @staticmethod
-    def build(numels: Sequence[int], offsets: Sequence[int], device: torch.device) -> PackTable:
+    def build(
+        numels: Sequence[int], offsets: Sequence[int], device: torch.device, start: int | None = None
+    ) -> PackTable:
         """Lay out tensors of `numels` elements at `offsets` (in elements) of a flat buffer on `device`.
 
+        start: the flat buffer is a part of a bucket and begins at this element of it. Chunks then end where the
+        bucket's blocks do, so that those of a tensor are the same in whatever parts the bucket is cut at blocks. Not
+        for `pack`. None: a tensor's chunks are counted from its own first element.
         Raises ValueError when the lengths differ, a number is negative, or segments overlap or are out of order.
         """
         if len(numels) != len(offsets):
             raise ValueError(f"numels and offsets must have the same length, got {len(numels)} and {len(offsets)}")
-        rows: list[tuple[int, int, int, int]] = []
         flat_sizes: list[int] = []
         sumsq_sizes: list[int] = []
-        first_chunks = [0]
+        chunk_sizes: list[int] = []
+        heads: list[int] = []
         end = 0
         for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
             if numel < 0 or offset < end:
@@ -116,21 +140,28 @@ class PackTable:
                 )
             flat_sizes += [offset - end, numel]
             sumsq_sizes += [numel // CHUNK, int(numel % CHUNK > 0)]
-            rows += [(index, at, min(CHUNK, numel - at), offset + at) for at in range(0, numel, CHUNK)]
-            first_chunks.append(len(rows))
+            heads.append(0 if start is None else min(numel, -(start + offset) % CHUNK))  # to the end of a block
+            chunk_sizes += [stop - at for at, stop in pairwise(_edges(numel, heads[-1]))]
             end = offset + numel
-        return PackTable(
+        table = PackTable(
             numels=tuple(numels),
             offsets=tuple(offsets),
             device=device,
-            num_chunks=len(rows),
+            num_chunks=len(chunk_sizes),
             end=end,
             flat_sizes=tuple(flat_sizes),
             sumsq_sizes=tuple(sumsq_sizes),
-            chunk_sizes=tuple(length for _, _, length, _ in rows),
+            chunk_sizes=tuple(chunk_sizes),
+            heads=tuple(heads),
             offset_alignment=math.gcd(16, *offsets),
-            chunks=torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(device),
-            first_chunks=torch.tensor(first_chunks, dtype=torch.int64).to(device),
             pointers=DevicePointers(),
             last_segments=Segments(),
         )
+        if device.type != "cpu":
+            table.chunks, table.first_chunks  # noqa: B018  now, and not while a CUDA graph is captured
+        return table
+
+
+def _edges(numel: int, head: int) -> list[int]:
+    """Where a tensor's chunks begin, and its end."""
+    return sorted({0, *range(head, numel, CHUNK), numel})

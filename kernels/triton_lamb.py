@@ -6,6 +6,7 @@ needs no buffer, and leaves the gradient's dtype free.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, like_
 from kfuse.kernels.table import CHUNK, PackTable
 from kfuse.kernels.triton_reduce import lane_sums
 from kfuse.kernels.triton_updates import bias_correction, weights
-from kfuse.kernels.updates import AdamOptions, LAMBArguments
+from kfuse.kernels.updates import AdamOptions, LAMBArguments, TrustArguments
 
 TILE = 2048
 WIDTH = 1024
@@ -154,14 +155,25 @@ def lamb(given: LAMBArguments) -> Launches:
     """As `kfuse.kernels.lamb`."""
     table, chunks = given.table, (given.table.num_chunks,)
     layout = {"OFFSET_ALIGNMENT": table.offset_alignment, "CHUNK": CHUNK}
-    values = vars(given) | given.options.numbers
-    values |= {"chunks": table.chunks, "first_chunks": table.first_chunks, "num_chunks": table.num_chunks}
-    values["partials"] = torch.empty(2, table.num_chunks, device=given.param.device)
-    values["trust"] = torch.empty(len(table.numels), device=given.param.device)
-    moments = {"MAXIMIZE": given.options.maximize, **layout, "LANE": 4, "TILE": TILE}
-    yield Launch(lamb_moments_kernel, chunks, values, moments)
-    yield Launch(lamb_trust_kernel, (len(table.numels),), values, {"WIDTH": WIDTH})
+    values = vars(given) | given.options.numbers | {"chunks": table.chunks}
+    if given.trust is None:
+        if given.partials is None:
+            values["partials"] = torch.empty(2, table.num_chunks, device=given.param.device)
+            values["trust"] = torch.empty(len(table.numels), device=given.param.device)
+        moments = {"MAXIMIZE": given.options.maximize, **layout, "LANE": 4, "TILE": TILE}
+        yield Launch(lamb_moments_kernel, chunks, values, moments)
+        if given.partials is not None:
+            return
+        yield from lamb_trust(TrustArguments(values["partials"], table, values["trust"]))
     yield Launch(lamb_apply_kernel, chunks, values, layout)
+
+
+def lamb_trust(given: TrustArguments) -> Launches:
+    """As `kfuse.kernels.lamb_trust`."""
+    table = given.table
+    values: dict[str, Any] = {"partials": given.partials, "trust": given.out, "first_chunks": table.first_chunks}
+    values["num_chunks"] = table.num_chunks
+    yield Launch(lamb_trust_kernel, (len(table.numels),), values, {"WIDTH": WIDTH})
 
 
 def cases() -> Iterator[Case]:

@@ -6,7 +6,7 @@ needs no other binary: nothing is compiled in mid-step. Where it measures, the m
 since the rows stay in registers. So is what is measured: an output that is not given costs nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -44,16 +44,29 @@ def lane_sums(values, LANE: tl.constexpr):
     return tl.sum(tl.reshape(values, (values.shape[0] // LANE, LANE)), axis=1)
 
 
+@triton.jit
+def placed(stack, value, low, high, DEPTH: tl.constexpr):
+    """The stack after one line of `adding_program`: positions high - 1 down to `low` are added to the value.
+
+    A register cannot be chosen by a number that is known at run time only. So each position of the stack is tried.
+    """
+    total = value
+    for position in tl.static_range(DEPTH - 1, -1, -1):
+        if (low <= position) & (position < high):
+            total = stack[position] + total
+    for position in tl.static_range(DEPTH):
+        if low == position:
+            stack = stack[:position] + (total,) + stack[position + 1 :]  # noqa: RUF005
+    return stack
+
+
 @triton.jit(do_not_specialize=["count"])
 def sum_rows_kernel(
     rows, out, program,
     count, numel, stride,
     AHEAD: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up one tile of the rows in the order of `program` (see `adding_program`), which is data.
-
-    A register cannot be chosen by a number that is known at run time only. So each position of the stack is tried.
-    """
+    """Add up one tile of the rows in the order of `program` (see `adding_program`), which is data."""
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < numel
     stride = tl.zeros((), tl.int64) + stride
@@ -66,13 +79,7 @@ def sum_rows_kernel(
             values = values + (value.to(tl.float32),)  # noqa: RUF005
         for k in tl.static_range(AHEAD):
             low, high = tl.load(program + (at + k) * 4 + 1), tl.load(program + (at + k) * 4 + 2)
-            total = values[k]
-            for position in tl.static_range(DEPTH - 1, -1, -1):
-                if (low <= position) & (position < high):
-                    total = stack[position] + total
-            for position in tl.static_range(DEPTH):
-                if low == position:
-                    stack = stack[:position] + (total,) + stack[position + 1 :]  # noqa: RUF005
+            stack = placed(stack, values[k], low, high, DEPTH)
     tl.store(out + index, stack[0].to(out.dtype.element_ty), mask=mask)
 
 
@@ -205,7 +212,7 @@ def reduce(given: ReduceArguments) -> Launches:
     if not measures.any:
         yield _plain_reduce(given)
         return
-    rows = _aligned(given.rows)
+    rows = _aligned(_as_matrix(given.rows))
     count, itemsize = len(rows), rows.element_size()
     values = {"rows": rows, "out": given.out, "numel": numel, "stride": rows.stride(0)} | vars(measures)
     values["eps"] = float(measures.eps)
@@ -227,11 +234,12 @@ def reduce(given: ReduceArguments) -> Launches:
 
 def _plain_reduce(given: ReduceArguments) -> Launch:
     """Without measures: no bits depend on the tile."""
-    rows, numel = given.rows, given.out.numel()
+    rows, numel = _as_matrix(given.rows), given.out.numel()
     on_gpu = rows.device.type == "cuda"
     stream = torch.cuda.current_stream(rows.device).cuda_stream if on_gpu else 0
     program, depth = _uploaded_program(len(rows), given.merges, rows.device, stream)
-    values = vars(given) | {"program": program, "count": len(program), "numel": numel, "stride": rows.stride(0)}
+    values = vars(given) | {"rows": rows, "program": program, "count": len(program), "numel": numel}
+    values["stride"] = rows.stride(0)
     tile = tile_size(rows.element_size())
     constants = {"AHEAD": AHEAD, "DEPTH": max(DEPTH, triton.next_power_of_2(depth)), "TILE": tile}
     # Other workers have other shards of the bucket: one may end between multiples of 16 elements.
@@ -243,9 +251,7 @@ def _plain_reduce(given: ReduceArguments) -> Launch:
 def _uploaded_program(count: int, merges: Merges, device: torch.device, stream: int) -> tuple[Tensor, int]:
     """`adding_program` on the device, and the stack's depth. A stream uses what was copied there on the same stream."""
     program = adding_program(count, merges)
-    return upload(torch.tensor(program, dtype=torch.int32), device), 1 + max(
-        low for row, low, *_ in program if row >= 0
-    )
+    return upload(torch.tensor(program, dtype=torch.int32), device), stack_depth(program)
 
 
 def adding_program(count: int, merges: Merges) -> list[tuple[int, int, int, int]]:
@@ -267,6 +273,11 @@ def adding_program(count: int, merges: Merges) -> list[tuple[int, int, int, int]
     return lines + [none] * (-len(lines) % AHEAD)
 
 
+def stack_depth(program: list[tuple[int, int, int, int]]) -> int:
+    """Unfinished sums that an `adding_program` has at a time, at most."""
+    return 1 + max(low for row, low, *_ in program if row >= 0)
+
+
 def tile_size(itemsize: int) -> int:
     """Elements that one 128-bit access a thread covers."""
     return THREADS * 16 // itemsize
@@ -277,6 +288,11 @@ def _registers(count: int, itemsize: int, measures: Measures) -> int:
     if measures.of_rows and count * 16 // itemsize > 32:
         return 168
     return 255 if count > 16 else 128
+
+
+def _as_matrix(rows: Tensor | Sequence[Tensor]) -> Tensor:
+    """[K, n]. Several tensors, which only the interpreter gets, are copied."""
+    return rows if isinstance(rows, Tensor) else torch.stack(list(rows))
 
 
 def _aligned(rows: Tensor) -> Tensor:

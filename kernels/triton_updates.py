@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton `adamw` and `sgd`: one pass over parameter, gradient (or the contributions it is the sum of) and states."""
+"""Triton `adamw` and `sgd`: one pass over parameter, gradient and states."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 
 from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, Streams, like_memory
-from kfuse.kernels.reduction import balanced, postfix
-from kfuse.kernels.triton_reduce import merged
+from kfuse.kernels.table import BLOCK
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, ElementwiseArguments, SGDArguments, SGDOptions
 
-SCALARS = ["step", "grad_scale", "found_inf"]
-"""Pointers to one number each: where it lies is no reason for another binary."""
+SCALARS = ["step", "corrections", "grad_scale", "found_inf"]
+"""Pointers to one number, or two: where it lies is no reason for another binary."""
+
+TILE = 2048
+"""Elements that a program updates."""
 
 
 @triton.jit
@@ -37,19 +39,23 @@ def weights(param, master, at, mask):
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def adamw_kernel(
-    param, master, grad, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
-    numel, stride,
+    param, master, grad, exp_avg, exp_avg_sq, step, corrections, grad_scale, found_inf,
+    numel,
     lr, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps,
-    MAXIMIZE: tl.constexpr, PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
+    MAXIMIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One AdamW step of one block."""
+    """One AdamW step of a tile."""
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if corrections is not None:
+        correction1, correction2 = tl.load(corrections).to(tl.float32), tl.load(corrections + 1).to(tl.float32)
+    else:
+        correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < numel
+    g = tl.load(grad + index, mask=mask, other=0.0).to(tl.float32)
     p = weights(param, master, index, mask)
-    g = merged(grad, index, mask, tl.zeros((), tl.int64) + stride, PROGRAM)
     m = tl.load(exp_avg + index, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq + index, mask=mask).to(tl.float32)
 
@@ -61,7 +67,6 @@ def adamw_kernel(
     m = m * beta1 + g * one_minus_beta1
     v = v * beta2 + g * g * one_minus_beta2
 
-    correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.sqrt_rn(correction2)) + eps
     p = p - tl.div_rn(lr, correction1) * tl.div_rn(m, denominator)
 
@@ -75,19 +80,18 @@ def adamw_kernel(
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def sgd_kernel(
     param, master, grad, momentum_buffer, grad_scale, found_inf,
-    numel, stride,
+    numel,
     lr, momentum, one_minus_dampening, weight_decay,
-    NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, FIRST_STEP: tl.constexpr,
-    PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
+    NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, FIRST_STEP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One SGD step of one block."""
+    """One SGD step of a tile."""
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < numel
+    g = tl.load(grad + index, mask=mask, other=0.0).to(tl.float32)
     p = weights(param, master, index, mask)
-    g = merged(grad, index, mask, tl.zeros((), tl.int64) + stride, PROGRAM)
 
     if grad_scale is not None:
         g = g * tl.load(grad_scale)
@@ -128,64 +132,68 @@ def sgd(given: SGDArguments) -> Launches:
 
 
 def _launch(kernel: Any, given: ElementwiseArguments, numbers: dict[str, float], flags: dict[str, bool]) -> Launch:
-    """The launch of an update that takes its elements one by one, with its own settings and compile-time flags."""
+    """The launch of an update that takes its elements one by one, with its own settings and compile-time flags.
+
+    No bits of parameters and states depend on the tile. A thread moves 128 bits of the smaller type, or more.
+    """
     numel = given.param.numel()
-    rows = given.grad if given.grad.dim() == 2 else given.grad[None]
-    # No bits depend on the block. A thread moves 128 bits of the smaller type, or more.
-    itemsize = min(rows.element_size(), given.param.element_size())
-    block = 2048 if itemsize == 2 or len(rows) <= 4 else 1024
-    values = vars(given) | numbers | {"grad": rows, "numel": numel, "stride": rows.stride(0)}
-    constants = {**flags, "PROGRAM": postfix(len(rows), given.merges), "BLOCK": block}
-    return Launch(kernel, (triton.cdiv(numel, block),), values, constants)
+    values = vars(given) | numbers | {"numel": numel}
+    return Launch(kernel, (triton.cdiv(numel, TILE),), values, flags | {"TILE": TILE})
 
 
 def cases() -> Iterator[Case]:
-    """The types, contributions and settings that training uses."""
+    """The types and settings that training uses."""
     adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
-    state, one = like_memory(1024), like_memory()
-    for param, grad, count, master in (
-        *((F32, F32, count, False) for count in (1, 2, 8, 32)),
-        *((BF16, BF16, count, True) for count in (1, 8, 16)),
-        (BF16, F32, 8, True),
-        (F32, BF16, 1, False),
-        (BF16, BF16, 1, False),
+    state, one = like_memory(BLOCK), like_memory()
+    for param, grad, master in (
+        (F32, F32, False),
+        (F32, BF16, False),
+        (BF16, BF16, False),
+        (BF16, BF16, True),
+        (BF16, F32, True),
     ):
-        flats = _flats(param, grad, count, master)
+        flats = _flats(param, grad, master)
         (launch,) = adamw(AdamWArguments(**flats, exp_avg=state, exp_avg_sq=state, options=adam, step=one))
-        everywhere = (param, grad, count) in ((F32, F32, 1), (F32, F32, 8)) or (master and count == 1)
-        yield _case("adamw", launch, (F32, F32), (F32, F32), everywhere)
+        everywhere = param == grad == F32 or (master and grad == BF16)
+        yield _case("adamw", launch, grad, (F32, F32), (F32, F32), everywhere)
+    flats, corrections = _flats(F32, F32, False), like_memory(2, dtype=torch.float64)
+    given = AdamWArguments(**flats, exp_avg=state, exp_avg_sq=state, options=adam, step=one, corrections=corrections)
+    (launch,) = adamw(given)
+    yield _case("adamw corrections", launch, F32, (F32, F32), (F32, F32), False)
 
-    for (param, grad, count, master), mode in (
-        *(((F32, F32, 1, False), mode) for mode in ("plain", "first step", "momentum", "nesterov")),
-        ((BF16, BF16, 1, False), "momentum"),
-        ((BF16, BF16, 1, True), "momentum"),
-        ((F32, F32, 8, False), "momentum"),
+    for param, grad, master, mode in (
+        *((F32, F32, False, mode) for mode in ("plain", "first step", "momentum", "nesterov")),
+        (BF16, BF16, False, "momentum"),
+        (BF16, BF16, True, "momentum"),
     ):
         first, plain = mode == "first step", mode == "plain"
         options = SGDOptions(lr=0.1, momentum=0.0 if plain else 0.9, nesterov=mode == "nesterov")
-        flats = _flats(param, grad, count, master) | {"momentum_buffer": None if plain else state}
+        flats = _flats(param, grad, master) | {"momentum_buffer": None if plain else state}
         (launch,) = sgd(SGDArguments(**flats, options=options, first_step=first))
         loads, stores = (F32,) * (not plain and not first), (F32,) * (not plain)
-        yield _case(f"sgd {mode}", launch, loads, stores, (param, mode, count) == (F32, "momentum", 1))
+        yield _case(f"sgd {mode}", launch, grad, loads, stores, mode == "momentum" and param == F32)
 
 
-def _flats(param: torch.dtype, grad: torch.dtype, count: int, master: bool) -> dict[str, Any]:
+def _flats(param: torch.dtype, grad: torch.dtype, master: bool) -> dict[str, Any]:
     """What every update is given."""
-    guards = {"grad_scale": like_memory(), "found_inf": like_memory()}
-    fused = {"master": like_memory(1024) if master else None, "merges": balanced(count)}
-    return {"param": like_memory(1024, dtype=param), "grad": like_memory(count, 1024, dtype=grad)} | guards | fused
+    return {
+        "param": like_memory(BLOCK, dtype=param),
+        "grad": like_memory(BLOCK, dtype=grad),
+        "grad_scale": like_memory(),
+        "found_inf": like_memory(),
+        "master": like_memory(BLOCK) if master else None,
+    }
 
 
-def _case(name: str, launch: Launch, loads: Streams, stores: Streams, everywhere: bool) -> Case:
-    """An update that reads and writes these states."""
+def _case(name: str, launch: Launch, grad: torch.dtype, loads: Streams, stores: Streams, everywhere: bool) -> Case:
+    """An update by a gradient of this dtype that reads and writes these states."""
     given = launch.arguments
-    param, grad, count, master = given["param"].dtype, given["grad"].dtype, len(given["grad"]), given["master"]
-    weights = f"{NAMES[param]} param{' fp32 master' * (master is not None)}"
+    param, master = given["param"].dtype, given["master"] is not None
     return Case(
-        f"{name} {weights} {f'{count} rows of {NAMES[grad]}' if count > 1 else f'{NAMES[grad]} grad'}",
+        f"{name} {NAMES[param]} param{' fp32 master' * master} {NAMES[grad]} grad",
         launch,
-        launch.constants["BLOCK"],
-        (param,) + (F32,) * (master is not None) + (grad,) * count + loads,
-        (param,) + (F32,) * (master is not None) + stores,
+        launch.constants["TILE"],
+        (param,) + (F32,) * master + (grad,) + loads,
+        (param,) + (F32,) * master + stores,
         everywhere=everywhere,
     )

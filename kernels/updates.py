@@ -7,14 +7,19 @@ class in `kfuse.optim`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfuse.kernels.dispatch import DTYPES, Arguments, kernel
-from kfuse.kernels.reduction import PIECE, Merges, check_merges, reduce, row_norms, sum_partials
+from kfuse.kernels.reduction import (
+    PIECE,
+    row_norms,
+    sum_partials,
+)
 from kfuse.kernels.table import CHUNK, PackTable
 
 
@@ -31,13 +36,32 @@ class AdamOptions:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The GPU kernel's scalar arguments, by name. The logarithm of a beta of 0 is -inf."""
+        """The GPU kernel's scalar arguments, by name. `log_beta1` and `log_beta2` are of the bias corrections: the
+        logarithm of 0 is -inf.
+        """
         numbers = {name: float(value) for name, value in vars(self).items()}
         for name in ("beta1", "beta2"):
-            beta = numbers[name]
-            numbers[f"one_minus_{name}"] = 1.0 - beta
-            numbers[f"log_{name}"] = math.log(beta) if beta > 0.0 else -math.inf
+            numbers[f"one_minus_{name}"] = 1.0 - numbers[name]
+            numbers[f"log_{name}"] = math.log(numbers[name]) if numbers[name] > 0.0 else -math.inf
         return numbers
+
+    def of_torch(self, step: Tensor, corrections: Tensor | None) -> dict[str, Any]:
+        """The arguments of torch's fused AdamW, by name, that make this update. As for `adamw`, on the CPU.
+
+        torch's bias corrections c are 1 - beta^step. Where ours, C, are given, lr and eps take the difference:
+
+            lr / C1 * m / (sqrt(v / C2) + eps)  =  lr' / c1 * m / (sqrt(v / c2) + eps')
+            eps' = eps * sqrt(C2 / c2),   lr' = lr * (c1 / C1) * sqrt(C2 / c2)
+        """
+        settings = dict(vars(self))
+        if corrections is not None and (t := step.item()) > 0:  # 0: the update is a first one, and skipped
+            betas = self.beta1, self.beta2
+            first, second = (ours / (1 - beta**t) for ours, beta in zip(corrections.tolist(), betas, strict=True))
+            ratio = math.sqrt(second) / first
+            settings["lr"] *= ratio
+            settings["eps"] *= math.sqrt(second)
+            settings["weight_decay"] /= ratio  # the decay of the weights is lr * weight_decay
+        return settings
 
 
 @dataclass(frozen=True)
@@ -118,31 +142,14 @@ class ElementwiseArguments(UpdateArguments):
         param, grad, and the states: 1-D, contiguous, of one length. Without `master`, on the CPU parameters and states
             have one dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32. With `master` the
             states are fp32.
-        merges: with them `grad` is [K, n], the contributions of `reduce`, which are added in its order and applied in
-            the same pass: the bits are those of `reduce` into fp32 and then an update, and no gradient is written.
     """
 
-    _: KW_ONLY
-    merges: Merges = ()
-
     def check_as(self, name: str) -> None:
-        """Raises ValueError when shapes or merges do not fit, TypeError when `master` is not fp32."""
+        """Raises ValueError when shapes do not fit, TypeError when `master` is not fp32."""
         param, grad = self.param, self.grad
-        if grad.shape[-1:] != param.shape or grad.dim() > 2 or (grad.dim() == 1 and self.merges):
-            raise ValueError(
-                f"{name}: grad must be [n], or [K, n] with merges, where param is [n]; "
-                f"got {list(grad.shape)}, {list(param.shape)} and {len(self.merges)} merges"
-            )
-        check_merges(name, self.merges, len(grad) if grad.dim() == 2 else 1)
+        if grad.shape != param.shape or grad.dim() != 1:
+            raise ValueError(f"{name}: grad must be [n] as param is, got {list(grad.shape)} and {list(param.shape)}")
         self.check_master(name)
-
-    def summed_grad(self) -> Tensor:
-        """The gradient in the weights' dtype: the sum of its rows as `reduce` adds them, where it has rows."""
-        if self.grad.dim() == 1:
-            return self.grad.to(self.weights.dtype)
-        rows = self.grad.float()
-        reduce(rows, self.merges, rows[0])
-        return rows[0].to(self.weights.dtype)
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,8 @@ class AdamWArguments(ElementwiseArguments):
 
     Args, beside those of `ElementwiseArguments`:
         step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller.
+        corrections: fp64 [2] on the same device, contiguous: by what the two moments are divided, where betas have
+            changed from step to step. None: 1 - beta^step.
 
     Raises as `ElementwiseArguments.check_as` does.
     """
@@ -160,10 +169,14 @@ class AdamWArguments(ElementwiseArguments):
     options: AdamOptions
     _: KW_ONLY
     step: Tensor
+    corrections: Tensor | None = None
 
     def check(self) -> None:
         """Raises ValueError or TypeError where an argument does not fit the class's description."""
         self.check_as("adamw")
+        given = self.corrections
+        if given is not None and (given.dtype != torch.float64 or given.shape != (2,)):
+            raise ValueError(f"adamw: corrections is {given.dtype} {list(given.shape)}, must be torch.float64 [2]")
 
 
 @dataclass(frozen=True)
@@ -196,8 +209,10 @@ class LAMBArguments(UpdateArguments):
     """One LAMB step (You et al. 2020, algorithm 2, phi the identity) on a bucket's flat buffers, in place.
 
     For each tensor p of the table, u = Adam's bias-corrected update + weight_decay * p, then p -= lr * |p| / |u| * u;
-    the ratio is 1 where either norm is 0. Norms are summed from chunks of the tensor: with offsets that are multiples
-    of 16, as a bucket's are, its bits depend on it alone.
+    the ratio is 1 where either norm is 0. Norms are summed from the table's chunks: with offsets that are multiples
+    of 16, as a bucket's are, and chunks counted from the tensor's start, its bits depend on it alone.
+
+    In two calls, where a tensor's chunks are several workers': the first with `partials`, the second with `trust`.
 
     Args, beside those of `UpdateArguments`:
         param, exp_avg, exp_avg_sq: fp32, 1-D, contiguous, at least `table.end` elements; what lies between tensors is
@@ -205,19 +220,30 @@ class LAMBArguments(UpdateArguments):
         grad: the same in fp32, bf16 or fp16.
         table: where each tensor lies in them.
         step: as for `adamw`.
+        partials: fp32 [2, table.num_chunks]: the call updates the moments, writes what `lamb_trust` takes of each
+            chunk, and leaves the parameters. `grad`, fp32, must stay as it is until the second call.
+        trust: fp32 [tensors of the table]: the call moves the parameters, each tensor by its own ratio |p| / |u|.
 
     Raises ValueError when a buffer is too short, TypeError when a dtype does not fit.
     """
 
+    grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     table: PackTable
     options: AdamOptions
     _: KW_ONLY
     step: Tensor
+    partials: Tensor | None = None
+    trust: Tensor | None = None
 
     def check(self) -> None:
         """Raises ValueError or TypeError where an argument does not fit the class's description."""
+        tables = {"partials": (2, self.table.num_chunks), "trust": (len(self.table.numels),)}
+        for name, shape in tables.items():
+            values: Tensor | None = getattr(self, name)
+            if values is not None and (values.shape != shape or values.dtype != torch.float32):
+                raise ValueError(f"lamb: {name} is {values.dtype} {list(values.shape)}, must be float32 {list(shape)}")
         for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
             flat: Tensor = getattr(self, name)
             if flat.dim() != 1 or flat.numel() < self.table.end:
@@ -240,51 +266,103 @@ def take_changed(param: Tensor, master: Tensor) -> None:
 def adamw_by_torch(given: AdamWArguments) -> None:
     """`adamw` in PyTorch."""
     states: list[list[Tensor]] = [[given.exp_avg], [given.exp_avg_sq], [], [given.step]]
-    _fused(torch._fused_adamw_, given, given.options, *states, amsgrad=False)
+    _fused(torch._fused_adamw_, given, given.options.of_torch(given.step, given.corrections), *states, amsgrad=False)
 
 
 def sgd_by_torch(given: SGDArguments) -> None:
     """`sgd` in PyTorch."""
     buffers = [] if given.momentum_buffer is None else [given.momentum_buffer]
-    _fused(torch._fused_sgd_, given, given.options, buffers, is_first_step=given.first_step)
+    _fused(torch._fused_sgd_, given, vars(given.options), buffers, is_first_step=given.first_step)
 
 
 def _fused(
-    update: Callable[..., object], given: ElementwiseArguments, options: object, *states: list[Tensor], **more: bool
+    update: Callable[..., object],
+    given: ElementwiseArguments,
+    options: Mapping[str, Any],
+    *states: list[Tensor],
+    **more: bool,
 ) -> None:
-    """Runs one of PyTorch's fused updates, whose settings have the names of our options."""
+    """Runs one of PyTorch's fused updates. options, more: its settings by name."""
     if given.skipped:
         return
     if given.master is not None:
         take_changed(given.param, given.master)
-    settings = vars(options) | more
     scale = given.grad_divisor
-    update([given.weights], [given.summed_grad()], *states, **settings, grad_scale=scale, found_inf=None)
+    grad = given.grad.to(given.weights.dtype)
+    update([given.weights], [grad], *states, **options, **more, grad_scale=scale, found_inf=None)
     if given.master is not None:
         given.param.copy_(given.master)
+
+
+@dataclass(frozen=True)
+class TrustArguments(Arguments):
+    """LAMB's trust ratios |p| / |u|, from what `lamb` has written of each chunk; 1 where either norm is 0.
+
+    Args:
+        partials: fp32 [2, table.num_chunks], contiguous: of the parameters, and of the update's direction.
+        table: which chunks make a tensor.
+        out: fp32 [tensors of the table].
+
+    Sums are in fp64, in the order of the chunks. Raises ValueError where shapes or dtypes do not fit.
+    """
+
+    partials: Tensor
+    table: PackTable
+    out: Tensor
+
+    def check(self) -> None:
+        """Raises ValueError or TypeError where an argument does not fit the class's description."""
+        shapes = {"partials": (2, self.table.num_chunks), "out": (len(self.table.numels),)}
+        for name, shape in shapes.items():
+            values: Tensor = getattr(self, name)
+            if values.shape != shape or values.dtype != torch.float32 or not values.is_contiguous():
+                raise ValueError(
+                    f"lamb_trust: {name} must be contiguous float32 {list(shape)}, got {values.dtype} "
+                    f"{list(values.shape)}"
+                )
 
 
 def lamb_by_torch(given: LAMBArguments) -> None:
     """`lamb` in PyTorch."""
     if given.skipped:
         return
+    table, trust = given.table, given.trust
+    gradients = [g.float() for g in _tensors(given.grad, table)]  # its own place, where it is fp32
+    if trust is None:
+        partials = torch.empty(2, table.num_chunks) if given.partials is None else given.partials
+        _lamb_norms(given, gradients, partials)
+        if given.partials is not None:
+            return
+        trust = torch.empty(len(table.numels))
+        lamb_trust_by_torch(TrustArguments(partials, table, trust))
+    places = zip(_tensors(given.param, table), _tensors(given.weights, table), gradients, trust, strict=True)
+    for param, p, direction, ratio in places:
+        p.sub_(direction, alpha=given.options.lr * ratio.item())
+        if given.master is not None:
+            param.copy_(p)
+
+
+def _tensors(flat: Tensor, table: PackTable) -> list[Tensor]:
+    """Each tensor's place in a flat buffer."""
+    return [flat[offset : offset + numel] for numel, offset in zip(table.numels, table.offsets, strict=True)]
+
+
+def _lamb_norms(given: LAMBArguments, gradients: Sequence[Tensor], partials: Tensor) -> None:
+    """Updates the moments, turns each gradient into the update before the trust ratio, and writes the chunks' norms of
+    parameters and updates.
+    """
     table = given.table
     scratch = torch.empty(min(PIECE, max(table.numels, default=0)))
-    for numel, offset in zip(table.numels, table.offsets, strict=True):
-        place = slice(offset, offset + numel)
-        p, g, m, v = (flat[place] for flat in (given.weights, given.grad, given.exp_avg, given.exp_avg_sq))
+    flats = (given.param, given.weights, given.exp_avg, given.exp_avg_sq)
+    at = 0
+    for param, p, m, v, g, head in zip(*(_tensors(f, table) for f in flats), gradients, table.heads, strict=True):
         if given.master is not None:
-            take_changed(given.param[place], p)
-        direction = g.float()  # the gradient's own place, where it is fp32
-        norms = torch.empty(2, -(-numel // CHUNK))
-        pieces = (torch.split(values, PIECE) for values in (p, direction, m, v))
-        for *values, norm in zip(*pieces, torch.split(norms, PIECE // CHUNK, dim=1), strict=True):
-            _lamb_direction(given, values, norm, scratch)
-        of_p, of_direction = (_length(row) for row in norms)
-        trust = of_p / of_direction if of_p and of_direction else 1.0
-        p.sub_(direction, alpha=given.options.lr * trust)
-        if given.master is not None:
-            given.param[place].copy_(p)
+            take_changed(param, p)
+        sizes = [head] * (head > 0) + [min(PIECE, p.numel() - done) for done in range(head, p.numel(), PIECE)]
+        for *values, size in zip(*(torch.split(values, sizes) for values in (p, g, m, v)), sizes, strict=True):
+            chunks = -(-size // CHUNK)
+            _lamb_direction(given, values, partials[:, at : at + chunks], scratch)
+            at += chunks
 
 
 def _lamb_direction(given: LAMBArguments, piece: Sequence[Tensor], norms: Tensor, scratch: Tensor) -> None:
@@ -300,6 +378,19 @@ def _lamb_direction(given: LAMBArguments, piece: Sequence[Tensor], norms: Tensor
         row_norms(values, CHUNK, out[:full], out[full:])
 
 
+def lamb_trust_by_torch(given: TrustArguments) -> None:
+    """`lamb_trust` in PyTorch."""
+    first, end = 0, 0
+    counts = [
+        -(-head // CHUNK) + -(-(numel - head) // CHUNK)
+        for numel, head in zip(given.table.numels, given.table.heads, strict=True)
+    ]
+    for tensor, count in enumerate(counts):
+        first, end = end, end + count
+        of_p, of_direction = (_length(row[first:end]) for row in given.partials)
+        given.out[tensor] = of_p / of_direction if of_p and of_direction else 1.0
+
+
 def _length(norms: Tensor) -> float:
     """The 2-norm of a tensor from its chunks', in an order fixed by their number."""
     total = torch.empty((), dtype=torch.float64)
@@ -310,3 +401,4 @@ def _length(norms: Tensor) -> float:
 adamw = kernel("adamw", AdamWArguments, "param", adamw_by_torch, "triton_updates")
 sgd = kernel("sgd", SGDArguments, "param", sgd_by_torch, "triton_updates")
 lamb = kernel("lamb", LAMBArguments, "param", lamb_by_torch, "triton_lamb")
+lamb_trust = kernel("lamb_trust", TrustArguments, "partials", lamb_trust_by_torch, "triton_lamb")

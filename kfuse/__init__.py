@@ -26,6 +26,7 @@ from kfuse.api import (
     grad_variance,
     load_state_dict,
     local_rank,
+    peer_latencies,
     rank,
     resize,
     set_batch_size,
@@ -39,8 +40,7 @@ from kfuse.api import (
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import CommOptions
 from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer
-from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
-from kfuse.policies.signals import Bounds, Decision, Signals
+from kfuse.policies.signals import BasePolicy, Bounds, Decision, NoPolicy, Signals
 from kfuse.session import Session, init
 from kfuse.statistics.step_stats import StepStats
 from kfuse.version import __version__
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from kfuse.integrations.fsdp import fsdp_monitor
     from kfuse.integrations.log import log_to
     from kfuse.integrations.plain import monitor
+    from kfuse.policies import GNSPolicy, SchedulePolicy
+    from kfuse.train.critical_batch import critical_batch
     from kfuse.train.fit import DataLoader, Hook, fit
 
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "critical_batch",
     "ddp_hook",
     "fit",
     "fsdp_monitor",
@@ -91,6 +94,7 @@ __all__ = [
     "log_to",
     "monitor",
     "nn",
+    "peer_latencies",
     "rank",
     "resize",
     "set_batch_size",
@@ -105,7 +109,10 @@ __all__ = [
 
 _LAZY = {
     "DataLoader": "kfuse.train.fit",
+    "GNSPolicy": "kfuse.policies.gns",
     "Hook": "kfuse.train.fit",
+    "SchedulePolicy": "kfuse.policies.schedule",
+    "critical_batch": "kfuse.train.critical_batch",
     "ddp_hook": "kfuse.integrations.ddp",
     "fit": "kfuse.train.fit",
     "fsdp_monitor": "kfuse.integrations.fsdp",
@@ -115,7 +122,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """The training loop, monitors and `kf.nn` are imported when they are first used: a loop of one's own needs none."""
+    """The training loop, policies, monitors and `kf.nn` are imported when they are first used."""
     if name == "nn":
         return importlib.import_module("kfuse.nn")
     if name in _LAZY:

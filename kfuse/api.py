@@ -4,7 +4,7 @@ Functions that change training (`set_batch_size`, `set_lr`, `set_sync`, `set_top
 the change with the next step, and it applies on every worker from the same step on. `resize` goes to the supervisor.
 On other ranks these calls do nothing.
 `state_dict` and `load_state_dict` are for checkpoints of one's own.
-Collectives (`allreduce`, `broadcast`, `allgather`, `barrier`) must be called by every worker.
+Collectives (`allreduce`, `broadcast`, `allgather`, `barrier`, `peer_latencies`) must be called by every worker.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kfuse.optim.base import latest_optimizer
-from kfuse.policies.signals import SYNC_MAX
 from kfuse.session import Session, current
 
 if TYPE_CHECKING:
+    from kfuse.comm.group import Group
     from kfuse.train.decisions import Decisions
 
 Number = int | float
@@ -51,7 +51,7 @@ def allreduce(value: Tensor | Number, op: str = "sum") -> Tensor | float:
     """
     if op not in ("sum", "avg", "min", "max"):
         raise ValueError(f"kf.allreduce op={op!r}: must be one of sum, avg, min, max")
-    group = _joined().group
+    group = _group()
     if isinstance(value, Tensor):
         total = value.detach().to(group.device, copy=True).contiguous()
     else:
@@ -64,7 +64,7 @@ def allreduce(value: Tensor | Number, op: str = "sum") -> Tensor | float:
 
 def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
     """Rank `source`'s value; tensors must have one shape and dtype on all workers. Raises ValueError, CommError."""
-    group = _joined().group
+    group = _group()
     if not 0 <= source < group.size:
         raise ValueError(f"kf.broadcast source={source}: must be a rank from 0 to {group.size - 1}")
     if isinstance(value, Tensor):
@@ -77,7 +77,7 @@ def broadcast(value: Tensor | Number, source: int = 0) -> Tensor | float:
 
 def allgather(value: Tensor | Number) -> list[Tensor] | list[float]:
     """Every worker's value, in rank order; tensors must have one shape and dtype on all workers. Raises CommError."""
-    group = _joined().group
+    group = _group()
     if isinstance(value, Tensor):
         return [t.to(value.device) for t in group.all_gather(value.detach().to(group.device), "kf.allgather")]
     number = torch.tensor([float(value)], dtype=torch.float64, device=group.device)
@@ -86,7 +86,7 @@ def allgather(value: Tensor | Number) -> list[Tensor] | list[float]:
 
 def barrier() -> None:
     """Returns when every worker has called it. Raises CommError."""
-    _joined().group.barrier("kf.barrier")
+    _group().barrier("kf.barrier")
 
 
 def grad_noise_scale() -> float:
@@ -113,11 +113,37 @@ def _joined() -> Session:
     return session
 
 
+def _group() -> Group:
+    """All workers. Raises RuntimeError while each is at a step of its own."""
+    session = _joined()
+    if session.apart:
+        raise RuntimeError(
+            "comm.sync=pair: each worker is at a step of its own, so none can wait for the others' values: call "
+            "kf.allreduce, kf.broadcast, kf.allgather, kf.barrier and kf.peer_latencies in before_epoch or after_epoch"
+        )
+    if session.before_collective is not None:
+        session.before_collective()
+    return session.group
+
+
 def _latest(name: str) -> float:
     opt = latest_optimizer()
     stats = opt.statistics.latest if opt is not None else None
     value = getattr(stats, name, None)
     return math.nan if value is None else float(value)
+
+
+def peer_latencies() -> list[float]:
+    """Measures all links between the workers: by rank, seconds that a short message from here takes; 0.0 to itself.
+
+    Every worker must call it at the same point, between steps: in a policy's hooks, for example. It takes some
+    milliseconds a worker, more on slow links. Policies then see all of it in `Signals`, throughputs too. Raises
+    CommError, RuntimeError with comm.sync=pair.
+    """
+    from kfuse.comm.latency import measure
+
+    group = _group()
+    return list(measure(group).latencies[group.rank])
 
 
 def resize(workers: int) -> None:
@@ -132,7 +158,7 @@ def resize(workers: int) -> None:
 
 
 def set_batch_size(samples: int) -> None:
-    """Sets the global batch size. Inside kf.fit only. Raises ValueError below 1."""
+    """Sets the global batch size. In training only (kf.fit, kf.DataLoader, `kfuse`). Raises ValueError below 1."""
     decisions = _in_training("kf.set_batch_size")
     if samples < 1:
         raise ValueError(f"kf.set_batch_size({samples}): must be at least 1")
@@ -140,33 +166,44 @@ def set_batch_size(samples: int) -> None:
 
 
 def set_lr(lr: float) -> None:
-    """Sets the learning rate; its schedule goes on from there. Inside kf.fit only.
+    """Sets the learning rate; its schedule goes on from there. In training only (kf.fit, kf.DataLoader, `kfuse`).
 
-    Raises ValueError unless it is finite and above 0, and where the rate now is 0, which no factor changes.
+    The first step that it applies to has this rate, also where a batch size is set with it, before or after it: what
+    lr_scaling makes of that one is not added. Warm-up and decay go on, and a batch size that is set later scales it.
+
+    Raises ValueError unless it is above 0 and in fp32's range, and where the rate now is 0, which no factor changes.
     """
     _in_training("kf.set_lr").request_lr(lr)
 
 
 def set_topology(name: str) -> None:
-    """Sets how gradients are reduced: "allreduce", "all_to_all" or "tree". Inside kf.fit only."""
+    """Sets how gradients are reduced: "allreduce", "all_to_all" or "tree". In training only, as `set_lr`."""
     _in_training("kf.set_topology").request(topology=name)
 
 
-def set_tree(shape: str) -> None:
-    """Sets the shape of the topology "tree": "binary", "star" or "host" (one message a host). Inside kf.fit only."""
+def set_tree(shape: str | Sequence[int]) -> None:
+    """Sets the shape of the topology "tree". In training only, as `set_lr`.
+
+    "binary", "star", "host" (workers of a host, then the hosts among themselves), "latency" (the minimum spanning tree
+    of the measured links), or a list: each rank's parent, the root's being itself. A list is dropped when the workers
+    change. Raises ValueError for another name, and for a list that is no tree of the present workers.
+    """
+    if shape is None:  # `request` takes it for no request
+        raise ValueError("kf.set_tree(None): must be the name of a shape, or a list with each rank's parent")
     _in_training("kf.set_tree").request(tree=shape)
 
 
-def set_sync(steps: int) -> None:
-    """Sets how many steps lie between synchronisations of the workers. Inside kf.fit only.
+def set_sync(mode: str) -> None:
+    """Sets how the workers keep together. In training only, as `set_lr`.
 
-    1: every step's gradients are reduced. More: local SGD (Stich 2019): each worker updates with its own gradients, and
-    parameters and optimizer state are averaged every so many steps; statistics of the mean gradient are unknown.
+    Raises ValueError for a mode that this job cannot have.
+
+    "ssgd": every step's gradients are reduced. "local:N": local SGD (Stich 2019): each worker updates with its own
+    gradients, and models are averaged every N steps. "sma": each worker has a model of its own, which is drawn to a
+    central one (Koliousis et al. 2019). "pair": each averages its model with another one's, and waits for nobody (Lian
+    et al. 2018). Beside ssgd statistics of the mean gradient are unknown.
     """
-    decisions = _in_training("kf.set_sync")
-    if not 1 <= steps <= SYNC_MAX:
-        raise ValueError(f"kf.set_sync({steps}): must be 1 to {SYNC_MAX}")
-    decisions.request(sync=steps)
+    _in_training("kf.set_sync").request(sync=mode)
 
 
 def state_dict() -> dict[str, Any]:
@@ -202,5 +239,7 @@ def _running() -> Decisions | None:
 def _in_training(function: str) -> Decisions:
     decisions = _running()
     if decisions is None:
-        raise RuntimeError(f"{function} works inside kf.fit: in a loop of your own, set it there")
+        raise RuntimeError(
+            f"{function} works in training (kf.fit, kf.DataLoader, `kfuse`): in a loop of your own, set it there"
+        )
     return decisions

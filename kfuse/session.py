@@ -14,19 +14,20 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec
 
 import torch
 
-from kfuse.comm import devices, transports
+from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import CommError, Group, drop_retired
 from kfuse.comm.plan import CommOptions
-from kfuse.elastic import protocol
-from kfuse.elastic.client import ControlClient, ControlError
-from kfuse.elastic.protocol import View
-from kfuse.elastic.rendezvous import Rendezvous, form_group
+
+if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
+    from kfuse.elastic.client import ControlClient, Met
+    from kfuse.elastic.protocol import View
+    from kfuse.elastic.rendezvous import Rendezvous
 
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -38,6 +39,24 @@ _CLOSE_S = 5.0  # how long an ending process waits until the others end too
 
 class ViewChanged(CommError):
     """A worker of this group was lost, and the supervisor has formed another view."""
+
+
+_Given = ParamSpec("_Given")
+
+
+class _Listeners(Generic[_Given]):
+    """Bound methods that are called together, in the order of registration, until their objects are deleted."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[_Given, None]]] = []
+
+    def add(self, method: Callable[_Given, None]) -> None:
+        self._methods = [*(known for known in self._methods if known() is not None), weakref.WeakMethod(method)]
+
+    def call(self, *given: _Given.args, **named: _Given.kwargs) -> None:
+        for known in self._methods:
+            if (method := known()) is not None:
+                method(*given, **named)
 
 
 class Session:
@@ -52,7 +71,8 @@ class Session:
         """
         self.group, self.comm, self.control_client, self._record = group, comm, control, record
         self.view: View | None = None
-        self._listeners: list[weakref.WeakMethod[Callable[[Group], None]]] = []  # in the order of registration
+        self._listeners: _Listeners[[Group]] = _Listeners()
+        self._leave_takers: _Listeners[[Sequence[int | None], int]] = _Listeners()
         self.lanes_used = self._optimizers_made = 0
         """How many of the group's lanes (`Group.lane`) this worker's optimizers use."""
         self.lost = False
@@ -60,6 +80,10 @@ class Session:
         self.left = False
         """A view was formed without this worker, which therefore ends."""
         self._generation = 0  # of the active view, or of the one being entered
+        self.apart = False
+        """Each worker of the group is at a step of its own (pair averaging): no collective can be made."""
+        self.before_collective: Callable[[], None] | None = None
+        """Called before each collective that a policy's hook starts (`kfuse.train.policy_calls`)."""
         self.training = 0
         """Which training of this process is under way, from 1: a script may train more than once."""
         self.in_training = False
@@ -73,6 +97,11 @@ class Session:
         return sum(member.host == here for member in self.view.members[: self.group.rank])
 
     @property
+    def worker(self) -> int:
+        """This worker's number."""
+        return self.group.rank if self.control_client is None else self.control_client.worker
+
+    @property
     def workers(self) -> list[int]:
         """The numbers of the view's workers, in rank order."""
         return list(range(self.group.size)) if self.view is None else [member.worker for member in self.view.members]
@@ -82,10 +111,21 @@ class Session:
         """Whether the number of workers can change."""
         return self.control_client is not None
 
+    @property
+    def mirrors(self) -> bool:
+        """Whether the next worker repeats a worker's updates of sharded state, in case that one is lost."""
+        return self.elastic and self.comm.redundancy == "mirror"
+
     def on_group_change(self, listener: Callable[[Group], None]) -> None:
         """Calls `listener`, a bound method, with each new group, until its object is deleted."""
-        living = [known for known in self._listeners if known() is not None]
-        self._listeners = [*living, weakref.WeakMethod(listener)]
+        self._listeners.add(listener)
+
+    def on_planned_change(self, listener: Callable[[Sequence[int | None], int], None]) -> None:
+        """Calls `listener`, a bound method, before a planned change of the view, while the group still has all workers.
+
+        Its arguments: of each rank of the group, its rank in the next view (None: it leaves), and that view's size.
+        """
+        self._leave_takers.add(listener)
 
     def new_lane(self) -> int:
         """The lane of a new optimizer; the same on every rank, if all make the same optimizers in the same order.
@@ -118,6 +158,8 @@ class Session:
     def _send(self, message: str, **fields: Any) -> None:
         """Sends the supervisor, if there is one, a message. If it is lost, `check` raises at the next step boundary."""
         if self.control_client is not None:
+            from kfuse.elastic.client import ControlError
+
             with contextlib.suppress(ControlError):
                 self.control_client.send(message, **fields)
 
@@ -135,14 +177,14 @@ class Session:
         """
         client = self._client()
         client.send("ready")
-        self._enter(client.await_first_view(), new=True, planned=True)
+        self._enter(client.await_first_view(), new=True)
 
     def switch(self, generation: int) -> bool:
         """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
 
         Raises CommError if the view cannot be formed.
         """
-        return self._enter(self._client().await_view(generation, self.group.timeout_s), planned=True)
+        return self._enter(self._client().await_view(generation, self.group.timeout_s))
 
     def recover(self, error: CommError) -> bool:
         """After `error`: waits for the supervisor's next view and moves to it; False if this worker is not in it.
@@ -154,44 +196,53 @@ class Session:
             client.send("broken", generation=generation, why=str(error))
         return self._enter(client.await_recovery(generation, 2 * self.group.timeout_s + 10))
 
-    def _enter(self, view: View, new: bool = False, planned: bool = False) -> bool:
+    def _enter(self, view: View, new: bool = False) -> bool:
         """Ends the group before, and forms that of `view`; False if this worker is not in it.
 
-        planned: all workers of the group before come here, at the same step boundary.
+        To a planned view all workers of the group before come, at the same step boundary. To one that recovers some of
+        them do not: then the group before has no further message.
         """
         client = self._client()
         rank = view.rank_of(client.worker)
         self._generation = view.generation
         old = self.group
-        if planned:
-            old.finish()
-        else:
+        if view.recovers:
             old.abort()
+        else:
+            self._take_leave(view)
+            old.finish()
         if rank is None:
+            client.send("left")  # until then it is in each view that recovers from a loss
             self.left = True
             return False
-        group = form_group(view, rank, old, self.check, new, self.comm)
+        from kfuse.elastic import rendezvous  # not before there are several workers: `import kfuse` is quick
+
+        group = rendezvous.form_group(view, rank, old, self.check, new, self.comm)
         try:
             group.connect_lanes(max(1, self.lanes_used))
+            _measure_links(group, self.comm)
         except CommError:
             group.retire()
             raise
         self.group = group
         old.retire()
-        self.view = view
+        self.view, self.apart = view, False
         self.log_view()
-        for known in self._listeners:
-            if (listener := known()) is not None:
-                listener(group)
+        self._listeners.call(group)
         client.forget(view.generation)
         client.send("joined", generation=view.generation)
         return True
 
+    def _take_leave(self, view: View) -> None:
+        """Before a planned change to `view`: what leaving workers have alone goes to those that stay."""
+        if self.view is not None:
+            new_ranks = [view.rank_of(member.worker) for member in self.view.members]
+            self._leave_takers.call(new_ranks, view.size)
+
     def log_view(self) -> None:
         """Logs one line about the active view, on rank 0."""
         if self.view is not None and self.group.rank == 0:
-            name = transports.choose(self.comm.schedule, self.comm.reproducible)
-            view = self.view
+            name, view = self.comm.transport(), self.view
             _LOG.info(
                 "view %d (%s): workers %d, configured transport %s", view.generation, view.reason, view.size, name
             )
@@ -203,6 +254,30 @@ class Session:
         if client.recovery(self._generation) is not None:
             raise ViewChanged("a worker was lost: the supervisor has formed another view")
 
+    def meet(self, step: int, applied: int) -> Met:
+        """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.meetings`).
+
+        applied: number of the newest announcement that this worker has applied.
+        Raises ViewChanged if one of them is lost meanwhile, CommError if none of the others makes a step for long,
+        ControlError if the supervisor is lost.
+        """
+        client = self._client()
+        timeout_s = max(self.group.timeout_s, 2 * client.silence_s)  # who is cut off may come back until it is killed
+        try:
+            met = client.meet(self._generation, step, self.workers, applied, timeout_s)
+        except TimeoutError:
+            raise CommError(
+                f"meeting of all workers after step {step}: {self.group.others} made no step for {timeout_s:.0f} s"
+            ) from None
+        if met is None:
+            self.check()
+        assert met is not None
+        return met
+
+    def announce(self, announcement: dict[str, float]) -> None:
+        """Sends all workers, this one too, what the leader announces, by the supervisor: `ControlClient.announced`."""
+        self._send("announce", announcement=announcement)
+
     def finish(self) -> bool:
         """Waits until the supervisor has the job's results; False if a worker was lost before that."""
         return self.control_client is None or self.control_client.await_over(self._generation)
@@ -211,9 +286,12 @@ class Session:
         assert self.control_client is not None, "this job has no supervisor"
         return self.control_client
 
-    def give_up(self, why: str) -> None:
-        """Tells the supervisor, if there is one, that the job must end: no other worker could go on either."""
-        self._send("fatal", why=why)
+    def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
+        """Tells the supervisor, if there is one, that the job must end: no other worker could go on either.
+
+        event, lines: which it is to record and to show. Where several workers give up, only the first one's are.
+        """
+        self._send("fatal", why=why, event=event, lines=list(lines))
 
     def begin_training(self) -> None:
         """A training starts. Raises RuntimeError if another one is under way in an elastic job."""
@@ -269,8 +347,14 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
     timeout_s = 60.0 if timeout_s is None else timeout_s
     if comm_options.reproducible:
         torch.set_num_threads(1)
+    from kfuse.elastic import protocol
+
     if protocol.ENV_CONTROL in os.environ:
+        from kfuse.elastic.client import ControlClient
+
         return connect_to_supervisor(ControlClient(timeout_s), comm_options, timeout_s)
+    from kfuse.elastic.rendezvous import Rendezvous
+
     rendezvous = Rendezvous.of_environment()
     if rendezvous is not None and rendezvous.size > 1:
         return join_fixed_group(rendezvous, comm_options, timeout_s)
@@ -279,8 +363,16 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
 
 
 def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: float) -> Session:
-    """The session of a worker that a supervisor started. Its group has this worker only, until `join`."""
+    """The session of a worker that a supervisor started. Its group has this worker only, until `join`.
+
+    Raises ValueError for a schedule that needs a fixed number of workers.
+    """
     global _current
+    if comm.schedule == "symmetric":
+        raise ValueError(
+            "comm.schedule='symmetric': the number of workers may change: must be one of auto, allreduce, "
+            "reduce_scatter, all_to_all, tree where a supervisor has started them"
+        )
     if "observe" in client.job:
         from kfuse.logs import set_up_logging  # in the commands' processes only
 
@@ -304,11 +396,20 @@ def join_fixed_group(
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
     global _current
     group, view = rendezvous.form_group(_take_device(comm), timeout_s, comm)
+    _measure_links(group, comm)
     _current = Session(group, comm, record=record)
     _current.view = view
     _current.log_view()
     _close_at_exit(_current, rendezvous)
     return _current
+
+
+def _measure_links(group: Group, comm: CommOptions) -> None:
+    """Where the tree follows them: in each view, as it forms. Raises CommError."""
+    if comm.tree == "latency":
+        from kfuse.comm.latency import measure
+
+        measure(group)
 
 
 def close(session: Session, rendezvous: Rendezvous | None = None) -> None:
@@ -368,6 +469,8 @@ def _choose_device() -> torch.device:
     gpus, given = devices.count(), os.environ.get("LOCAL_RANK")
     if gpus == 0:
         return torch.device("cpu")
+    from kfuse.elastic import protocol
+
     if given is None and gpus > 1 and protocol.ENV_CONTROL in os.environ:
         raise DeviceError(f"LOCAL_RANK is not set: must be 0 to {gpus - 1}, the GPU that its launcher gives a worker")
     index = devices.current() if given is None else int(given)

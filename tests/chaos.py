@@ -21,7 +21,7 @@ from typing import Any
 from kfuse import BasePolicy, session
 from kfuse.comm import chunks
 from kfuse.comm.group import CommError
-from kfuse.elastic import protocol
+from kfuse.elastic import protocol, rendezvous
 from kfuse.policies import GNSPolicy, SchedulePolicy
 from kfuse.policies.signals import Decision, Signals
 
@@ -44,14 +44,24 @@ MOMENTS = (
     "sending",  # state, the source: `message` broadcasts of this transfer have been made (2: the tensors' description)
     "receiving",  # state, likewise
     "recovery",  # entering the view that recovers from another loss
+    # With sharded state:
+    "point",  # all gradients are here, those that are mirrored too, and nobody knows that of all others
+    "updating",  # all workers have all gradients, and this one is to update its shards
+    "sharing",  # a bucket's shard is updated, and no other worker has it
+    "handing over",  # before a planned view, by workers that leave
+    "resharding",  # in a new view, before the shards come to their owners
+    "resharded",  # they have come, and the training does not know yet
 )
-_ANY_STEP = ("boot", "joining", "source", "receiver", "sending", "receiving", "recovery")
+_ANY_STEP = (
+    *("boot", "joining", "source", "receiver", "sending", "receiving", "recovery"),
+    *("handing over", "resharding", "resharded"),
+)
 _AHEAD = 8  # steps: a proposed view is in force within four
-_PATIENCE_S = 120.0
+_PATIENCE_S = 240.0
 
 
 def strike(how: str) -> None:
-    """Ends or hangs this process, or cuts its host off."""
+    """Ends, hangs or delays this process, or cuts its host off."""
     match how:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -69,6 +79,9 @@ def strike(how: str) -> None:
         case "lose_contact":  # with the others, which are well
             time.sleep(0.3)  # they go on meanwhile
             raise CommError("struck by chaos")
+        case "linger":  # until a second worker has come
+            while session.current().group.size < 2:
+                time.sleep(0.001)
         case "exception":
             raise RuntimeError("struck by chaos")
         case "silence":  # of this host, a network namespace: no packet comes or goes, and nobody is told
@@ -86,9 +99,12 @@ class Chaos(BasePolicy):
     directory: where each event leaves its mark. phases: SchedulePolicy's. gates: {step, workers}: training does not
     go beyond that step with another number of workers. topologies: {step, topology}: asked for at that step.
     adaptive: whether the batch size follows the noise scale. pace_s: a step takes at least this long. again: events
-    may strike more than once. until: training does not end before this file is there. chunk_bytes: of a message with
-    state. overwrites: a bug, as a receiver of state would have it: half a state counts as the one before.
+    may strike more than once. until: training does not end before this file is there. checkpoints: {directory, every}
+    of the job: training waits for each one that is due, so that it does not run ahead of the disk. chunk_bytes: of a
+    message with state. overwrites: a bug, as a receiver of state would have it: half a state counts as the one before.
     """
+
+    grows_when_input_bound = True  # the test says how many workers there are
 
     def __init__(
         self,
@@ -101,11 +117,13 @@ class Chaos(BasePolicy):
         pace_s: float = 0.0,
         again: bool = False,
         until: str | None = None,
+        checkpoints: Mapping[str, Any] | None = None,
         chunk_bytes: int | None = None,
         overwrites: bool = False,
     ) -> None:
         self._directory, self._again, self._pace_s = Path(directory), again, pace_s
         self._until = None if until is None else Path(until)
+        self._checkpoints = checkpoints
         self._events = [dict(event) for event in events]
         for event in self._events:
             assert event["moment"] in MOMENTS, event
@@ -142,6 +160,7 @@ class Chaos(BasePolicy):
         until = self._until
         if until is not None and self._step >= 50:
             self._await(lambda _: until.exists(), {"until": str(until)})
+        self._await_checkpoint()
         self._began = time.monotonic()
         for gate in self._gates:
             # Once it was passed the number may change again.
@@ -163,6 +182,11 @@ class Chaos(BasePolicy):
     def _check(self) -> None:
         if session.current().elastic:
             session.current().check()
+
+    def _await_checkpoint(self) -> None:
+        if self._checkpoints is not None and self._step and self._step % self._checkpoints["every"] == 0:
+            written = Path(self._checkpoints["directory"], f"step-{self._step:08d}")
+            self._await(lambda _: written.exists(), {"written": written.name})
 
     def _await_workers_for(self, event: Mapping[str, Any], mark: Path) -> None:
         of_newcomers = event["moment"] in ("boot", "joining", "source", "receiver", "sending", "receiving")
@@ -213,10 +237,13 @@ class Chaos(BasePolicy):
         """Has `_reached` called at each of the moments."""
         from kfuse.checkpoint.format import _HashedFile
         from kfuse.comm.engine import Engine
+        from kfuse.comm.gloo import GlooGroup
         from kfuse.comm.plan import MicroBatch
+        from kfuse.comm.reduction import Reduction
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
-        from kfuse.optim import base
+        from kfuse.comm.transports.two_workers import TwoWorkers
+        from kfuse.optim import base, sharding
         from kfuse.train import audit, trainer
         from kfuse.train import state as training_state
         from kfuse.train.recovery import Recovery
@@ -276,10 +303,16 @@ class Chaos(BasePolicy):
             self._reached("audit" if what == "audit" else "third run", session.current().group.rank)
 
         before(MicroBatch, "__enter__", here("forward"))
-        after(AllToAll, "launch", launched)
-        after(AllReduce, "launch", launched)
+        for transport in (AllToAll, AllReduce, TwoWorkers):
+            after(transport, "launch", launched)
         after(Engine, "finish", here("reduced"))
         before(base, "scaling", here("between_reduction_and_update"))
+        before(Reduction, "share_sums", here("point"))
+        before(Reduction, "update", here("updating"))
+        before(GlooGroup, "share", here("sharing"))
+        before(sharding, "hand_over", here("handing over"))
+        before(sharding, "regroup", here("resharding"))
+        after(sharding, "regroup", here("resharded"))
         before(audit.Audit, "_gather", digests)
         after(audit.Audit, "_gather", here("audited"))
         before(trainer, "evaluate", here("evaluation"))
@@ -291,4 +324,4 @@ class Chaos(BasePolicy):
             chunks.CHUNK_BYTES = self._chunk_bytes
         if self._overwrites:
             Recovery._make_room = lambda own, given, begins: [None, own._state.room_for(given[1])]  # type: ignore
-        before(session, "form_group", form)
+        before(rendezvous, "form_group", form)

@@ -38,8 +38,8 @@ TRAINING = words(
     "batch.size=32 batch.micro=8 batch.max=64 train.epochs=1000000 train.eval_every=50 observe.ledger=true",
     "workers.max=2 workers.threads=1 policy._target_=chaos.Chaos",
 )
-STEPS_A_KILL = 20
-_PACE_S = 0.02  # with _LONGEST_LIFE_S, fewer steps than STEPS_A_KILL
+STEPS_A_KILL = 60
+_PACE_S = 0.02  # with _LONGEST_LIFE_S, far fewer steps than STEPS_A_KILL: a busy machine kills late
 _LONGEST_LIFE_S = 0.35
 
 
@@ -67,10 +67,12 @@ def fuzz(directory: Path, kills: int, seed: int, done: Callable[[], Any] = lambd
     with patch.dict(os.environ, environment()):
         _finish(_start(directory / "alone", undisturbed))
         job, alone = Job(directory / "run"), Job(directory / "alone")
-        for _ in range(kills):
+        for kill in range(kills):
             process, before = _start(job.directory, [*TRAINING, steps, *often, *slow]), len(job.views)
             try:
                 wait_until("workers", lambda: len(job.views) > before)  # noqa: B023
+                if kill:  # all but the first kill come after a checkpoint: each later start resumes
+                    wait_until("a checkpoint", lambda: any((job.directory / "checkpoints").glob("step-*")))
                 time.sleep(chance.uniform(0, _LONGEST_LIFE_S))  # not for correctness: any instant will do
                 assert process.is_alive(), "the job came to its end before it was killed"
             finally:
@@ -94,7 +96,7 @@ def _start(directory: Path, overrides: list[str]) -> ForkServerProcess:
 
 def _supervise(directory: str, config: dict[str, Any]) -> None:
     path = Path(directory)
-    elasticity = Elasticity(**{name: config["workers"][name] for name in ("count", "min", "max")}, **config["elastic"])
+    elasticity = Elasticity.configured(config)
     launcher = WarmLauncher(path.with_suffix(".log"), multiprocessing.get_context("fork"))
     supervisor = Supervisor(launcher, {**config, "run_dir": directory}, FileRecorder(Job(path)), elasticity)
     asyncio.run(supervisor.run())

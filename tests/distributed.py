@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from warm import CONTEXT
 
-_GRACE_S = 10.0  # after one rank has failed: for the others to notice by themselves
+_GRACE_S = 40.0  # after one rank has failed: for the others to notice by themselves, by a timeout perhaps
 
 
 class WorkersFailed(AssertionError):

@@ -28,7 +28,7 @@ from kfuse.observe.run_dir import RunDirectory
 TESTS = Path(__file__).parent
 DEADLINE_S = 300.0  # against hanging for ever; a busy machine may take long
 # What a step's record has that may differ between two runs of the same training.
-_OF_THE_RUN = ("workers", "step_time_s", "data_wait_s", "data_bytes_per_s")
+_OF_THE_RUN = ("workers", "step_time_s", "data_wait_s", "data_bytes_per_s", "signals")
 
 During = Callable[[Supervisor, "Job"], Awaitable[None]]
 
@@ -168,13 +168,12 @@ def run_job(
     """
     config = compose(["observe.ledger=true", "workers.threads=1", *overrides])
     job, warm = Job(directory), WarmLauncher(directory.with_suffix(".log"))
-    workers = {name: config["workers"][name] for name in ("count", "min", "max")}
     restart = config["checkpoint"]["every_steps"] is not None
     supervisor = Supervisor(
         launcher or warm,
         {**config, "run_dir": str(directory)},
         FileRecorder(job),
-        Elasticity(**workers, **config["elastic"], restart=restart),
+        Elasticity.configured(config, restart),
     )
 
     async def go() -> None:
@@ -200,7 +199,7 @@ def run_job(
             raise AssertionError(f"the job did not end within {DEADLINE_S:.0f} s\n{job.told()}") from None
     if launcher is None:
         job.statuses = {process.pid: process.status for process in warm.started}
-        job.lines = warm.log.read_text().splitlines() if warm.log.exists() else []
+        job.lines += warm.log.read_text().splitlines() if warm.log.exists() else []
     print(job.told())  # pytest shows it where the test fails
     assert_none_left(job.pids)
     assert not job.loop_errors, job.loop_errors

@@ -13,4 +13,4 @@ class TwoWorkers(kf.BasePolicy):
 
     def after_step(self) -> None:
         if kf.size() == 1:
-            time.sleep(0.05)  # the second one is started meanwhile
+            time.sleep(0.1)  # the second one is started meanwhile

@@ -115,7 +115,7 @@ time.sleep(1000)
         "well": (write, 20.0),
         "raises": ("print('before'); raise SystemExit('it broke')", 20.0),
         "crashes": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 20.0),
-        "hangs": (hang, 1.0),
+        "hangs": (hang, 3.0),
         "does not fit": ("print('needs 80 GiB'); raise SystemExit(3)", 20.0),
     }
     found = {}
@@ -133,7 +133,7 @@ time.sleep(1000)
     }
     assert found["well"].result == [1] and found["hangs"].result is None
     status = Path("/proc", pid.read_text(), "stat")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "a process of the part that hung lives on"
         time.sleep(0.02)
@@ -194,7 +194,7 @@ def spoilt(kernel: Callable[..., Any], buffer: int, element: int, smallest: Any)
 
 MUTATIONS = {  # check, arguments, the kernel that is spoilt, which of its buffers
     "lamb": ("check_lamb", ([1, 700, 37],), "lamb", 0),
-    "merged adamw": ("check_merged_adamw", (5000, torch.float32, 3), "reduce", 2),
+    "pull": ("check_pull", (5000, 3), "pull", 2),
     "measures": ("check_measures", (5000, torch.float32, 4), "reduce", None),
     "norm": ("check_norm", ("layer", 48, torch.float32), None, None),
     "large block_sumsq": ("large_block_sumsq", (50_037,), "block_sumsq", 1),
@@ -287,10 +287,10 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("name", "arguments", "last"),
     [
-        ("gpu_check", ["--small"], "42 of 42 checks passed"),
+        ("gpu_check", ["--small"], "40 of 40 checks passed"),
         ("gpu_large", ["--elements", "70037"], "5 of 5 checks passed"),
         ("step_gpu", ["--rounds", "3"], "times torch's without any"),
-        ("gpu_ranks", [], "5 of 5 transports give what one worker gives"),
+        ("gpu_ranks", [], "6 of 6 transports give what one worker gives"),
         ("gpu_ddp", ["--rounds", "3"], "2 workers: kfuse / ddp"),
         ("gpu_elastic", [], "5 of 5 jobs end with one worker's parameters"),
         ("gpu_state", ["--parameters", "2e6"], "2 M parameters: regroup"),

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -36,7 +37,7 @@ from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_ne
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.snapshot import HostCopy, Snapshots
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 FILES = ("manifest.json", "model.pt", "optimizer.pt", "state.pt")
 # A NaN with a payload, the smallest subnormal, a negative zero: values that only an exact copy keeps.
 ODD_FLOATS = [*struct.unpack("<3d", struct.pack("<3Q", 0x7FF8_0000_0BAD_CAFE, 1, 1 << 63)), math.inf, 0.1]
@@ -545,7 +546,8 @@ class Writers:
     def __init__(self) -> None:
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_checkpoint as t; t.serve()"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        # Without buffers, in which lines would wait that `select` cannot see.
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
         self._server = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
         self._done: dict[int, list[int]] = {}
         self._status: dict[int, int] = {}
@@ -554,7 +556,6 @@ class Writers:
         """Starts a writer (see `_writer`) and returns its pid once it is about to save."""
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps({"directory": str(directory), **how}).encode() + b"\n")
-        self._server.stdin.flush()
         before = set(self._done)
         while not (new := set(self._done) - before):
             self._listen()
@@ -569,7 +570,7 @@ class Writers:
         """Waits until a writer is dead and reaped; returns its exit code and the steps that it reported as written."""
         while pid not in self._status:
             self._listen()
-        return self._status[pid], self._done[pid]
+        return self._status.pop(pid), self._done.pop(pid)  # the system may give the number to another one
 
     def close(self) -> None:
         assert self._server.stdin is not None
@@ -578,7 +579,11 @@ class Writers:
 
     def _listen(self) -> None:
         assert self._server.stdout is not None
-        what, pid, value = self._server.stdout.readline().split()
+        ready, _, _ = select.select([self._server.stdout], [], [], PATIENCE_S)
+        assert ready, f"no writer said anything for {PATIENCE_S:.0f} s; so far {self._done}, ended {self._status}"
+        line = self._server.stdout.readline()
+        assert line, f"the server of writers has ended with {self._server.poll()}"
+        what, pid, value = line.split()
         if what == b"begins":
             self._done[int(pid)] = []
         elif what == b"wrote":
@@ -596,29 +601,27 @@ def writers() -> Iterator[Writers]:
 
 
 def serve() -> None:
-    """The server: a writer for each line of stdin, until there are no more."""
+    """The server: a writer for each line of stdin, until there are no more.
+
+    Each writer's parent waits for it alone and tells its end. A handler of SIGCHLD in the server could not: Python runs
+    it between two bytecodes, and for a signal that comes just before `read` blocks, that is not before the next line.
+    """
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, _reap)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # these parents leave no zombies
     for line in sys.stdin:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _writer(**json.loads(line))
+            pid = os.fork()
+            if pid == 0:
+                _writer(**json.loads(line))
+                os._exit(0)
+            _, status = os.waitpid(pid, 0)
+            _say("ended", pid, os.waitstatus_to_exitcode(status))
             os._exit(0)
 
 
 def _say(what: str, pid: int, value: int = 0) -> None:
     os.write(1, f"{what} {pid} {value}\n".encode())  # one write: lines of several processes do not mix
-
-
-def _reap(*_: Any) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        _say("ended", pid, os.waitstatus_to_exitcode(status))
 
 
 def _writer(directory: str, first: int, saves: int, keep: int, die_at: int = 0) -> None:

@@ -21,7 +21,7 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm import engine
+from kfuse.comm import steps
 from kfuse.comm.plan import CommOptions
 from kfuse.comm.reduction import Reduction
 from kfuse.session import reset
@@ -126,7 +126,7 @@ class Events:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.happened: list[str] = []
         self.packed: list[int] = []
-        pack, launch = engine.pack, Reduction.launch
+        pack, launch = steps.pack, Reduction.launch
 
         def packing(grads: list[Any], *arguments: Any, **more: Any) -> None:
             self.happened.append("bucket")
@@ -134,11 +134,11 @@ class Events:
             pack(grads, *arguments, **more)
 
         def launching(reduction: Reduction, *arguments: Any) -> None:
-            before = reduction.launched
+            before = len(reduction._runs)
             launch(reduction, *arguments)
-            self.happened += ["launch"] * (reduction.launched - before)
+            self.happened += ["launch"] * (len(reduction._runs) - before)
 
-        patch.setattr(engine, "pack", packing)
+        patch.setattr(steps, "pack", packing)
         patch.setattr(Reduction, "launch", launching)
 
     def watch(self, name: str, output: Tensor) -> None:

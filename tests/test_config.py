@@ -114,6 +114,11 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ["optimizer=torch"],
         ["policy=none"],
         ["policy=schedule", "policy.phases=[{epoch: 1, batch_size: 64}]"],
+        ["policy=schedule", "policy.phases=0:32 10K:64 1M:128"],
+        ["policy=norm_test", "policy.theta=0.25"],
+        ["policy=critical_batch", "policy.factor=0.5"],
+        ["policy=seesaw", "lr.decay=constant"],
+        ["policy=compose", "policy@policy.first=seesaw", "policy@policy.second=gns", "policy.second.factor=2"],
         ["comm=reproducible"],
         ["model=convnet"],
         ["model=gpt", "data=text"],
@@ -208,6 +213,12 @@ def test_plain_values_against_annotations(value: Any, hint: Any, fitting: bool) 
 
 def test_locate_finds_what_is_inside_a_class() -> None:
     assert instantiate.locate("collections.OrderedDict.fromkeys") == __import__("collections").OrderedDict.fromkeys
+
+
+def test_build_makes_an_argument_that_is_a_node() -> None:
+    inner = {"_target_": "fractions.Fraction", "numerator": 1, "denominator": 2}
+    node = {"_target_": "fractions.Fraction", "numerator": inner, "denominator": 3}
+    assert instantiate.build(node) == __import__("fractions").Fraction(1, 6)
 
 
 def test_build_supplies_what_the_signature_has_and_the_node_wins() -> None:

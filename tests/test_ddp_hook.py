@@ -7,6 +7,8 @@ import gc
 import io
 import json
 import math
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -607,3 +609,30 @@ def test_wrong_uses_of_ddp_end_in_one_line() -> None:
         assert found["logged"] == ((2, 3) if rank == 0 else (0, 0))
         assert found["no no_sync"] == (1, None)
         assert found["own group"] == (1, pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16)))
+
+
+# -- the end of the process ------------------------------------------------------------------------------------------
+
+HELD_AT_EXIT = """
+import threading, time
+from kfuse.integrations.at_exit import drop_before_exit
+
+held = threading.Event()
+
+def of_torch():
+    callback = drop_before_exit(lambda future: future.value()[0])
+    held.set()
+    time.sleep(0.5)
+    del callback
+    print("dropped")
+
+threading.Thread(target=of_torch, daemon=True).start()
+held.wait()
+"""
+
+
+@pytest.mark.full
+def test_python_does_not_end_while_a_thread_of_torch_holds_a_callback() -> None:
+    """Such a thread aborts the process where Python has ended: "terminate called without an active exception"."""
+    done = subprocess.run([sys.executable, "-c", HELD_AT_EXIT], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "dropped\n", done.stderr

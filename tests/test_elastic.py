@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from elastic_job import (
     command_line,
     run_job,
     undisturbed_job,
-    until,
     wait_until,
     words,
 )
+from warm import WarmLauncher, WarmProcess
 
 from kfuse import session
 from kfuse.elastic import rendezvous
@@ -39,6 +39,11 @@ TRAINING = words(
     "model.hidden=[24] model.dropout=0.1 batch.size=16 batch.micro=4 batch.max=64 train.epochs=4 train.eval_every=20",
 )
 CHECKPOINTS = ["checkpoint.every_steps=25"]
+
+
+def each_written(directory: Path) -> dict[str, Any]:
+    """For `chaos`: with CHECKPOINTS, in `directory`."""
+    return {"directory": str(directory / "run" / "checkpoints"), "every": 25}
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +109,17 @@ def test_a_worker_is_lost_before_it_can_leave(
     """The view without it is proposed, and the others still train with it."""
 
     async def lose_the_leaver(supervisor: Supervisor, job: Job) -> None:
-        await until("the view without it", lambda: supervisor.job.view and supervisor.job.view.generation == 2)
-        os.kill(supervisor.processes.workers[before - 1].process.pid, sent)
+        announce = supervisor.views._announce
+
+        def announced(*arguments: Any, **named: Any) -> None:
+            announce(*arguments, **named)
+            if supervisor.job.view.generation == 2:  # at once: it leaves some steps later
+                os.kill(supervisor.processes.workers[before - 1].process.pid, sent)
+
+        supervisor.views._announce = announced  # type: ignore[method-assign]
 
     policy = chaos(tmp_path, phases=[{"step": 5, "workers": after}], pace_s=0.1)
-    settings = [*TRAINING, f"workers.count={before}", "elastic.heartbeat_timeout_s=2", *policy]
+    settings = [*TRAINING, f"workers.count={before}", "elastic.heartbeat_timeout_s=5", *policy]
     job = run_job(tmp_path / "run", settings, lose_the_leaver)
     assert_same_training(job, undisturbed)
     assert [(view["reason"], len(view["workers"])) for view in job.views] == [("start", before), ("failure", after)]
@@ -164,7 +175,7 @@ ALL_AT_ONCE = [{"step": 60, "moment": "forward", "rank": 0, "how": "kill_all", "
 
 
 def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tmp_path: Path) -> None:
-    policy = chaos(tmp_path, events=ALL_AT_ONCE)
+    policy = chaos(tmp_path, events=ALL_AT_ONCE, checkpoints=each_written(tmp_path))
     job = run_job(tmp_path / "run", [*TRAINING, *CHECKPOINTS, "workers.count=3", *policy])
     assert_same_training(job, undisturbed)
     assert len(job.of_kind("failure")) == 3
@@ -178,13 +189,16 @@ def test_all_killed_with_checkpoints_restarts_from_the_last(undisturbed: Job, tm
 
 @pytest.mark.full
 def test_a_worker_killed_as_the_job_starts_anew_is_replaced(undisturbed: Job, tmp_path: Path) -> None:
-    async def kill_a_booting_one(supervisor: Supervisor, job: Job) -> None:
-        await until("all to be lost", lambda: len(job.of_kind("failure")) == 3)
-        await until("new workers", supervisor.processes.alive)
-        supervisor.processes.alive()[0].process.kill()
+    class KillsTheFourth(WarmLauncher):
+        async def start(self, env: Mapping[str, str]) -> WarmProcess:
+            process = await super().start(env)
+            if len(self.started) == 4:
+                process.kill()
+            return process
 
+    launcher = KillsTheFourth((tmp_path / "run").with_suffix(".log"))
     settings = [*TRAINING, *CHECKPOINTS, "workers.count=3", *chaos(tmp_path, events=ALL_AT_ONCE)]
-    job = run_job(tmp_path / "run", settings, kill_a_booting_one)
+    job = run_job(tmp_path / "run", settings, launcher=launcher)
     assert_same_training(job, undisturbed)
     assert len(job.of_kind("failure")) == 4
     assert (job.views[-1]["reason"], len(job.views[-1]["workers"])) == ("restart", 3)
@@ -203,8 +217,8 @@ def test_the_only_worker_with_the_state_is_lost_as_it_hands_it_over(undisturbed:
         {"step": 40, "moment": "forward", "rank": 1, "how": "kill"},
         {"step": 41, "moment": "source", "rank": 0, "how": "kill"},
     ]
-    settings = [*TRAINING, *CHECKPOINTS, "workers.count=2", *chaos(tmp_path, events=events)]
-    job = run_job(tmp_path / "run", settings)
+    policy = chaos(tmp_path, events=events, checkpoints=each_written(tmp_path))
+    job = run_job(tmp_path / "run", [*TRAINING, *CHECKPOINTS, "workers.count=2", *policy])
     assert_same_training(job, undisturbed)
     assert [event["step"] for event in job.of_kind("resumed")] == [25]
 

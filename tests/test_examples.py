@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_a_port_trains_as_the_plain_script(name: str, workers: int, arguments: d
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in PORTED))
 def test_an_example_runs(name: str, workers: int, arguments: dict[str, str], tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     given = [arguments["llama"], str(EXAMPLES.parent / "README.md")] if name == "streaming_text" else []
     done = subprocess.run(
         [*torchrun, str(EXAMPLES / f"{name}.py"), *given],
@@ -123,6 +124,46 @@ def test_an_example_runs(name: str, workers: int, arguments: dict[str, str], tmp
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    expected = ["kf.resize: this job's number of workers is fixed"] if name == "noise_scale_policy" else []
+    fixed = name in ("noise_scale_policy", "kungfu_batch_size")
+    expected = ["kf.resize: this job's number of workers is fixed"] if fixed else []
     warnings = [line for line in done.stderr.splitlines() if "Warning:" in line]
     assert all(any(text in line for text in expected) for line in warnings), warnings
+
+
+SLOWLY = """
+import runpy, sys, time
+import kfuse as kf
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+def wait(module, _):
+    if type(module).__name__ in ("MLP", "ConvNet") and module.training and kf.size() < 3:
+        time.sleep(0.02)
+
+register_module_forward_pre_hook(wait)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""An example whose steps are slow until all workers have come, so that it does not end before."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["noise_scale_policy", "kungfu_batch_size"])
+def test_kungfus_policies_add_workers(name: str, tmp_path: Path) -> None:
+    """To the end of training; the second one's batch grows with them."""
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "1", "--max-workers", "3", "--run-dir", "run"]
+    done = subprocess.run(
+        [*command, "slowly.py", str(EXAMPLES / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    workers, batches = ([record[key] for record in metrics] for key in ("workers", "batch_size"))
+    assert max(workers) > workers[0] == 1
+    if name == "kungfu_batch_size":
+        assert {32 * count for count in workers[-20:]} == {max(batches)}
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["eval_accuracy"] > 0.95

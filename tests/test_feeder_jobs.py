@@ -163,7 +163,7 @@ def test_a_run_that_is_killed_resumes_with_the_same_bits(number: int, undisturbe
 def test_a_stopped_job_ends_in_order(sent: signal.Signals, tmp_path: Path) -> None:
     """SIGTERM goes to every process, as from a cluster's scheduler. (A terminal's SIGINT does not reach workers.)"""
     settings = [*TRAINING, "checkpoint.every_steps=1000", "workers.count=2", "data.workers=2"]
-    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path, pace_s=0.02)]) as (process, job):
+    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path, pace_s=0.2)]) as (process, job):
         wait_until("steps", lambda: len(job.metrics) > 5)
         workers = [worker["pid"] for view in job.views for worker in view["workers"]]
         held = [pid for worker in workers for pid in loaders(worker)]

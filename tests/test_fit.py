@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
+from elastic_job import read_lines
 from problems import network, problem
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -201,10 +204,23 @@ def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
 @pytest.mark.parametrize(
     ("verb", "value", "message"),
     [
-        ("set_topology", "ring", "must be one of auto, allreduce, all_to_all, tree"),
-        ("set_topology", "my.Transport", "must be one of allreduce, all_to_all, tree"),
-        ("set_tree", "oak", "must be one of binary, star, host"),
-        ("set_sync", 0, "must be 1 to"),
+        ("set_topology", "ring", "must be one of auto, allreduce, all_to_all, reduce_scatter, tree"),
+        ("set_topology", "symmetric", "must be named at the start, as comm.schedule"),
+        ("set_topology", "my.Transport", "must be one of allreduce, all_to_all, reduce_scatter, tree"),
+        ("set_tree", "oak", "must be one of binary, star, host, latency"),
+        (
+            "set_tree",
+            [0.5],
+            r"tree \[0\.5\]: must be one of binary, .* a list with each rank's parent",
+        ),
+        (
+            "set_tree",
+            ["a"],
+            r"tree \['a'\]: must be one of binary, .* a list with each rank's parent",
+        ),
+        ("set_tree", 5, "tree 5: must be one of binary, .* a list with each rank's parent"),
+        ("set_tree", None, r"kf\.set_tree\(None\): must be the name of a shape, or a list with each rank's parent"),
+        ("set_sync", 4, "must be one of ssgd, local:N, sma, pair; local:4 averages every 4 steps"),
         ("set_batch_size", 0, "must be at least 1"),
         ("set_lr", -1.0, "must be a finite number above 0"),
     ],
@@ -379,6 +395,122 @@ def test_hooks_before_the_first_step_may_use_the_verbs(hook: str) -> None:
     assert seen[0] == (8, 0.1) and seen[-1] == (16, pytest.approx(0.05))
 
 
+class Both(kf.BasePolicy):
+    """Calls these functions of kf, each with its value, in the hook after these steps; notes each step's settings."""
+
+    def __init__(self, calls: dict[int, list[tuple[str, float]]]) -> None:
+        self.calls, self.step = calls, 0
+        self.seen: list[tuple[int, float]] = []
+
+    def after_step(self) -> None:
+        for name, value in self.calls.get(self.step, ()):
+            getattr(kf, name)(value)
+        self.step += 1
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append((signals.batch_size, signals.lr))
+        return None
+
+
+BATCH, RATE = ("set_batch_size", 64), ("set_lr", 0.02)
+
+
+def both(calls: dict[int, list[tuple[str, float]]], **arguments: Any) -> list[tuple[int, float]]:
+    net, policy = network(), Both(calls)
+    given = {"batch_size": 16, "micro_batch": 8, "steps": 24, "epochs": 90} | arguments
+    kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), **given)
+    return policy.seen
+
+
+@pytest.mark.parametrize("lr_scaling", ["none", "sqrt", "linear", "adascale"])
+@pytest.mark.parametrize("change_warmup_steps", [0, 40])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {5: [BATCH, RATE]},
+        {5: [RATE, BATCH]},
+        {5: [BATCH], 6: [RATE]},  # the batch size is under way
+        {5: [BATCH], 7: [RATE]},
+        {5: [RATE], 6: [BATCH, RATE]},
+    ],
+    ids=["batch, lr", "lr, batch", "lr a step later", "lr two steps later", "the same lr again"],
+)
+def test_set_lr_is_the_rate_from_then_on_in_any_order(calls: Any, change_warmup_steps: int, lr_scaling: str) -> None:
+    seen = both(calls, lr_scaling=lr_scaling, change_warmup_steps=change_warmup_steps)
+    batches, rates = [batch for batch, _ in seen], [rate for _, rate in seen]
+    assert batches[:6] == [16] * 6 and set(batches[10:]) == {64}
+    first = next(step for step, rate in enumerate(rates) if rate == pytest.approx(0.02, rel=1e-13))
+    assert first <= 11 and rates[0] == 0.1
+    if lr_scaling == "adascale":
+        assert max(rates[first:]) < 0.04, "the gain goes on from there, as its statistics do"
+    else:
+        assert rates[first:] == pytest.approx([0.02] * (24 - first), rel=1e-13)
+
+
+def test_a_batch_size_that_is_set_later_scales_the_rate_that_was_set() -> None:
+    seen = both({3: [RATE], 10: [BATCH]}, lr_scaling="sqrt")
+    assert seen[9] == (16, pytest.approx(0.02, rel=1e-13)) and seen[-1] == (64, pytest.approx(0.04, rel=1e-13))
+
+
+def test_set_lr_holds_in_its_first_step_under_a_warm_up_and_a_decay() -> None:
+    """The step that it applies to has this rate; before, the factor was taken of the step of the request."""
+    for arguments, part in (({"warmup_steps": 100}, lambda s: s + 1), ({"decay": "linear"}, lambda s: 24 - s)):
+        rates = [rate for _, rate in both({3: [RATE]}, **arguments)]
+        first = next(step for step, rate in enumerate(rates) if rate == pytest.approx(0.02, rel=1e-12))
+        assert first == 6 and len(rates) == 24
+        assert rates[6:] == pytest.approx([0.02 * part(step) / part(6) for step in range(6, 24)])
+
+
+def set_both(order: int) -> list[tuple[int, float]]:
+    kf.init()
+    return both({5: [BATCH, RATE][::order]}, lr_scaling="linear")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_set_lr_and_set_batch_size_on_two_workers(order: int) -> None:
+    first, second = run_workers(2, set_both, order)
+    assert first == second and first[-1] == (64, pytest.approx(0.02, rel=1e-13))
+
+
+@pytest.mark.parametrize(
+    ("lr", "message"),
+    [
+        (1e39, "must be 1.18e-38 to 3.4e+38, fp32's range"),
+        (1e-40, "must be 1.18e-38 to 3.4e+38, fp32's range"),
+        (1e38, "a learning rate of 300.0 would become 3e+41, out of fp32's range, 1.18e-38 to 3.4e+38"),
+    ],
+)
+def test_set_lr_refuses_what_fp32_cannot_hold(lr: float, message: str) -> None:
+    net = network()
+    opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 300.0}], lr=0.1)
+    with pytest.raises(ValueError, match=re.escape(f"kf.set_lr({lr}): {message}")):
+        kf.fit(net, problem(), opt, kf.Hook(Orders({0: ("set_lr", lr)})))
+
+
+@pytest.mark.parametrize(
+    ("scale", "rate", "note"),
+    [
+        (1e39, 0.1, "lr_scale 1e+39 dropped: it must be 1.18e-38 to 3.4e+38, fp32's range"),
+        (1e-50, 0.1, "lr_scale 1e-50 dropped: it must be 1.18e-38 to 3.4e+38, fp32's range"),
+        (1e38, 100.0, "lr_scale 1e+38 dropped: a learning rate of 100.0 would become 1e+40, out of fp32's range, 1.18"),
+        (1e-37, 0.01, "lr_scale 1e-37 dropped: a learning rate of 0.01 would become 1e-39, out of fp32's range, 1.18"),
+    ],
+)
+def test_an_lr_scale_that_fp32_cannot_hold_is_dropped_with_an_event(
+    scale: float, rate: float, note: str, tmp_path: Path
+) -> None:
+    class Extreme(kf.BasePolicy):
+        def decide(self, signals: kf.Signals) -> kf.Decision | None:
+            return kf.Decision(lr_scale=scale, batch_size=8)
+
+    net = network()
+    opt = kf.FusedSGD(net.parameters(), lr=rate)
+    summary = kf.fit(net, problem(), opt, kf.Hook(Extreme()), batch_size=4, lr_scaling="none", run_dir=tmp_path / "run")
+    assert summary is not None and (summary["lr"], summary["batch_size"]) == (rate, 8)
+    (told,) = [event["note"] for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "clipped"]
+    assert told.startswith(note)
+
+
 def test_set_lr_says_where_the_rate_is_zero() -> None:
     net = network()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
@@ -393,15 +525,15 @@ def test_verbs_that_change_training_belong_inside_fit() -> None:
     orders = [
         (kf.set_batch_size, 8),
         (kf.set_lr, 0.1),
-        (kf.set_sync, 2),
+        (kf.set_sync, "local:2"),
         (kf.set_topology, "tree"),
         (kf.set_tree, "star"),
     ]
     for verb, value in orders:
-        with pytest.raises(RuntimeError, match=r"works inside kf\.fit"):
+        with pytest.raises(RuntimeError, match=r"works in training \(kf\.fit, kf\.DataLoader"):
             verb(value)
     kf.fit(net, problem(), opt)
-    with pytest.raises(RuntimeError, match=r"works inside kf\.fit"):
+    with pytest.raises(RuntimeError, match=r"works in training \(kf\.fit, kf\.DataLoader"):
         kf.set_lr(0.1)
 
 

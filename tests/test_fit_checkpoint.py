@@ -209,6 +209,8 @@ def test_two_loaders_in_turn_keep_their_own_records(tmp_path: Path) -> None:
 def test_a_training_that_fails_leaves_its_reason(tmp_path: Path, error: type[BaseException], why: str) -> None:
     class Failing(kf.BasePolicy):
         def after_epoch(self) -> None:
+            if error is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)
             raise error("on purpose")
 
     with pytest.raises(error):
@@ -325,7 +327,7 @@ def test_killed_three_times_it_ends_with_the_undisturbed_bits(how: str, starter:
     assert start(command("undisturbed", 0.0)).wait(DEADLINE_S) == 0
     resumed = []
     for target in (6, 18, 30):
-        process = start(command("killed", 0.03))
+        process = start(command("killed", 0.1))
         deadline = time.monotonic() + DEADLINE_S
         while newest(tmp_path / "killed" / "kept") < target:
             assert process.poll() is None and time.monotonic() < deadline
@@ -362,7 +364,7 @@ def test_where_all_workers_are_killed_the_supervisor_starts_new_ones(tmp_path: P
         return [sys.executable, *before, str(script), "fit", str(tmp_path / folder), str(pace_s)]
 
     assert start(command("undisturbed", 0.0)).wait(DEADLINE_S) == 0
-    process = start(command("killed", 0.03))
+    process = start(command("killed", 0.1))
     wait_until("a checkpoint", lambda: newest(tmp_path / "killed" / "kept") >= 9)
     workers = descendants(process.pid)
     for pid in workers:

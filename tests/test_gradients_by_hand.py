@@ -164,6 +164,52 @@ def test_gradients_that_share_their_memory_are_each_packed_as_they_are() -> None
     assert torch.equal(first.view(-1), -slope - 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", PAIRS)
+def test_data_of_a_gradient_that_was_replaced(kind: str, dtype: torch.dtype) -> None:
+    """`p.grad.data = tensor`: in other memory, of another dtype, or the same memory with other strides."""
+    ours, theirs = PAIRS[kind]
+    weights = [nn.Parameter(torch.arange(9, dtype=dtype).view(3, 3)), nn.Parameter(torch.ones(4, dtype=dtype))]
+    twins = [nn.Parameter(p.detach().clone()) for p in weights]
+    opt, plain = ours(weights), theirs(twins)
+    new = [
+        lambda grad: torch.full((3, 3), 7.0, dtype=dtype),
+        lambda grad: grad.t(),
+        lambda grad: grad,
+        lambda grad: torch.full((3, 3), -2.0, dtype=torch.float64) if kind != "wrapped" else grad,
+        lambda grad: torch.zeros(3, 3, dtype=dtype),
+        lambda grad: grad,
+    ]
+    slope = torch.linspace(-1, 1, 9).view(3, 3)
+    for step, replaced in enumerate(new):
+        for params, each in ((weights, opt), (twins, plain)):
+            each.zero_grad()
+            ((params[0] * slope).sum() + params[1].square().sum()).backward()
+            grad = params[0].grad
+            assert grad is not None and torch.equal(grad, slope.to(dtype))
+            value = replaced(grad.data)
+            grad.data = value if each is opt else value.to(dtype)
+            if step == 4:  # dropped, by other means than opt.zero_grad()
+                for p in params:
+                    p.grad = None
+                continue
+            each.step()
+    for p, q in zip(weights, twins, strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+def test_data_of_a_gradient_of_another_shape_is_refused() -> None:
+    p = nn.Parameter(torch.ones(2, 3))
+    opt = kf.FusedSGD([p], lr=0.1)
+    p.square().sum().backward()
+    assert p.grad is not None
+    p.grad.data = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"^parameter 0 of shape \(2, 3\): its p.grad.data has shape \(3,\)$"):
+        opt.step()
+    assert torch.equal(p, torch.ones(2, 3))
+
+
 def test_a_second_step_with_the_gradients_of_the_first_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Linear(3, 1)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Updates that add contributions, or keep fp32 master weights for 16-bit parameters, have the bits of two phases.
+"""Updates that keep fp32 master weights for 16-bit parameters have the bits of updates of fp32 parameters.
 
 `test_kernels_interpreter.py` runs this file a second time with the Triton code in its interpreter.
 """
@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfuse.kernels import AdamOptions, SGDOptions, adamw, reduce, sgd
+from kfuse.kernels import AdamOptions, SGDOptions, adamw, sgd
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 5 if INTERPRETED else 60
-Merges = tuple[tuple[int, int], ...]
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -44,51 +43,6 @@ def updater(name: str, device: str) -> Callable[..., None]:
             sgd(param, grad, m if momentum else None, options, first_step=t == 1 and bool(momentum), **more)
 
     return update
-
-
-@settings(max_examples=EXAMPLES)
-@given(
-    count=st.integers(1, 8),
-    numel=st.integers(1, 5000),
-    dtype=st.sampled_from(DTYPES),
-    scale=st.sampled_from([None, 0.3]),
-    data=st.data(),
-)
-@pytest.mark.full
-def test_one_phase_has_the_bits_of_two(
-    device: str, name: str, count: int, numel: int, dtype: torch.dtype, scale: float | None, data: st.DataObject
-) -> None:
-    row = st.integers(0, count - 1)
-    pairs = st.lists(st.tuples(row, row).filter(lambda merge: merge[0] != merge[1]), max_size=9)
-    merges: Merges = tuple(data.draw(pairs)) if count > 1 else ()
-    update = updater(name, device)
-    factor = None if scale is None else scalar(scale, device)
-    results = []
-    for fused in (False, True):
-        param, m, v = (normal(numel, seed=seed, device=device).abs() for seed in range(3))
-        for t in (1, 2):
-            rows = normal((count, numel), seed=10 + t, device=device).to(dtype)
-            if fused:
-                update(param, rows, m, v, t, merges=merges, grad_scale=factor)
-            else:
-                grad = torch.empty(numel, device=device)
-                reduce(rows, merges, grad)
-                update(param, grad, m, v, t, grad_scale=factor)
-        results.append((param, m, v))
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
-
-
-def test_many_contributions(device: str, name: str) -> None:
-    merges = tuple((0, k) for k in range(1, 40))
-    rows = normal((40, 100), seed=0, device=device)
-    grad = torch.empty(100, device=device)
-    reduce(rows.clone(), merges, grad)
-    results = []
-    for given_grad, order in ((grad, ()), (rows, merges)):
-        tensors = [normal(100, seed=seed, device=device).abs() for seed in range(3)]
-        updater(name, device)(tensors[0], given_grad, *tensors[1:], 2, merges=order)
-        results.append(tensors)
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 @settings(max_examples=EXAMPLES)
@@ -131,21 +85,17 @@ def test_skipped_update_touches_nothing(device: str, name: str) -> None:
     tensors = [normal(50, seed=seed, device=device).abs() for seed in range(4)]
     param = torch.ones(50, dtype=torch.bfloat16, device=device)
     before = [tensor.clone() for tensor in (*tensors, param)]
-    rows = torch.full((2, 50), math.nan, device=device)
-    updater(name, device)(
-        param, rows, *tensors[:2], 1, master=tensors[2], merges=((0, 1),), found_inf=scalar(1.0, device)
-    )
+    grad = torch.full((50,), math.nan, device=device)
+    updater(name, device)(param, grad, *tensors[:2], 1, master=tensors[2], found_inf=scalar(1.0, device))
     assert all(torch.equal(a, b) for a, b in zip((*tensors, param), before, strict=True))
 
 
 def test_errors_name_what_is_wrong(device: str, name: str) -> None:
     update, good = updater(name, device), torch.zeros(4, device=device)
     rows = torch.zeros(2, 4, device=device)
-    with pytest.raises(ValueError, match=r"merge \(0, 2\) must name two different rows of 2"):
-        update(good, rows, good, good, 1, merges=((0, 2),))
-    with pytest.raises(ValueError, match=r"got \[4\], \[4\] and 1 merges"):
-        update(good, good, good, good, 1, merges=((0, 1),))
-    with pytest.raises(ValueError, match=r"got \[3\], \[4\] and 0 merges"):
+    with pytest.raises(ValueError, match=r"got \[2, 4\] and \[4\]"):
+        update(good, rows, good, good, 1)
+    with pytest.raises(ValueError, match=r"got \[3\] and \[4\]"):
         update(good, good[:3], good, good, 1)
     with pytest.raises(ValueError, match=r"master is \[3\], param \[4\]"):
         update(good, good, good, good, 1, master=good[:3])

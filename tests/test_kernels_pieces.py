@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfuse.kernels import BLOCK, CHUNK, PackTable, block_sumsq, num_blocks, pack, packing, reduce, reduction
+from kfuse.kernels import (
+    BLOCK,
+    CHUNK,
+    Measures,
+    PackTable,
+    block_sumsq,
+    num_blocks,
+    pack,
+    packing,
+    pull,
+    reduce,
+    reduction,
+)
 
 NUMELS = [3 * CHUNK + 5, 40, 2 * CHUNK]
 OFFSETS = [0, 3 * CHUNK + 64, 3 * CHUNK + 128]
@@ -28,14 +40,19 @@ def everything(dtype: torch.dtype) -> list[torch.Tensor]:
     rows = (torch.randn(5, 3 * BLOCK + 7) * 2.0 ** torch.randint(-4, 5, (5, 1))).to(dtype)
     out = torch.empty(rows.shape[1], dtype=dtype)
     reduce(rows.clone(), ((0, 1), (2, 3), (0, 2), (0, 4)), out)
-    return [*found, partials, out]
+    mean, measured = torch.empty(rows.shape[1]), torch.empty(num_blocks(rows.shape[1]))
+    reduce(rows, ((0, 1), (2, 3), (0, 2), (0, 4)), mean, measures=Measures(sumsq=measured))
+    pulled, sumsq = torch.empty_like(mean), torch.empty_like(measured)
+    pull([row.float().clone() for row in rows], ((0, 1), (2, 3)), pulled, sumsq)
+    return [*found, partials, out, mean, measured, pulled, sumsq]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_change_no_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = everything(dtype)
-    assert reduction.PIECE % BLOCK == reduction.PIECE % CHUNK == 0
-    for module, name in ((packing, "PIECE"), (reduction, "PIECE"), (reduction, "REDUCE_PIECE")):
+    assert reduction.PIECE % BLOCK == reduction.PIECE % CHUNK == reduction.REDUCE_PIECE % BLOCK == 0
+    of_sums = ((reduction, name) for name in ("PIECE", "REDUCE_PIECE"))
+    for module, name in ((packing, "PIECE"), *of_sums):
         monkeypatch.setattr(module, name, CHUNK)
     for a, b in zip(whole, everything(dtype), strict=True):
         assert torch.equal(a, b)

@@ -161,7 +161,7 @@ def test_a_loop_that_all_workers_leave_ends_the_job_well(tmp_path: Path) -> None
     assert ended.status == 0, ended.said
     assert ended.steps == list(range(7)), "the last steps, too, are recorded"
     assert (ended.summary["steps"], ended.summary["exit_reason"]) == (7, "loop_left")
-    assert {event["kind"] for event in ended.lines("events.jsonl")} <= {"view", "straggler"}
+    assert {event["kind"] for event in ended.lines("events.jsonl")} <= {"view", "schedule", "straggler"}
     assert "end of 0" in ended.said and "end of 1" in ended.said
 
 
@@ -209,9 +209,21 @@ def test_a_script_that_fails_after_its_training_has_failed(text: str, said: str,
     assert len([event for event in ended.of_kind("view")]) == 1, "what was trained is not trained again"
 
 
+BOTH_FAIL = """
+def hook(step):
+    if step == 3:
+        open(f"{__file__}-{number}", "w")
+        while not all(os.path.exists(f"{__file__}-{each}") for each in (0, 1)):
+            time.sleep(0.01)
+        raise TypeError("bad")
+
+loop(hook=hook)
+"""
+
+
 @pytest.mark.full
 def test_an_error_is_shown_once_for_each_worker(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, PRELUDE + "def hook(step):\n  if step == 3: raise TypeError('bad')\nloop(hook=hook)")
+    ended = run_script(tmp_path, PRELUDE + BOTH_FAIL)
     assert ended.status == 1
     assert ended.said.count("Traceback (most recent call last)") == 2, ended.said
     assert ended.said.splitlines()[-1].startswith("kfuse: error: ")

@@ -121,7 +121,7 @@ class Orders(kf.BasePolicy):
 
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
         self.seen.append((signals.step, signals.grad_norm is not None))
-        return {4: kf.Decision(sync=4), 20: kf.Decision(sync=1)}.get(signals.step)
+        return {4: kf.Decision(sync="local:4"), 20: kf.Decision(sync="ssgd")}.get(signals.step)
 
 
 def follow_orders() -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ def test_a_worker_lost_between_averages_takes_nobody_along(tmp_path: Path) -> No
     events = [{"step": 12, "moment": "forward", "rank": 1, "how": "kill", "workers": 3}]
     policy = chaos(tmp_path, events=events, gates=[{"step": 40, "workers": 3}], adaptive=False)
     settings = words(
-        "model=mlp model.hidden=[16] data=digits batch.size=96 batch.micro=8 train.epochs=5 comm.sync_every=5",
+        "model=mlp model.hidden=[16] data=digits batch.size=96 batch.micro=8 train.epochs=5 comm.sync=local:5",
         "workers.count=3 workers.max=3 lr.base=0.01",
     )
     job = run_job(tmp_path / "run", [*settings, *policy])
@@ -172,13 +172,13 @@ def test_a_worker_lost_between_averages_takes_nobody_along(tmp_path: Path) -> No
 def test_reproducible_runs_synchronize_at_every_step() -> None:
     class Asks(kf.BasePolicy):
         def before_step(self) -> None:
-            kf.set_sync(1)
-            kf.set_sync(2)
+            kf.set_sync("ssgd")
+            kf.set_sync("local:2")
 
     kf.init(kf.CommOptions(reproducible=True))
     net = nn.Linear(4, 1)
     data = (torch.randn(8, 4), torch.randn(8, 1))
-    with pytest.raises(ValueError, match=r"sync 2: comm\.reproducible=true synchronises at every step"):
+    with pytest.raises(ValueError, match=r"comm\.sync=local:2: must be ssgd with comm\.reproducible=true"):
         kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(Asks()), batch_size=4)
 
 
@@ -193,3 +193,45 @@ def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptu
         warning.after_step(step, on_device, statistics.arrived, skips=True, warns=True)
     [said] = [each.getMessage() for each in caplog.records if each.name == "kfuse"]
     assert said.startswith("step 2: a gradient is not finite")
+
+
+class Two(nn.Module):
+    """Two parameters; the second is used where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, both: bool) -> Tensor:
+        return (self.first * torch.arange(1.0, 4.0)).sum() + (self.second.square().sum() if both else 0.0)
+
+
+def numbers_of_updates() -> tuple[list[float], list[float], bytes]:
+    """Rank 1 has no micro-batch in the second step, in which one parameter has no gradient. The third is the same on
+    both. The numbers of updates after the average and after the third step; the parameters.
+    """
+    rank = kf.init().group.rank
+    net = Two()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.1)
+    counts = []
+    for number, second in enumerate((range(1, 2), range(1, 1), range(1, 2))):
+        mine = (range(0, 1), second)[rank]
+        opt.begin(StepPlan(1 + len(second), (range(0, 1), second), local=len(mine)))
+        for _ in mine:
+            with opt.micro_batch(samples=1):
+                net(both=number != 1).backward()
+        opt.step()
+        opt.zero_grad()
+        if number == 1:
+            opt.agree_on_state()
+            opt.average_models()
+        if number:
+            counts.append([float(opt.state[p]["step"]) for p in net.parameters()])
+    return counts[0], counts[1], b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+
+
+def test_numbers_of_updates_are_averaged_by_parameter() -> None:
+    """With a mean number of each parameter's own, no worker may update them together any more."""
+    results = run_workers(2, numbers_of_updates)
+    assert results[0] == results[1]
+    assert results[0][:2] == ([1.5, 1.0], [2.5, 2.0])

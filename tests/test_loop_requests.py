@@ -78,7 +78,7 @@ def local_sgd(moment: str) -> int:
         for x, y in step:
             F.cross_entropy(net(x), y).backward()
         if moment == "after_backward" and number == 3:
-            kf.set_sync(4)
+            kf.set_sync("local:4")
         opt.step()
         opt.zero_grad()
         stats = opt.stats
@@ -169,7 +169,7 @@ def test_a_policys_initial_decision_is_in_force_from_the_first_step() -> None:
 
 def test_an_initial_decision_keeps_what_reproducible_runs_need(caplog: Any) -> None:
     kf.init(kf.CommOptions(reproducible=True))
-    net, policy = network(), Initial(kf.Decision(sync=4, batch_size=24))
+    net, policy = network(), Initial(kf.Decision(sync="local:4", batch_size=24))
     kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=16)
     assert {s.batch_size for s in policy.signals} == {24}
     assert all(s.grad_norm is not None for s in policy.signals)  # gradients were reduced in every step

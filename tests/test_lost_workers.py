@@ -99,13 +99,13 @@ def test_newcomers_alone_have_nothing_to_go_on_with(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_waits_for_slow_steps(undisturbed: Job, tmp_path: Path) -> None:
-    """It knows of its view some steps before the others come to it: here three of 1.2 s, with a timeout of 3 s."""
-    grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 18, "workers": 2}]}
-    settings = [*TRAINING, *chaos(tmp_path, pace_s=1.2, **grows), "comm.timeout_s=3", "train.steps=20"]
+    """It knows of its view some steps before the others come to it: here three of 2.4 s, with a timeout of 6 s."""
+    grows = {"phases": [{"step": 2, "workers": 2}], "gates": [{"step": 10, "workers": 2}]}
+    settings = [*TRAINING, *chaos(tmp_path, pace_s=2.4, **grows), "comm.timeout_s=6", "train.steps=12"]
     job = run_job(tmp_path / "run", settings)
     assert job.error is None, job.told()
     assert [view["reason"] for view in job.views] == ["start", "grow"]
-    assert job.summary["loss"] == undisturbed.metrics[19]["loss"]
+    assert job.summary["loss"] == undisturbed.metrics[11]["loss"]
 
 
 def test_a_newcomer_that_comes_too_late_is_sent_away(undisturbed: Job, tmp_path: Path) -> None:
@@ -131,10 +131,14 @@ def test_a_newcomer_that_is_being_started_as_training_ends_is_sent_away(undistur
 
     async def grow(supervisor: Supervisor, job: Job) -> None:
         await until("a step", lambda: len(job.metrics) > 0)
-        await supervisor.views.resize(2)
+        resizing = asyncio.create_task(supervisor.views.resize(2))
+        await until("it to be asked for", lambda: any("workers" in event for event in job.of_kind("decision")))
+        asked.touch()
+        await resizing
 
-    launcher = Slow(tmp_path / "run.log")
-    job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path)], launcher=launcher, during=grow)
+    asked, launcher = tmp_path / "asked", Slow(tmp_path / "run.log")
+    settings = [*TRAINING, *chaos(tmp_path, until=str(asked))]
+    job = run_job(tmp_path / "run", settings, launcher=launcher, during=grow)
     assert_same_training(job, undisturbed)
     assert len(launcher.started) == 2 and job.of_kind("ready") == job.of_kind("failure") == []
 
@@ -206,9 +210,13 @@ def test_newcomers_that_cannot_boot_do_not_end_the_training(undisturbed: Job, tm
                 process.kill()
             return process
 
-    launcher = Newcomers(tmp_path / "run.log")
-    settings = [*TRAINING, *chaos(tmp_path, phases=[{"step": 5, "workers": 2}], pace_s=0.02), "elastic.max_failures=3"]
-    job = run_job(tmp_path / "run", settings, launcher=launcher)
+    async def go_on(supervisor: Supervisor, job: Job) -> None:
+        await until("no other to be started", lambda: job.of_kind("quit"))
+        given_up.touch()
+
+    given_up, launcher = tmp_path / "given up", Newcomers(tmp_path / "run.log")
+    policy = chaos(tmp_path, phases=[{"step": 5, "workers": 2}], until=str(given_up))
+    job = run_job(tmp_path / "run", [*TRAINING, *policy, "elastic.max_failures=3"], go_on, launcher)
     assert_same_training(job, undisturbed)
     assert len(launcher.started) == 4 and len(job.of_kind("failure")) == 3
     [left] = job.of_kind("quit")

@@ -111,7 +111,7 @@ def test_a_decay_ends_with_the_run_whatever_the_batch_does(
     for step, size in enumerate(sizes):
         plain = LRSchedule("none", 0, decay, sizes[0], decay_fraction=0.5, **length)
         decays.append(plain.factor(progress, schedule.done(step, samples), size))
-        progress, samples = schedule.advance(progress, size, 1.0, 50.0), samples + size
+        progress, samples = schedule.advance(progress, size, size, 1.0, 50.0), samples + size
     assert all(before >= after > 0 for before, after in itertools.pairwise(decays))
     assert schedule.done(len(sizes), samples) == 1.0
     assert schedule.factor(progress, 1.0, sizes[-1]) == pytest.approx(0.0, abs=1e-12)
@@ -143,14 +143,14 @@ def test_progress_follows_samples(scaling: Scaling) -> None:
     schedule = LRSchedule(scaling=scaling, base_batch_size=32)
     progress = 0.0
     for batch_size in (32, 64, 16, 128):
-        progress = schedule.advance(progress, batch_size)
+        progress = schedule.advance(progress, batch_size, batch_size)
     assert progress == (32 + 64 + 16 + 128) / 32
 
 
 def test_adascale_progress_follows_the_gain() -> None:
     schedule = LRSchedule(scaling="adascale", base_batch_size=128)
-    assert schedule.advance(10.0, 512, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(12.0)
-    assert schedule.advance(10.0, 512) == 11.0
+    assert schedule.advance(10.0, 512, 512, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(12.0)
+    assert schedule.advance(10.0, 512, 512) == 11.0
     assert schedule.factor(10.0, 0.0, 512, 1.0, 1.0, 256.0) == pytest.approx(2.0)
 
 

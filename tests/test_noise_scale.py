@@ -136,6 +136,8 @@ def test_rounding_error_in_shares_of_the_variance() -> None:
     for workers, roundings in ((2, 5), (8, 11)):
         bf16 = rounding_error(grad_sq, samples, micro_batches, workers) / (noise_scale * grad_sq)
         assert bf16 == pytest.approx(share + roundings / 512 * b / noise_scale * 4 / 3)
+        fp32_sums = rounding_error(grad_sq, samples, micro_batches, workers, bf16_sums=False) / (noise_scale * grad_sq)
+        assert fp32_sums == pytest.approx(share + 2 / 512 * b / noise_scale * 4 / 3)
 
 
 def test_high_noise_needs_unclamped_averages() -> None:

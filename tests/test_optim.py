@@ -530,6 +530,22 @@ def test_freezing_without_rebuild_is_an_error() -> None:
         opt.step()
 
 
+@pytest.mark.parametrize("make", [kf.FusedAdamW, lambda groups: kf.Optimizer(torch.optim.AdamW(groups))])
+def test_moving_a_parameter_to_another_group_without_rebuild_is_an_error(make: Any) -> None:
+    net = nn.Linear(3, 2)
+    opt = make([{"params": [net.weight], "lr": 0.5}, {"params": [net.bias], "lr": 0.0}])
+    opt.param_groups[0]["params"].append(opt.param_groups[1]["params"].pop())
+    before = net.bias.detach().clone()
+    net(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"moved to another parameter group .*opt\.rebuild\(\)"):
+        opt.step()
+    opt.zero_grad()
+    opt.rebuild()
+    net(torch.ones(2, 3)).sum().backward()
+    opt.step()
+    assert (net.bias.detach() - before).abs().min() > 0.1, "it has its new group's learning rate"
+
+
 def test_rebuilding_between_backward_and_step_does_not_update_with_other_gradients() -> None:
     """Either an error, or the gradient that backward made."""
     ours, theirs = twins()

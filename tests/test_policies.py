@@ -1,42 +1,28 @@
-"""Decisions stay within bounds, and policies are pure, limited in their rate of change, and do not oscillate."""
+"""Decisions stay within bounds; policies are deterministic, limited in their rate of change, and do not oscillate."""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from elastic_job import read_lines
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from policy_signals import BOUNDS, signals
 
+import kfuse as kf
+from kfuse import policies
 from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
 from kfuse.policies.signals import Bounds, Decision, Signals
-
-BOUNDS = Bounds(batch_min=8, batch_max=1024, workers_min=1, workers_max=8)
-
-
-def signals(batch_size: int = 64, noise: tuple[float, float, float] | None = None, **changes: Any) -> Signals:
-    """A step with micro-batches of 8; `noise` is (low, noise scale, high)."""
-    low, middle, high = noise or (None, None, None)
-    base = Signals(
-        step=20,
-        epoch=0,
-        samples=1280,
-        lr=0.1,
-        lr_scale=1.0,
-        batch_size=batch_size,
-        micro_batch=8,
-        micro_batches=math.ceil(batch_size / 8),
-        workers=1,
-        noise_scale=middle,
-        noise_scale_low=low,
-        noise_scale_high=high,
-        bounds=BOUNDS,
-    )
-    return replace(base, **changes)
+from kfuse.statistics.noise_scale import NoiseScale
 
 
 @st.composite
@@ -73,8 +59,8 @@ any_gns = st.builds(
 
 
 def test_decision_clipped_says_so() -> None:
-    decision, notes = Decision(batch_size=5000, workers=0, lr_scale=math.nan, sync=3).clipped(BOUNDS)
-    assert decision == Decision(batch_size=1024, workers=1, sync=3)
+    decision, notes = Decision(batch_size=5000, workers=0, lr_scale=math.nan, sync="local:3").clipped(BOUNDS)
+    assert decision == Decision(batch_size=1024, workers=1, sync="local:3")
     assert notes == [
         "batch_size 5000 clipped to 1024: must be 8 to 1024",
         "workers 0 clipped to 1: must be 1 to 8",
@@ -82,11 +68,17 @@ def test_decision_clipped_says_so() -> None:
     ]
 
 
-@pytest.mark.parametrize(("asked", "given"), [(0, 1), (-3, 1), (2**30, 2**20)])
-def test_decision_clips_sync(asked: int, given: int) -> None:
-    decision, notes = Decision(sync=asked).clipped(BOUNDS)
-    assert decision == Decision(sync=given)
-    assert notes == [f"sync {asked} clipped to {given}: must be 1 to {2**20}"]
+def test_decision_takes_a_mode_of_synchronisation_as_text() -> None:
+    with pytest.raises(TypeError, match=r"Decision sync=4: must be one of ssgd, local:N, sma, pair, or None"):
+        Decision(sync=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [1e39, 3.5e38, 1e-38, 1e-50])
+def test_decision_drops_an_lr_scale_that_fp32_cannot_hold(scale: float) -> None:
+    decision, notes = Decision(lr_scale=scale).clipped(BOUNDS)
+    assert decision.is_empty
+    assert notes == [f"lr_scale {scale} dropped: it must be 1.18e-38 to 3.4e+38, fp32's range"]
+    assert Decision(lr_scale=3.4e38).clipped(BOUNDS)[1] == Decision(lr_scale=1.18e-38).clipped(BOUNDS)[1] == []
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
@@ -103,11 +95,33 @@ def test_decision_in_bounds_is_unchanged() -> None:
 
 
 def test_decision_merged() -> None:
-    first, second = Decision(batch_size=8, workers=2), Decision(workers=3, sync=4)
-    assert first.merged(second) == Decision(batch_size=8, workers=3, sync=4)
+    first, second = Decision(batch_size=8, workers=2), Decision(workers=3, sync="local:4")
+    assert first.merged(second) == Decision(batch_size=8, workers=3, sync="local:4")
     assert first.merged(Decision()) == first
     assert Decision().is_empty
     assert not Decision(workers=1).is_empty
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (Decision(), None),
+        (Decision(batch_size=64, lr_scale=1.0, workers=2), None),  # as they are
+        (Decision(batch_size=72, lr_scale=1.0, workers=2), Decision(batch_size=72)),
+        (Decision(batch_size=64, lr_scale=0.5, workers=3), Decision(lr_scale=0.5, workers=3)),
+        (Decision(lr_scale=1.0 + 1e-7), None),  # fp32 on the way
+        (Decision(lr_scale=1.0 + 1e-5), Decision(lr_scale=1.0 + 1e-5)),
+        (Decision(batch_size=64, sync="sma"), Decision(sync="sma")),  # which no signal shows
+        (Decision(batch_size=2048), Decision(batch_size=2048)),  # so that it is reported as clipped
+    ],
+)
+def test_decision_changes_what_the_signals_do_not_show(asked: Decision, expected: Decision | None) -> None:
+    assert asked.changes(signals(64, workers=2)) == expected
+
+
+def test_decision_changes_nothing_where_the_bounds_are_reached() -> None:
+    assert Decision(batch_size=5000, workers=99).changes(signals(1024, workers=8)) is None
+    assert Decision(batch_size=4).changes(signals(4)) is None, "nor where the present one is outside"
 
 
 def test_decision_takes_whole_numbers_of_any_kind() -> None:
@@ -161,6 +175,39 @@ def test_policy_state_carries_over() -> None:
     assert state["seen"]["losses"] == joiner.seen["losses"] == [1.0, None]
 
 
+RULES: dict[str, dict[str, Any]] = {
+    "AutoscalePolicy": {"window": 9, "threshold": 0.3},
+    "CriticalBatchPolicy": {"factor": 3.0, "every": 7},
+    "CurvaturePolicy": {"every": 7, "rise": 3.0},
+    "GNSPolicy": {"factor": 3.0, "every": 7, "allow_shrink": True},
+    "GoodputPolicy": {"every": 7, "margin": 0.3},
+    "NormTestPolicy": {"theta": 0.3, "every": 7},
+    "SeesawPolicy": {"cut": 2.0, "curve": "quarter_cosine"},
+    "SyncSwitchPolicy": {"step": 9},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_arguments_of_kfuses_rules_are_no_state(name: str) -> None:
+    """A resumed run takes them from its configuration."""
+    kind = getattr(policies, name)
+    saved, resumed = kind(**({"step": 20} if name == "SyncSwitchPolicy" else {})), kind(**RULES[name])
+    state, before = saved.state_dict(), dict(vars(resumed))
+    resumed.load_state_dict(state)
+    assert vars(resumed) == before | state
+    assert {key: before[key] for key in RULES[name]} == RULES[name]
+    assert not state.keys() & {*inspect.signature(kind).parameters, "fisher_every"}
+
+
+def test_a_class_derived_from_a_rule_has_state_of_its_own() -> None:
+    class Derived(GNSPolicy):
+        def __init__(self, least: int = 2) -> None:
+            super().__init__(factor=0.5)
+            self.least, self.count = least, 3
+
+    assert Derived().state_dict() == {"count": 3}
+
+
 # GNSPolicy
 
 
@@ -187,6 +234,48 @@ def test_gns_shrinks_only_when_allowed() -> None:
     quiet = signals(64, (10, 20, 30), workers=2)
     assert GNSPolicy().decide(quiet) is None
     assert GNSPolicy(allow_shrink=True).decide(quiet) == Decision(batch_size=32, workers=1)
+
+
+def test_gns_dead_band_keeps_an_estimate_that_wavers_from_turning_the_batch_around() -> None:
+    """Two estimates by turns, whose intervals exclude each other's batch size by less than 10 %."""
+    estimates = [(97.0, 104.0, 112.0), (84.0, 96.0, 103.0)]
+    for dead_band, expected in ((0.0, [96, 104, 96, 104]), (0.1, [96, 104, 104, 104])):
+        policy, batch, sizes = GNSPolicy(allow_shrink=True, dead_band=dead_band, micro_batches_per_worker=99), 96, [96]
+        for low, noise, high in [*estimates, estimates[0]]:
+            batch = (policy.decide(signals(batch, (low, noise, high))) or Decision(batch)).batch_size or 0
+            sizes.append(batch)
+        assert sizes == expected
+    # By default it is 20 %, of 104 that is 20.8: an interval that ends below 83.2 lies outside of it.
+    policy = GNSPolicy(allow_shrink=True)
+    assert policy.decide(signals(104, (70, 80, 83.3), workers=4)) is None
+    assert policy.decide(signals(104, (70, 80, 83.1), workers=4)) == Decision(batch_size=80, workers=3)
+
+
+def turns(dead_band: float, seed: int) -> int:
+    """How often gns turns the batch size around while the noise scale stays at 1500, in 200 decisions."""
+    rng, noise, dim = np.random.default_rng(seed), NoiseScale(), 100
+    policy, bounds = GNSPolicy(allow_shrink=True, dead_band=dead_band), replace(BOUNDS, batch_min=16, batch_max=2**20)
+    batch, decided, moves = 32, dict[int, int](), []
+    for step in range(4000):
+        batch = decided.pop(step, batch)
+        count = batch // 8
+        variance = rng.chisquare((count - 1) * dim) / (count - 1)
+        along = math.sqrt(dim / 1500) + rng.standard_normal() / math.sqrt(batch)
+        grad_sq = along**2 + (rng.chisquare(dim - 1) - variance) / batch
+        noise.update(variance, grad_sq, (batch, count))
+        found = noise.estimate()
+        seen = signals(batch, step=step, bounds=bounds, noise_scale=found.noise_scale)
+        decision = policy.decide(replace(seen, noise_scale_low=found.low, noise_scale_high=found.high))
+        if decision is not None and decision.batch_size and not decided:
+            moves.append(decision.batch_size > batch)
+            decided[seen.in_force_at] = decision.batch_size
+    return sum(before != after for before, after in itertools.pairwise(moves))
+
+
+def test_gns_dead_band_keeps_the_batch_from_turning_around_by_chance() -> None:
+    """The interval of a noise scale that stands still excludes it now and then."""
+    assert sum(turns(0.0, seed) for seed in range(3)) >= 6
+    assert sum(turns(0.2, seed) for seed in range(3)) == 0
 
 
 def test_gns_never_moves_against_its_evidence() -> None:
@@ -270,6 +359,9 @@ def test_gns_settles(policy: GNSPolicy, seen: Signals) -> None:
         ("every=2.5", {"every": 2.5}),
         ("micro_batches_per_worker=-1", {"micro_batches_per_worker": -1}),
         ("allow_shrink='yes'", {"allow_shrink": "yes"}),
+        ("dead_band=1", {"dead_band": 1}),
+        ("dead_band=-0.1", {"dead_band": -0.1}),
+        ("dead_band=nan", {"dead_band": math.nan}),
     ],
 )
 def test_gns_options_are_checked(key: str, options: dict[str, Any]) -> None:
@@ -316,6 +408,119 @@ def test_schedule_by_epoch() -> None:
     assert policy.decide(signals(epoch=2)) == Decision(batch_size=256)
 
 
+TEXT = "0:768 250M:1536 500M:3072 0.75B:6144"
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    # Megatron-LM's StepBatchsizeNumMicroBatchesCalculator has the same batch sizes, without seq_length.
+    [(0, 768), (249_999_999, 768), (250_000_000, 1536), (499_999_999, 1536), (500_000_000, 3072), (750_000_000, 6144)],
+)
+def test_schedule_takes_megatrons_text(samples: int, expected: int) -> None:
+    policy = SchedulePolicy(TEXT)
+    assert policy.initial() == Decision(batch_size=768)
+    wide = replace(BOUNDS, batch_max=2**24)
+    # Three more steps of 64 samples begin before a decision on these signals applies.
+    assert policy.decide(signals(64, samples=samples - 3 * 64, bounds=wide)) == Decision(batch_size=expected)
+    assert policy.decide(signals(expected, samples=samples - 3 * expected, bounds=wide)) is None
+
+
+def test_schedule_by_samples_applies_from_the_first_step_that_begins_with_so_many() -> None:
+    """Steps of 32 begin with 0, 32, ..., 992, 1024: the one with 1024 is step 32, which step 28 decides on."""
+    policy = SchedulePolicy("0:32 1k:64")
+    decided = {s: policy.decide(signals(32, step=s, samples=32 * (s + 1))) for s in range(40)}
+    assert next(s for s, decision in decided.items() if decision) == 28
+    assert decided[39] == Decision(batch_size=64)
+
+
+def in_force(
+    policy: SchedulePolicy, batch_size: int, steps: int, epoch: int | None = None
+) -> list[tuple[int, int, float]]:
+    """(samples before it, batch size, lr_scale) of each step of a run with these decisions. epoch: its samples."""
+    pending = {0: policy.initial()}
+    now, samples, out = Decision(batch_size, 1.0), 0, []
+    for step in range(steps):
+        now = now.merged((pending.pop(step, None) or Decision()).clipped(BOUNDS)[0])
+        assert now.batch_size is not None and now.lr_scale is not None
+        out.append((samples, now.batch_size, now.lr_scale))
+        samples += now.batch_size if epoch is None else min(now.batch_size, epoch - samples % epoch)
+        seen = signals(now.batch_size, step=step, samples=samples, lr_scale=now.lr_scale)
+        pending[seen.in_force_at] = policy.decide(seen)
+        assert pending[seen.in_force_at] == policy.decide(seen)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),  # the step, the samples before it, and its batch size, where that changes
+    [
+        ("0:8 800:64 840:128", [(0, 0, 8), (100, 800, 64), (101, 864, 128)]),
+        ("0:64 640:8 700:16", [(0, 0, 64), (10, 640, 8), (18, 704, 16)]),
+        ("0:64 640:8 656:64", [(0, 0, 64), (10, 640, 8), (12, 656, 64)]),
+        ("0:64 640:8 650:64", [(0, 0, 64), (10, 640, 8), (12, 656, 64)]),
+        ("0:64 640:8 660:16 665:64", [(0, 0, 64), (10, 640, 8), (13, 664, 16), (14, 680, 64)]),
+        ("0:8 10:16 20:32", [(0, 0, 8), (4, 32, 32)]),  # no decision applies to a run's first steps
+    ],
+)
+def test_schedule_by_samples_is_exact_at_any_distance(phases: str, expected: list[tuple[int, int, int]]) -> None:
+    run = in_force(SchedulePolicy(phases), 8, 130)
+    sizes = [size for _, size, _ in run]
+    changes = [step for step, size in enumerate(sizes) if step == 0 or size != sizes[step - 1]]
+    assert [(step, *run[step][:2]) for step in changes] == expected
+
+
+def test_schedule_by_samples_goes_on_rightly_after_the_short_last_step_of_an_epoch() -> None:
+    phases = [(30, 16, 1.0), (144, 64, 1.0), (214, 8, 0.5), (242, 8, 0.1), (372, 33, 1.0), (497, 4, 1.0)]
+    policy = SchedulePolicy([{"samples": at, "batch_size": size, "lr_scale": lr} for at, size, lr in phases])
+    run = [found for found in in_force(policy, 10, 40, epoch=97) if 242 <= found[0] < 372]
+    assert [samples for samples, _, _ in run] == [258, 266, 274, 282, 290, *range(291, 372, 8)]
+    assert {found[1:] for found in run} == {(8, 0.1)}
+
+
+SETTINGS = st.fixed_dictionaries({}, optional={"batch_size": st.integers(1, 2000), "lr_scale": st.floats(0.1, 10)})
+
+
+@given(
+    unit=st.sampled_from(["step", "samples"]),
+    phases=st.lists(st.tuples(st.integers(0, 100), SETTINGS.filter(bool)), max_size=12, unique_by=lambda each: each[0]),
+    begin=st.integers(8, 64),
+)
+@settings(max_examples=60)
+def test_schedule_phases_start_where_they_are_written(unit: str, phases: Any, begin: int) -> None:
+    """Any phases, however close: each step has what was written for it, but for the first ones."""
+    phases.sort(key=lambda each: each[0])
+    run = in_force(SchedulePolicy([{unit: start, **own} for start, own in phases]), begin, 120)
+    for step, (samples, *found) in enumerate(run):
+        at = {"step": step, "samples": samples}[unit] if step >= 4 else 0
+        wanted = {"batch_size": begin, "lr_scale": 1.0}
+        for start, own in phases:
+            wanted |= own if start <= at else {}
+        wanted["batch_size"] = min(max(wanted["batch_size"], BOUNDS.batch_min), BOUNDS.batch_max)
+        assert found == [wanted["batch_size"], wanted["lr_scale"]], f"step {step}, with {samples} samples before it"
+
+
+@pytest.mark.parametrize(
+    ("phases", "sizes"),
+    [
+        ("0:8 160:16 170:32 210:8", [8] * 20 + [16, 32, 32, *[8] * 9]),
+        ([{"step": s, "batch_size": b} for s, b in ((0, 8), (10, 16), (11, 32), (13, 8))], [8] * 10 + [16, 32, 32, 8]),
+    ],
+)
+def test_schedule_phases_are_exact_in_a_training(phases: Any, sizes: list[int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(3, 1), (torch.randn(1000, 3), torch.randn(1000, 1))
+    hook = kf.Hook(SchedulePolicy(phases))
+    opt = kf.FusedSGD(model.parameters(), lr=0.01)
+    kf.fit(model, data, opt, hook, batch_size=8, micro_batch=4, steps=len(sizes), run_dir=tmp_path / "run")
+    assert [line["batch_size"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == sizes
+
+
+def test_schedule_by_samples_may_set_the_rate() -> None:
+    policy = SchedulePolicy([{"samples": 1000, "lr_scale": 0.2}, {"samples": 2000, "batch_size": 128}])
+    assert policy.initial() is None
+    assert policy.decide(signals(samples=2000)) == Decision(batch_size=128, lr_scale=0.2)
+    assert policy.owned_fields() == ("batch_size", "lr_scale")
+
+
 def test_schedule_gives_up_on_what_is_out_of_reach() -> None:
     policy = SchedulePolicy([{"step": 0, "batch_size": 9999, "workers": 99}])
     asked = policy.decide(signals())
@@ -341,12 +546,24 @@ def test_schedule_takes_hydra_configs() -> None:
 @pytest.mark.parametrize(
     ("phases", "message"),
     [
-        ("step", r"phases='step': must be a list"),
-        ([7], r"phases\[0\]=7: must have step or epoch"),
-        ([{"batch_size": 8}], r"phases\[0\]=.*: must have step or epoch"),
-        ([{"step": 8}], r"phases\[0\]=.*: must have step or epoch, and one of"),
-        ([{"step": 1, "workers": 1, "momentum": 0.9}], r"phases\[0\]: unknown momentum; must have step or epoch"),
-        ([{"step": 1, "workers": 1}, {"epoch": 2, "workers": 2}], r"phases: must have step or epoch in all phases"),
+        (8, r"phases=8: must be a list of mappings, or a text"),
+        ("step", r"phases=step: step must be SAMPLES:BATCH_SIZE"),
+        ("", r"phases=:  must be SAMPLES:BATCH_SIZE"),
+        ("0:32 64", r"phases=0:32 64: 64 must be SAMPLES:BATCH_SIZE"),
+        ("0:32 1G:64", r"phases=0:32 1G:64: 1G:64 must be"),
+        ("0:32 1.5:64", r"phases=.*: 1.5:64 must be"),
+        ("0:32 infK:64", r"phases=.*: infK:64 must be"),
+        ("0:32 nan:64", r"phases=.*: nan:64 must be"),
+        ("0:32 K:64", r"phases=.*: K:64 must be"),
+        ("0:32 1K:64 1000:128", r"phases: samples=\[0, 1000, 1000\]: must increase"),
+        ("0:0", r"phases\[0\]\.batch_size=0: must be a whole number, at least 1"),
+        ("-1K:8", r"phases\[0\]\.samples=-1000: must be a whole number, at least 0"),
+        ([7], r"phases\[0\]=7: must have step, epoch or samples"),
+        ([{"batch_size": 8}], r"phases\[0\]=.*: must have step, epoch or samples"),
+        ([{"step": 8}], r"phases\[0\]=.*: must have step, epoch or samples, and one of"),
+        ([{"step": 1, "workers": 1, "momentum": 0.9}], r"phases\[0\]: unknown momentum; must have step, epoch or s"),
+        ([{"step": 1, "workers": 1}, {"epoch": 2, "workers": 2}], r"phases: must have step, epoch or samples in all"),
+        ([{"step": 1, "workers": 1}, {"samples": 2, "workers": 2}], r"phases: must have step, epoch or samples in all"),
         ([{"step": 5, "workers": 1}, {"step": 5, "workers": 2}], r"phases: step=\[5, 5\]: must incr"),
         ([{"step": -1, "workers": 1}], r"phases\[0\]\.step=-1: must be a whole number, at least 0"),
         ([{"step": 1, "workers": 0}], r"phases\[0\]\.workers=0: must be a whole number, at least 1"),

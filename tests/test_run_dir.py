@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfuse.observe.run_dir import RunDirectory, _finite
+from kfuse.observe.whole_file import write_whole
 from kfuse.statistics.figures import METRICS
 
 STEP = {"step": 3, "epoch": 1, "samples": 96, "loss": 0.5, "lr": 0.01, "batch_size": 32, "workers": 2}
@@ -203,3 +204,20 @@ def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None
     directory.ledger({"step": 2, "micro_batch": 0, "indices": [7]})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert [line["indices"] for line in lines(tmp_path / "ledger.jsonl")] == [[0], [1], [7]]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_whole(path, lambda to: to.write_text("first"))
+    assert path.read_text() == "first" and path.stat().st_mode & 0o777 == 0o644
+
+    def stopped(to: Path) -> None:
+        to.write_text("sec")
+        assert to.name.startswith(".a.json.") and path.read_text() == "first"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, stopped)
+    with pytest.raises(ValueError, match="nothing was written"):
+        write_whole(path, lambda to: (_ for _ in ()).throw(ValueError("nothing was written")))
+    assert path.read_text() == "first" and [*tmp_path.iterdir()] == [path]

@@ -194,6 +194,14 @@ def test_a_digest_tells_one_bit_apart() -> None:
     assert digest([]) == 0
 
 
+def test_a_digest_tells_a_word_from_its_complement() -> None:
+    for place in range(5):
+        words = torch.arange(5, dtype=torch.int32) * 77_777
+        other = words.clone()
+        other[place] = ~other[place]
+        assert digest([words]) != digest([other])
+
+
 def diverge(what: str, every: int, how: str) -> list[int]:
     """Rank 1 changes something in step 13; returns the steps made until the job ended with an error."""
     kf.init(kf.CommOptions(check_every=every))

@@ -177,7 +177,7 @@ def amp_scripts() -> None:
             amp(kind, style, clip=kind != "momentum")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_grad_scaler_skips_and_scales_as_with_plain_torch(workers: int) -> None:
     run_workers(workers, amp_scripts)
 
@@ -257,7 +257,7 @@ def rate_finders() -> None:
             assert_plausible(opt.stats, 14, found[-1])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_rate_finder_goes_back_to_the_saved_state(workers: int) -> None:
     run_workers(workers, rate_finders)
 
@@ -331,7 +331,7 @@ def scheduler_scripts() -> None:
                 scheduled(kind, name, style)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_torch_schedulers_give_the_same_rates(workers: int) -> None:
     run_workers(workers, scheduler_scripts)
 
@@ -402,7 +402,7 @@ def folds() -> None:
     verbs: list[Callable[[], None]] = [
         lambda: kf.set_batch_size(16),
         lambda: kf.set_lr(1e-5),
-        lambda: kf.set_sync(2),
+        lambda: kf.set_sync("local:2"),
         lambda: kf.set_topology("tree"),
     ]
     for kind, how in zip(KINDS, ("fit", "loader", "fit"), strict=True):
@@ -430,7 +430,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_nothing_leaks_from_one_training_into_the_next(workers: int) -> None:
     run_workers(workers, folds)
 
@@ -465,7 +465,7 @@ def turns() -> None:
         assert_plausible(opt.stats, 6)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_two_models_are_trained_by_turns(workers: int) -> None:
     run_workers(workers, turns)
 
@@ -570,7 +570,7 @@ def cells() -> None:
                 assert_near(values(model), expected)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_cell_that_was_interrupted_can_be_run_again(workers: int) -> None:
     run_workers(workers, cells)
 

@@ -28,7 +28,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), lambda p: kf.FusedSGD(p, lr=0.05, momentum=0.9)),
     "wrapped": (lambda p: torch.optim.Adam(p, lr=0.01), lambda p: kf.Optimizer(torch.optim.Adam(p, lr=0.01))),
 }
-WORKERS = pytest.mark.parametrize("workers", [1, 2])
+WORKERS = pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.full), 2])
 STEPS = 4
 
 

@@ -532,11 +532,12 @@ def push(statistics: Statistics, step: int, seed: int) -> None:
     micro_batches = int(rng.integers(1, 5))
     samples = 7.0 * micro_batches
     record[:4] = torch.tensor([samples * rng.gamma(2.0), samples, samples * rng.normal(), micro_batches])
-    record[4:9] = torch.tensor([rng.integers(0, 100), rng.random(), 0, 0, 1])  # the control word
+    record[4:8] = torch.from_numpy(rng.random(4))  # the leader's times and Fisher information
+    record[8:13] = torch.tensor([rng.integers(0, 100), rng.random(), 0, 0, 1])  # the control word
     record[squared_norm] = rng.gamma(2.0) / 2
     of_ranks[:, 0] = torch.from_numpy(rng.random(3))
     if step % 3 == 0:
-        of_ranks[:, 1:] = digest_slots(torch.tensor(int(rng.integers(2**62))))
+        of_ranks[:, 1:4] = digest_slots(torch.tensor(int(rng.integers(2**62))))
     if rng.random() < 0.1:
         record[0] = record[2] = record[squared_norm] = math.inf
         record[skipped] = 1.0

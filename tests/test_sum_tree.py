@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfuse.comm.sum_tree import Node, plan_merges, plan_range
+from kfuse.comm.sum_tree import Node, RangePlan, pieces_of, plan_leaves, plan_merges, plan_range
 
 
 def canonical_sum(leaves: np.ndarray) -> np.float32:
@@ -50,6 +50,45 @@ def test_any_split_gives_the_canonical_bits(total: int, cuts: list[int], seed: i
     leaves = (rng.standard_normal(total) * 10.0 ** rng.integers(-6, 6, total)).astype(np.float32)
     workers = sorted(min(cut, total) for cut in cuts)
     assert tree_sum(leaves, workers, on_host).tobytes() == canonical_sum(leaves).tobytes()
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_workers_that_go_on_from_what_they_have_give_the_canonical_bits(
+    total: int, workers: int, losses: int, data: st.DataObject
+) -> None:
+    """After each loss some have lost all they had; what nobody has is distributed anew, in any way."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    leaves = (rng.standard_normal(total) * 10.0 ** rng.integers(-6, 6, total)).astype(np.float32)
+    has: list[set[int]] = [set() for _ in range(workers)]
+    slots = [dict[int, np.float32]() for _ in range(workers)]
+    plans: list[RangePlan | None] = [None] * workers
+    for _ in range(losses):
+        for worker in range(workers):
+            if rng.random() < 0.5:
+                has[worker], slots[worker], plans[worker] = set(), {}, None
+        owners = rng.integers(0, workers, total)
+        missing = set(range(total)).difference(*has)
+        for worker in range(workers):
+            mine, before = sorted(j for j in missing if owners[j] == worker), plans[worker]
+            plan = plans[worker] = plan_leaves(mine, total, () if before is None else before.held)
+            place = slots[worker]
+            for leaf, step in zip(mine, plan.steps, strict=True):
+                if step.accumulate:
+                    place[step.slot] = np.float32(place[step.slot] + leaves[leaf])
+                else:
+                    assert before is None or step.slot not in place, "a sum was overwritten"
+                    place[step.slot] = leaves[leaf]
+                for destination, source in step.merges:
+                    place[destination] = np.float32(place[destination] + place.pop(source))
+            has[worker] |= set(mine)
+            assert plan.pieces == pieces_of(tuple(sorted(has[worker])), total), "all ranks must know them"
+            assert set(place) == set(plan.places)
+            assert max(plan.places, default=0) < plan.slots
+    nodes = [node for plan in plans if plan is not None for node in plan.pieces]
+    rows = [slots[w][k] for w, plan in enumerate(plans) if plan is not None for k in plan.places]
+    for destination, source in plan_merges(nodes, total):
+        rows[destination] = np.float32(rows[destination] + rows[source])
+    assert rows[0].tobytes() == canonical_sum(leaves).tobytes()
 
 
 @given(st.integers(1, 2000), st.data())
@@ -95,3 +134,6 @@ def test_wrong_ranges_and_gaps_are_refused() -> None:
         plan_range(2, 3, 4)
     with pytest.raises(ValueError, match="do not cover"):
         plan_merges([(0, 0), (0, 2)], 4)
+    for nodes in ([(0, 0), (0, 0), (0, 1)], [(1, 0), (0, 0), (0, 1)], [(0, 0), (1, 0), (0, 1)]):
+        with pytest.raises(ValueError, match="do not cover"):
+            plan_merges(nodes, 2)

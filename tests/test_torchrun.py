@@ -100,6 +100,11 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
     [
         ("launcher=torchrun workers.count=3", "workers.count=3: must be 2, as many as torchrun started"),
         ("launcher=torchrun batch.size=0", "batch.size=0"),
+        (
+            "launcher=torchrun comm.sync=pair",
+            "comm.sync=pair: must be one of ssgd, local:N, sma with launcher=torchrun",
+        ),
+        ("launcher=torchrun elastic.keep_sums=true", "elastic.keep_sums=true: must be false with launcher=torchrun"),
         ("launcher=local", "must be launcher=torchrun"),
         ("-m launcher=torchrun seed=1,2", "-m: "),
     ],

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm import transports
+from kfuse.comm.gloo import GlooGroup
 from kfuse.comm.group import Group
+from kfuse.comm.latency import measure
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.transports import TREES
-from kfuse.comm.transports.tree import levels, parents
+from kfuse.comm.topology import depths
+from kfuse.comm.transports.tree import parents
 from kfuse.session import current
 
 TENSORS = [[(1,)], [(5,), (3, 50), (64,)], [(0,), (4097,), (2, 2, 2), (300, 41)]]
@@ -101,53 +103,98 @@ class OneByOne:
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         self._under_way[key] = (slots[0], what)
 
-    def poll(self) -> None:
-        pass
-
     def wait(self, key: int) -> None:
         flat, what = self._under_way.pop(key)
         flat.copy_(torch.stack(self._group.all_gather(flat, what)).sum(0))
 
 
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("shape", ["binary", "star", "host"])
 @given(hosts=st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
-def test_every_tree_leads_to_rank_zero(shape: str, hosts: list[str]) -> None:
+def test_every_tree_leads_to_a_root(shape: str, hosts: list[str]) -> None:
+    """Rank 0, or with `host` the first rank of the host."""
     parent = parents(shape, hosts)
-    for rank in range(len(hosts)):
+    roots = [hosts.index(host) for host in hosts] if shape == "host" else [0] * len(hosts)
+    for rank, root in enumerate(roots):
         path = [rank]
-        while path[-1] != 0:
+        while path[-1] != root:
             path.append(parent[path[-1]])
             assert len(path) <= len(hosts)
-    assert parent[0] == 0
-    deepest_first = levels(parent)
-    assert sorted(r for level in deepest_first for r in level) == list(range(1, len(hosts)))
-    depth = {r: d for d, level in enumerate(reversed(deepest_first), 1) for r in level} | {0: 0}
-    assert all(depth[r] == depth[parent[r]] + 1 for r in range(1, len(hosts)))
+        assert parent[root] == root
+    depth = depths(parent)
+    assert all(depth[r] == (0 if r in roots else depth[parent[r]] + 1) for r in range(len(hosts)))
     if shape == "host":
-        assert sum(hosts[r] != hosts[parent[r]] for r in range(len(hosts))) == len(set(hosts)) - 1
+        assert all(hosts[r] == hosts[parent[r]] for r in range(len(hosts)))
 
 
-def sum_up_a_tree(shape: str, hosts: list[str]) -> list[float]:
+def sum_up_a_tree(shape: str | list[int], hosts: list[str]) -> tuple[list[float], str]:
+    """The largest error of each of three sums, and a digest of their bits."""
     group = kf.init().group
     group.hosts = hosts
+    if shape == "latency":
+        measure(group)
+    if shape == "host as NCCL has it":
+        shape = "host"
+        GlooGroup.sum_among = Group.sum_among  # type: ignore[method-assign]
     transport = transports.make("tree", group, shape)
     transport.plan([1] * group.size, ())
-    flats = [torch.arange(200.0) * (group.rank + 1) + k for k in range(3)]
+    generator = torch.Generator().manual_seed(3)
+    terms = [
+        torch.randn(group.size, numel, generator=generator) for numel in (200, 1, 300_001)
+    ]  # the last one in four chunks
+    flats = [each[group.rank].clone() for each in terms]
     for key, flat in enumerate(flats):
         transport.launch(key, [flat], f"message {key}")
     for key in range(3):
-        transport.poll()
         transport.wait(key)
-    ranks = group.size
-    return [
-        float((flat - torch.arange(200.0) * ranks * (ranks + 1) / 2 - ranks * k).abs().max())
-        for k, flat in enumerate(flats)
-    ]
+    errors = [float((flat - each.double().sum(0)).abs().max()) for flat, each in zip(flats, terms, strict=True)]
+    return errors, hashlib.sha256(torch.cat(flats).numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("shape", TREES)
-def test_each_tree_sums_over_several_hosts(shape: str) -> None:
-    assert run_workers(4, sum_up_a_tree, shape, ["a", "a", "b", "b"]) == [[0.0] * 3] * 4
+def connects_hosts() -> list[int]:
+    """Of each of two sums: the messages that are under way once it is launched."""
+    group = kf.init().group
+    group.hosts = ["a", "b"]
+    transport = transports.make("tree", group, "host")
+    transport.plan([1, 1], ())
+    under_way = []
+    for _ in range(2):
+        flats = [torch.ones(8), torch.ones(9)]
+        for key, flat in enumerate(flats):
+            transport.launch(key, [flat], f"message {key}")
+        under_way.append(len(transport._group.under_way) + sum(len(p.under_way) for p in group._parts.values()))
+        for key in range(2):
+            transport.wait(key)
+        assert all(float(value) == 2.0 for flat in flats for value in flat)
+    return under_way
+
+
+def test_hosts_are_connected_when_the_step_waits() -> None:
+    """Not in a hook of backward, where the first message is launched from then on."""
+    assert run_workers(2, connects_hosts) == [[0, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "hosts"),
+    [
+        ("binary", "aabb"),
+        ("star", "aabb"),
+        ("host", "aabb"),
+        pytest.param("host", "abcd", marks=pytest.mark.full),
+        ("host", "abca"),
+        pytest.param("host", "aaaa", marks=pytest.mark.full),
+        pytest.param("host as NCCL has it", "aabb", marks=pytest.mark.full),
+        pytest.param("host as NCCL has it", "abcd", marks=pytest.mark.full),
+        ("host as NCCL has it", "abca"),
+        ("latency", "aabb"),
+        pytest.param([1, 2, 2, 2], "aabb", marks=pytest.mark.full),
+        ([1, 2, 3, 3], "aabb"),
+    ],
+    ids=str,
+)
+def test_each_tree_sums_over_several_hosts(shape: str | list[int], hosts: str) -> None:
+    results = run_workers(4, sum_up_a_tree, shape, list(hosts))
+    assert max(max(errors) for errors, _ in results) < 2e-6
+    assert len({digest for _, digest in results}) == 1, "ranks disagree"
 
 
 # -- the same bits for any number of workers -----------------------------------------------------------------------

@@ -140,7 +140,7 @@ class Sync(kf.BasePolicy):
     """Local SGD from the second step on."""
 
     def decide(self, signals: kf.Signals) -> kf.Decision:
-        return kf.Decision(sync=4)
+        return kf.Decision(sync="local:4")
 
 
 def local(weighted: bool) -> list[Tensor]:

@@ -1,27 +1,53 @@
-"""Transports: how a bucket is reduced over the workers. (Policies and scripts call the transport the "topology".)"""
+"""Transports: how a bucket's contributions are exchanged. (Policies and scripts call the transport the "topology".)"""
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from kfuse.comm import devices, schedule
+from kfuse.comm.buckets import Bucket
 from kfuse.comm.group import Group
+from kfuse.comm.schedule import Program
 from kfuse.comm.sum_tree import Merge
 
-NAMES = ("allreduce", "all_to_all", "tree")
-TREES = ("binary", "star", "host")
-"""The shapes that the transport `tree` takes."""
+
+@dataclass(frozen=True)
+class Properties:
+    """What the programs, the settings and the cost model need to know of a transport of kfuse."""
+
+    to_shards: bool
+    """Its exchange leaves each worker its shard of the sum; else the whole sum. `comm.state=sharded` needs that."""
+    contributions: bool
+    """It brings all workers' contributions, and kfuse adds them up, in one order: `comm.reproducible=true` needs that.
+    Else the library or the transport adds up."""
+    message: str
+    """The kind of message (`cost.PROBED`) whose measured time is that of its messages."""
+
+
+PROPERTIES = {
+    "allreduce": Properties(False, False, "all_reduce"),
+    "all_to_all": Properties(True, True, "all_to_all"),
+    "reduce_scatter": Properties(True, False, "all_to_all"),  # as many bytes; the library's own is not measured
+    "tree": Properties(False, False, "all_to_all"),
+    "symmetric": Properties(True, True, "all_to_all"),  # as many bytes, over the same links; a pull is not measured
+}
+NAMES = tuple(PROPERTIES)
+TREES = ("binary", "star", "host", "latency")
+"""The shapes that the transport `tree` knows by name."""
 
 
 class Transport(Protocol):
-    """Sums flat buffers over the group's workers. Made for each optimizer and view: the class is called with a `Group`.
+    """Exchanges flat buffers between the group's workers.
 
-    `plan` is called before the first step, and again when the contributions change (with reproducible sums: before each
-    step). In a step `launch` is called for each bucket, in the same order on every rank; `poll` now and then; `wait`
-    for each bucket. A step that is aborted is not waited for.
+    Made for each optimizer and view: the class is called with a `Group`. `plan` is called before the first step, and
+    again when the contributions change (with reproducible sums: before each step). In a step `launch` is called for
+    each bucket, in the same order on every rank, then `wait` for each bucket in that order. A step that is aborted
+    is not waited for.
 
     On a GPU the messages must be started in one order on all ranks: by `launch` and `wait` alone, never by how far
     others have come. `Pending.wait_on_stream` orders the device's work after a message without blocking the host.
@@ -35,41 +61,132 @@ class Transport(Protocol):
         """
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
-        """Starts summing bucket `key` over the workers, without waiting.
+        """Starts the exchange of bucket `key`, without waiting.
 
         slots: this worker's contributions (the first pieces[rank] of them), 1-D, fp32 or bf16, of one length on all
         ranks; slots[0] receives the sum. what: names the message in errors.
         """
 
-    def poll(self) -> None:
-        """Starts the next phase of launched buckets where the phase before has completed. Does not wait."""
-
     def wait(self, key: int) -> None:
         """Returns when slots[0] of bucket `key` holds the sum, for work on the current stream. Raises CommError."""
 
 
-def choose(schedule: str, reproducible: bool) -> str:
-    """The transport's name for `comm.schedule`; `auto` takes the fastest that keeps the promises made.
+class BringsContributions(Transport, Protocol):
+    """A transport that brings a rank all contributions to its shard. `wait` returns when `reduce` can begin.
 
-    Reproducible sums need every contribution at hand: all_to_all. Otherwise the library's all-reduce is as fast
-    (see benchmarks/results) and reads no contributions from memory. A dotted path names the user's own class; whether
-    its sums are reproducible is not checked. Raises ValueError for an unknown name, and for one that `reproducible`
-    rules out.
+    On a GPU `launch`, `wait` and `reduce` are called on one stream, which is not the one that backward runs on.
+    """
+
+    def arrived(self, key: int) -> bool:
+        """Whether the messages of bucket `key` have ended, without waiting."""
+
+    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
+        """After `wait`: adds up the contributions, in fp32; `flat` then holds this rank's shard of the sum. It
+        may wait for those that are not here yet. Raises CommError.
+
+        flat: fp32, of the slots' length.
+        sumsq: fp32, receives the sum of squares of each block of the shard (`kernels.BLOCK` elements).
+        """
+
+
+@runtime_checkable
+class HoldsSlots(Protocol):
+    """A transport that has the slots lie in memory of its own."""
+
+    def hold(self, buckets: Sequence[Bucket]) -> None:
+        """These are the buckets that it exchanges; they take fresh slots. Between steps, once their length is known, on
+        every rank at the same point. Raises CommError.
+        """
+
+
+def allowed(reproducible: bool, sharded: bool) -> tuple[str, ...]:
+    """What `comm.reproducible` and `comm.state=sharded` leave of `comm.schedule`."""
+    left = (n for n, of in PROPERTIES.items() if of.contributions >= reproducible and of.to_shards >= sharded)
+    return "auto", *left
+
+
+def check(schedule: str, reproducible: bool, sharded: bool) -> None:
+    """Raises ValueError for an unknown `comm.schedule`, and for one that `reproducible` or `sharded` rules out.
+
+    A dotted path names the user's own class; whether its sums are reproducible is not checked.
     """
     if "." in schedule:
-        return schedule
+        if sharded:
+            raise ValueError(f"comm.state=sharded: must be replicated with comm.schedule={schedule!r}")
+        return
     if schedule not in ("auto", *NAMES):
         raise ValueError(f"comm.schedule={schedule!r}: must be one of auto, {', '.join(NAMES)}")
-    if schedule == "auto":
-        return "all_to_all" if reproducible else "allreduce"
-    if reproducible and schedule != "all_to_all":
-        raise ValueError(f"comm.schedule={schedule!r}: must be one of auto, all_to_all with comm.reproducible=true")
-    return schedule
+    for setting, left in (
+        ("comm.reproducible=true", allowed(reproducible, False)),
+        ("comm.state=sharded", allowed(False, sharded)),
+    ):
+        if schedule not in left:
+            raise ValueError(f"comm.schedule={schedule!r}: must be one of {', '.join(left)} with {setting}")
 
 
-def make(name: str, group: Group, tree: str = TREES[0]) -> Transport:
-    """The transport of this name over `group`; `tree` is the shape that `tree` takes.
+def default(reproducible: bool, sharded: bool, dtype: str) -> str:
+    """What `comm.schedule=auto` takes where messages have not been measured.
 
+    Reproducible sums need every contribution at hand: all_to_all. bf16 messages (dtype) are added up in fp32 by
+    all_to_all alone. Where there is a choice, `kfuse.comm.probe` makes it for a group of several workers. sharded: a
+    worker needs its shard of the sum only.
+    """
+    if reproducible or dtype == "bf16":
+        return "all_to_all"
+    return "reduce_scatter" if sharded else "allreduce"
+
+
+def resolve(name: str, adds_up: bool, dtype: str) -> str:
+    """The transport that runs where this one is named.
+
+    `reduce_scatter` is the library's where the group has one (`Group.adds_up`), but not for bf16 messages (dtype),
+    whose sums it would round to bf16. Elsewhere it is `all_to_all`, which sends the same bytes: gloo's own
+    reduce-scatter takes several times as long.
+    """
+    return "all_to_all" if name == "reduce_scatter" and not (adds_up and dtype == "fp32") else name
+
+
+def program(name: str, sharded: bool, dtype: str = "fp32") -> Program:
+    """What a step does with a bucket over the transport of this name, which is resolved. dtype: of its messages."""
+    plain = schedule.all_reduce(name)
+    if name not in PROPERTIES or not PROPERTIES[name].to_shards:
+        return plain
+    reduces = PROPERTIES[name].contributions
+    shared = schedule.split(plain, name, reduces)
+    if sharded:
+        shared = schedule.reorder(shared)
+    elif dtype == "bf16":
+        shared = schedule.measure_shards(shared)
+    return schedule.fuse(shared) if reduces and shared.measures_shards else shared
+
+
+def program_apart(name: str, reproducible: bool) -> Program:
+    """Of a last bucket without gradients: the buffers that are averaged, and the tail. All workers need all of them.
+
+    One message, where the order of additions is free: these are few numbers, and a message costs more than its bytes.
+    """
+    if name in PROPERTIES and PROPERTIES[name].to_shards:
+        name = "all_to_all" if reproducible else "allreduce"
+    return program(name, False)
+
+
+def check_one_each(transport: str, pieces: Sequence[int]) -> None:
+    """For transports that add up one contribution of each worker: raises ValueError where one has another number."""
+    if any(count != 1 for count in pieces):
+        raise ValueError(f"{transport} takes one contribution a worker")
+
+
+def make(
+    name: str,
+    group: Group,
+    tree: str | Sequence[int] = TREES[0],
+    unit: int | None = None,
+    others: Sequence[str] = ("auto", *NAMES),
+) -> Transport:
+    """The transport of this name, which is resolved, over `group`.
+
+    tree: the shape that `tree` takes: a name, or each rank's parent. unit: what the length of a shard is a multiple of
+    (`Group.shards`). others: what the settings leave of `comm.schedule` (`allowed`), for errors.
     A class of the user's own is called with the group. Raises ImportError or AttributeError where there is none.
     """
     match name:  # imported when used: `import kfuse` is quick
@@ -77,10 +194,22 @@ def make(name: str, group: Group, tree: str = TREES[0]) -> Transport:
             from kfuse.comm.transports.allreduce import AllReduce
 
             return AllReduce(group)
+        case "reduce_scatter":
+            from kfuse.comm.transports.reduce_scatter import ReduceScatter
+
+            return ReduceScatter(group, unit)
+        case "all_to_all" if group.size == 2 and not devices.of(group.device).asynchronous:
+            from kfuse.comm.transports.two_workers import TwoWorkers
+
+            return TwoWorkers(group, unit)
         case "all_to_all":
             from kfuse.comm.transports.all_to_all import AllToAll
 
-            return AllToAll(group)
+            return AllToAll(group, unit)
+        case "symmetric":
+            from kfuse.comm.transports.symmetric import Symmetric
+
+            return Symmetric(group, unit, others)
         case "tree":
             from kfuse.comm.transports.tree import Tree
 

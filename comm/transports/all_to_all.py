@@ -1,15 +1,7 @@
-"""Every rank receives all contributions to its shard, adds them in canonical order in one kernel, and sends the sum.
+"""Every rank receives all contributions to its shard, and adds them in canonical order in one kernel.
 
-Two phases: exchange (shard r of every contribution goes to rank r) and share (rank r's summed shard goes to all).
-It sends as many bytes as a ring all-reduce. kfuse sets the order of additions, so the bits do not depend on the number
-of workers.
-
-With gloo a bucket is shared as soon as this rank's exchange is through: the two phases have connections of their own.
-NCCL takes all messages in one order, the same on every rank. So there the order is fixed: each exchange is followed by
-the share of the bucket before it, and the last share is started by the first wait. Streams order the work:
-
-    communicator:   exchange 0   exchange 1   share 0   exchange 2   share 1   share 2
-    side stream:             reduce 0     reduce 1               reduce 2
+kfuse sets the order of additions, so the bits do not depend on the number of workers. With the share of the sums that
+follows in the program it sends as many bytes as a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -24,36 +16,35 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
-from kfuse.kernels import reduce
+from kfuse.kernels import Measures, reduce
+
+_NOTHING_MEASURED = Measures()
 
 
 @dataclass
 class _Message:
-    what: str
-    slots: Sequence[Tensor]
     received: Tensor
     shard: slice
     exchanges: list[Pending]
-    shared: Pending | None = None
 
 
 class AllToAll:
     """The transport `all_to_all`: every rank reduces one shard of each bucket, in an order that the plan gives."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, unit: int | None = None) -> None:
+        """unit: what the length of a shard is a multiple of; None: `ALIGN`."""
+        self._group, self._unit = group, unit or ALIGN
         self._free: list[Tensor] = []  # receive buffers that no message uses
-        self._messages: dict[int, _Message] = {}  # in the order of launches
+        self._messages: dict[int, _Message] = {}
         self._device = devices.of(group.device)
-        self._stream = self._device.new_stream()
         if self._device.asynchronous:  # compiled here, between steps, for the orders of all later plans
             rows = torch.zeros(2, ALIGN, device=group.device)
             reduce(rows, ((0, 1),), rows[0])
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Contributions arrive in rounds, one piece of each worker a round; `merges` counts them worker by worker."""
-        self._pieces = pieces
-        rounds = [[r for r, count in enumerate(pieces) if count > k] for k in range(max(pieces))]
+        self._pieces, self._count = pieces, sum(pieces)
+        self._rounds = rounds = [[r for r, count in enumerate(pieces) if count > k] for k in range(max(pieces))]
         arrival = [(r, k) for k, workers in enumerate(rounds) for r in workers]
         row = {piece: index for index, piece in enumerate(arrival)}
         order = [row[r, k] for r, count in enumerate(pieces) for k in range(count)]
@@ -62,19 +53,19 @@ class AllToAll:
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         """Starts the exchange: shard r of this worker's pieces goes to rank r."""
         rank, size = self._group.rank, self._group.size
-        shards = self._group.shards(slots[0].numel())
+        shards = self._group.shards(slots[0].numel(), self._unit)
         sizes = [shard.stop - shard.start for shard in shards]
-        received = self._take(sum(self._pieces) * sizes[rank], slots[0])
-        rows = self._rows(received, sizes[rank])
+        width = sizes[rank]
+        received = self._take(self._count * width, slots[0].dtype)
         exchanges = []
         first = 0
-        for k in range(max(self._pieces)):
-            into = [sizes[rank] if count > k else 0 for count in self._pieces]
+        for k, workers in enumerate(self._rounds):
+            into = [width if count > k else 0 for count in self._pieces]
             sends = self._pieces[rank] > k
-            last = first + sum(count > k for count in self._pieces)
+            last = first + len(workers)
             exchanges.append(
                 self._group.all_to_all(
-                    rows[first:last].view(-1),
+                    received[first * width : last * width],
                     into,
                     slots[k] if sends else slots[0][:0],
                     sizes if sends else [0] * size,
@@ -82,66 +73,38 @@ class AllToAll:
                 )
             )
             first = last
-        if self._device.asynchronous:
-            self._share_all()
-        self._messages[key] = _Message(what, slots, received, shards[rank], exchanges)
+        self._messages[key] = _Message(received, shards[rank], exchanges)
 
-    def poll(self) -> None:
-        """With gloo: starts sharing the sums of buckets whose exchange is through."""
-        if self._device.asynchronous:
-            return
-        for message in self._messages.values():
-            if message.shared is None:
-                if not all(exchange.done() for exchange in message.exchanges):
-                    break  # shards are shared in the order of launches on every rank
-                self._share(message)
+    def arrived(self, key: int) -> bool:
+        """Whether all contributions to this rank's shard are here."""
+        return all(exchange.done() for exchange in self._messages[key].exchanges)
 
     def wait(self, key: int) -> None:
-        """Returns when slot 0 of `key` holds the sum, for work on the current stream. Raises CommError."""
-        message = self._messages[key]
-        if self._device.asynchronous:
-            self._share_all()
-        elif message.shared is None:
-            self._share(message)
-        assert message.shared is not None
-        message.shared.wait_on_stream()
-        self._device.current_stream().wait_stream(self._stream)
-        del self._messages[key]
+        """Returns when the contributions are here, for work on the current stream. Raises CommError."""
+        for exchange in self._messages[key].exchanges:
+            exchange.wait_on_stream()
 
-    def _share_all(self) -> None:
-        """Starts sharing the sums of all buckets that were launched, in that order."""
-        for message in self._messages.values():
-            if message.shared is None:
-                self._share(message)
+    def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
+        """Adds up this rank's shard. flat, sumsq: see `BringsContributions`."""
+        message = self._messages.pop(key)
+        # After an abort they may be dropped while the reduction still runs.
+        used = [message.received, flat, *([] if sumsq is None else [sumsq])]
+        self._device.keep(used, self._device.current_stream())
+        width = message.shard.stop - message.shard.start
+        rows = message.received[: self._count * width].view(self._count, width)
+        measures = _NOTHING_MEASURED if sumsq is None else Measures(sumsq=sumsq)
+        reduce(rows, self._merges, flat[message.shard], measures=measures)
+        self._free.append(message.received)  # a later exchange writes there: `launch` is called behind this reduction
 
-    def _share(self, message: _Message) -> None:
-        """Adds up this rank's shard and starts sharing it, on a stream of its own."""
-        flat = message.slots[0]
-        with self._device.on(self._stream):
-            for exchange in message.exchanges:
-                exchange.wait_on_stream()
-            # After an abort both may be dropped while the reduction still runs.
-            self._device.keep([message.received, flat], self._stream)
-            width = message.shard.stop - message.shard.start
-            reduce(self._rows(message.received, width), self._merges, flat[message.shard])
-            # A later exchange may write there: on a GPU it is behind this share, which is behind the reduction.
-            self._free.append(message.received)
-            message.shared = self._group.share(flat, f"{message.what} (all_to_all, share)")
-
-    def _take(self, numel: int, like: Tensor) -> Tensor:
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A receive buffer of at least `numel` elements that no other message uses: the smallest, or a new one.
 
         So there are as many as messages are under way at once, and not one for each bucket.
         """
-        free = sorted((b.numel(), k) for k, b in enumerate(self._free) if b.dtype == like.dtype)
+        free = sorted((b.numel(), k) for k, b in enumerate(self._free) if b.dtype == dtype)
         fitting = [k for size, k in free if size >= numel]
         if fitting:
             return self._free.pop(fitting[0])
         if free:
             del self._free[free[-1][1]]  # too small: the new one takes its place
-        return like.new_empty(numel)
-
-    def _rows(self, received: Tensor, width: int) -> Tensor:
-        """[contributions, width], the first elements of a receive buffer."""
-        count = sum(self._pieces)
-        return received[: count * width].view(count, width)
+        return torch.empty(numel, dtype=dtype, device=self._group.device)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
+from kfuse.comm.transports import check_one_each
 
 
 class AllReduce:
@@ -19,15 +20,11 @@ class AllReduce:
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Raises ValueError unless each worker contributes one slot."""
-        if any(count != 1 for count in pieces):
-            raise ValueError("allreduce takes one contribution a worker")
+        check_one_each("allreduce", pieces)
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         """Starts the all-reduce of slot 0."""
         self._pending[key] = self._group.all_reduce(slots[0], f"{what} (allreduce)")
-
-    def poll(self) -> None:
-        """One phase: nothing to move on."""
 
     def wait(self, key: int) -> None:
         """Returns when slot 0 of `key` holds the sum, for work on the current stream. Raises CommError."""

@@ -1,26 +1,38 @@
 """Sums along a tree of workers up to its root, then sends the sum down: for networks the library does not know.
 
-The host tree sends one message from each host to the next, however many workers it has. (On one machine the library's
-all-reduce is faster: see benchmarks/results.)
+A large buffer goes in chunks, one behind the other, so that all levels are busy at once.
+
+The shape is one of TREES, or a list of parents. Two of them are more than a fixed tree:
+
+- `host` is hierarchical. Workers of one host send to the first of them. These first ones sum among themselves
+  (`Group.sum_among`). Then the sum goes down on each host. A host sends and receives 2 (h - 1) / h times the buffer,
+  for h hosts, however many workers it has.
+- `latency` is the minimum spanning tree of the time that a message as large as the bucket takes on each link, as
+  `latency.measure` found it: so a bucket may have another tree than the short message of a step without gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.transports import TREES
+from kfuse.comm.topology import Links, check_parents, chunks, depths, spanning_tree
+from kfuse.comm.transports import TREES, check_one_each
+
+_LOG = logging.getLogger("kfuse")
 
 
 def parents(shape: str, hosts: Sequence[str]) -> list[int]:
-    """Each rank's parent in the tree, rank 0's being itself; `hosts[r]` is where rank r runs.
+    """Each rank's parent, a root's being itself; `hosts[r]` is where rank r runs.
 
-    binary: a heap. star: everyone under rank 0. host: everyone under the first rank of its host, and those in a heap.
-    Raises ValueError for another shape.
+    binary: a heap. star: everyone under rank 0. host: everyone under the first rank of its host; there is a root on
+    each. latency: where all links are alike; a `Tree` goes by the measured ones. Raises ValueError for another shape.
     """
     ranks = range(len(hosts))
     match shape:
@@ -29,74 +41,115 @@ def parents(shape: str, hosts: Sequence[str]) -> list[int]:
         case "star":
             return [0 for _ in ranks]
         case "host":
-            firsts = list({host: hosts.index(host) for host in hosts}.values())
-            above = dict(zip(firsts, (firsts[max(0, i - 1) // 2] for i in range(len(firsts))), strict=True))
-            return [above.get(r, hosts.index(hosts[r])) for r in ranks]
+            return [hosts.index(host) for host in hosts]
+        case "latency":
+            return spanning_tree([[float(a != b) for b in ranks] for a in ranks])
     raise ValueError(f"comm.tree={shape!r}: must be one of {', '.join(TREES)}")
 
 
-def levels(parent: Sequence[int]) -> list[list[int]]:
-    """The ranks at each depth below the root, the deepest first."""
-    depth = [0] * len(parent)
-    for rank in range(len(parent)):
-        at = rank
-        while at != parent[at]:
-            at, depth[rank] = parent[at], depth[rank] + 1
-    return [[r for r, d in enumerate(depth) if d == level] for level in range(max(depth), 0, -1)]
+class _Shape:
+    """A tree, or one for each host."""
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        self.parents, self.depths = parents, depths(parents)
+        self.roots = [r for r, parent in enumerate(parents) if parent == r]
+        self.levels = max(self.depths)
 
 
 class Tree:
-    """The transport `tree`. All ranks call each level's all-to-all, most of them with no data: so any wait can poll.
+    """The transport `tree`. All ranks call each round's all-to-all, some of them with no data.
 
-    The first level is sent as backward goes on, the others when the step waits for the bucket.
+    The first message is sent as backward goes on, the others when the step waits for the bucket.
     """
 
-    def __init__(self, group: Group, shape: str) -> None:
+    def __init__(self, group: Group, shape: str | Sequence[int]) -> None:
+        """shape: a name in TREES, or each rank's parent. Raises ValueError for another name, or where that is no tree.
+
+        With `latency`, `launch` raises RuntimeError unless the group's links have been measured.
+        """
         self._group, self._device = group, devices.of(group.device)
-        self._parent = parents(shape, group.hosts)
-        self._levels = levels(self._parent)
-        self._first: dict[int, tuple[Tensor, str, Pending, Tensor]] = {}
+        self._shape: _Shape | None = None
+        """None: that of the links."""
+        if not isinstance(shape, str):
+            check_parents(shape, group.size)
+            self._shape = _Shape(list(shape))
+        elif shape != "latency":
+            self._shape = _Shape(parents(shape, group.hosts))
+        self._links: Links | None = None
+        self._by_bytes: dict[int, _Shape] = {}  # of `_links`, by bytes of a bucket
+        self._started: dict[int, tuple[Pending | None, Iterator[Pending]]] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Raises ValueError unless each worker contributes one slot."""
-        if any(count != 1 for count in pieces):
-            raise ValueError("tree takes one contribution a worker")
+        check_one_each("tree", pieces)
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
-        """Starts the first level's message."""
+        """Starts the first message, unless it connects the hosts first: a hook of backward must not wait for that."""
         flat = slots[0]
-        self._first[key] = (flat, what, *self._up(flat, self._levels[0], f"{what} (tree, up)"))
-
-    def poll(self) -> None:
-        """Nothing to start: the other levels are sent in `wait`, whose order is the same on every rank."""
+        shape = self._shape or self._measured(flat.nbytes)
+        messages = self._messages(flat, shape, what)
+        connects = not shape.levels and not self._group.has_part(shape.roots)
+        self._started[key] = None if connects else next(messages), messages
 
     def wait(self, key: int) -> None:
-        """Sums up level by level, then sends the sum down. Raises CommError."""
-        flat, what, pending, rows = self._first.pop(key)
-        self._add(flat, pending, rows)
-        for children in self._levels[1:]:
-            self._add(flat, *self._up(flat, children, f"{what} (tree, up)"))
-        for children in reversed(self._levels):
-            self._down(flat, children, f"{what} (tree, down)")
+        """Sums up to the root, and sends the sum down. Raises CommError."""
+        first, messages = self._started.pop(key)
+        if first is not None:
+            first.wait_on_stream()
+        for message in messages:
+            message.wait_on_stream()
 
-    def _up(self, flat: Tensor, children: list[int], what: str) -> tuple[Pending, Tensor]:
-        """Sends `flat` from these children to their parents; the message, and what it brings this rank."""
-        rank, numel = self._group.rank, flat.numel()
-        into = [numel if r in children and self._parent[r] == rank else 0 for r in range(self._group.size)]
-        cut = [numel if rank in children and r == self._parent[rank] else 0 for r in range(self._group.size)]
-        rows = flat.new_empty(sum(into))
-        return self._group.all_to_all(rows, into, flat if sum(cut) else flat[:0], cut, what), rows
+    def _measured(self, nbytes: int) -> _Shape:
+        """The shape for buckets of `nbytes`, the same on every rank, since the links are."""
+        links = self._group.links
+        if links is None:
+            raise RuntimeError("comm.tree=latency: the links between the workers have not been measured")
+        if links is not self._links:
+            self._links, self._by_bytes = links, {}
+        if nbytes not in self._by_bytes:
+            tree = links.tree(nbytes)
+            self._by_bytes[nbytes] = _Shape(tree)
+            if self._group.rank == 0:
+                _LOG.info("comm.tree=latency: messages of %d bytes go along the parents %s", nbytes, tree)
+        return self._by_bytes[nbytes]
 
-    def _add(self, flat: Tensor, pending: Pending, rows: Tensor) -> None:
-        pending.wait_on_stream()
-        self._device.keep([rows], self._device.current_stream())  # `launch` was perhaps called on another one
-        for row in rows.view(-1, flat.numel()) if rows.numel() else ():
-            flat.add_(row)
+    def _messages(self, flat: Tensor, shape: _Shape, what: str) -> Iterator[Pending]:
+        """The messages, in order; each is to be waited for before the next one is asked for.
 
-    def _down(self, flat: Tensor, children: list[int], what: str) -> None:
-        """The sum, from parents to these children."""
-        rank, numel = self._group.rank, flat.numel()
-        cut = [numel if r in children and self._parent[r] == rank else 0 for r in range(self._group.size)]
-        into = [numel if rank in children and r == self._parent[rank] else 0 for r in range(self._group.size)]
-        out = flat if sum(into) else flat[:0]
-        self._group.all_to_all(out, into, flat.repeat(sum(map(bool, cut))), cut, what).wait_on_stream()
+        Chunk k leaves depth d for its parent in round k + levels - d, and for its children in round k + levels + d. So
+        a rank has at most one chunk for each of its neighbours in a round, and all levels are busy at once.
+        """
+        rank, parent, depth, levels = self._group.rank, shape.parents, shape.depths, shape.levels
+        several = len(shape.roots) > 1
+        count = 1 if several else chunks(flat.nbytes)
+        ends = [flat.numel() * k // count for k in range(count + 1)]
+
+        def chunk(number: int) -> Tensor:
+            return flat[slice(*ends[number : number + 2])] if 0 <= number < count else flat[:0]
+
+        for step in range(count + 2 * levels - 1 if levels else 0):
+            if several and step == levels:
+                yield from self._group.sum_among(flat, shape.roots, f"{what} (tree, between hosts)")
+            up, down = chunk(step - levels + depth[rank]), chunk(step - levels - depth[rank])
+            children, above = chunk(step - levels + depth[rank] + 1), chunk(step - levels - depth[rank] + 1)
+            sends, brings = list[Tensor](), list[Tensor]()
+            for r in range(self._group.size):
+                is_child, is_parent = r != rank and parent[r] == rank, r != rank and parent[rank] == r
+                sends.append(down if is_child else up if is_parent else flat[:0])
+                brings.append(children if is_child else above if is_parent else flat[:0])
+            into, cut = [each.numel() for each in brings], [each.numel() for each in sends]
+            outgoing = [each for each in sends if each.numel()]
+            sent = outgoing[0] if len(outgoing) == 1 else torch.cat(outgoing) if outgoing else flat[:0]
+            received = flat.new_empty(sum(into))
+            yield self._group.all_to_all(received, into, sent, cut, f"{what} (tree)")
+            self._take(received, brings, parent[rank])
+        if several and not levels:
+            yield from self._group.sum_among(flat, shape.roots, f"{what} (tree, between hosts)")
+
+    def _take(self, received: Tensor, places: Sequence[Tensor], parent: int) -> None:
+        """Adds each child's chunk to its place in the buffer; the parent's is the sum already. By rank."""
+        self._device.keep([received], self._device.current_stream())  # `launch` was perhaps called on another one
+        pieces = torch.split(received, [place.numel() for place in places])
+        for rank, (place, brought) in enumerate(zip(places, pieces, strict=True)):
+            if brought.numel():
+                place.copy_(brought) if rank == parent else place.add_(brought)

@@ -5,8 +5,9 @@
         state.pt                  the rest of the training state
         manifest.json             format version, step, versions of torch and kfuse, size and SHA-256 of each file
 
-Not torch.distributed.checkpoint: its .metadata file is an unrestricted pickle, which can run code when it is read, and
-there is nothing to shard or reshard, since every worker has the whole state and the leader writes it.
+Not torch.distributed.checkpoint: its .metadata file is an unrestricted pickle, which can run code when it is read. The
+files depend neither on the number of workers nor on where optimizer state lies: the leader writes the whole state,
+which every worker has, or whose shards the others send it.
 """
 
 from __future__ import annotations
@@ -205,6 +206,11 @@ def load_newest(directory: Path, report: Report) -> tuple[dict[str, Any], Path] 
             report({"kind": "checkpoint_rejected", "path": str(path), "why": str(error)})
             _log.info("checkpoint %s rejected: %s", path, error)
     return None
+
+
+def steps_in(directory: Path) -> dict[int, Path]:
+    """The checkpoints of `directory`, good or bad, by step, the oldest first."""
+    return {at: path for at, is_old, path in reversed(_find(directory)) if not is_old}
 
 
 def _find(directory: Path) -> list[tuple[int, bool, Path]]:

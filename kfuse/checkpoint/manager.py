@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
 from kfuse.session import Record, Session
 
@@ -20,7 +22,10 @@ CaptureState = Callable[[], dict[str, Any]]
 
 
 class Checkpoints:
-    """The checkpoints of one run, on every worker. Only the leader writes: the others have the same state."""
+    """The checkpoints of one run, on every worker. Only the leader writes: the others have the same state.
+
+    With sharded optimizer state the others send it their shards, so all of them call it at the same points.
+    """
 
     def __init__(
         self,
@@ -89,16 +94,23 @@ class Checkpoints:
     def save_when_due(self, step: int, epoch: int, state: CaptureState) -> None:
         """Starts a checkpoint every `every_steps` steps, or each epoch; later if the last is still being written.
 
-        step, epoch: how many are over. state: called on the leader, returns the state to write.
+        step, epoch: how many are over. state: returns the state to write; called on the leader, and with sharded state
+        on every worker. Raises CommError.
         """
         every = self._every_steps
         due = every and step // every > max(self._written, 0) // every
         if (due or (self._each_epoch and epoch > self._written_epoch)) and self._save(step, state):
             self._written, self._written_epoch = step, epoch
 
+    def is_due_after(self, steps: int) -> bool:
+        """Whether `every_steps` asks for a checkpoint after so many steps. The same on every worker."""
+        return bool(self._every_steps) and steps % (self._every_steps or 1) == 0
+
     def save_last(self, step: int, state: CaptureState) -> None:
         """Writes one more and waits for it (`_LAST_TIMEOUT_S` at most), unless this step has one."""
-        if not (self._every_steps or self._each_epoch) or self._session.group.rank != 0:
+        if not (self._every_steps or self._each_epoch):
+            return
+        if self._session.group.rank != 0 and not self._session.comm.sharded:
             return
         if self._writer is not None:
             self._writer.wait(_LAST_TIMEOUT_S)
@@ -110,13 +122,35 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.wait()
 
+    def agree(self) -> None:
+        """In a new view, on every worker: with sharded state all must find the same ones due. Raises CommError."""
+        if self._session.comm.sharded:
+            group = self._session.group
+            written = torch.tensor([self._written, self._written_epoch], device=group.device)
+            group.broadcast(written, "the newest checkpoint").wait()
+            self._written, self._written_epoch = (int(number) for number in written)
+
     def _save(self, step: int, state: CaptureState) -> bool:
-        if self._session.group.rank != 0:
-            return True
+        leads = self._session.group.rank == 0
+        if self._session.comm.sharded:
+            return self._save_together(step, state, leads)
+        return not leads or self._write(step, state())
+
+    def _save_together(self, step: int, state: CaptureState, leads: bool) -> bool:
+        """Unless the leader is still writing the last one: all workers send it what it lacks."""
+        group = self._session.group
+        ready = torch.tensor([int(not leads or self._writer is None or self._writer.wait(0.0))], device=group.device)
+        group.broadcast(ready, "whether a checkpoint can be written").wait()
+        if not ready.item():
+            return False
+        captured = state()
+        return not leads or self._write(step, captured)
+
+    def _write(self, step: int, state: dict[str, Any]) -> bool:
         if self._writer is None:
             assert self._directory is not None
             self._writer = Checkpointer(self._directory, self._keep, self._report)
-        return self._writer.save(step, state())
+        return self._writer.save(step, state)
 
     def _report(self, event: dict[str, Any]) -> None:
         self._reported("event", {"step": None, **event})

@@ -9,7 +9,6 @@ Each file is written under a hidden name and then renamed: it is there whole, or
 from __future__ import annotations
 
 import importlib.util
-import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from kfuse.checkpoint.format import fsync_directory, one_line
 from kfuse.checkpoint.snapshot import snapshot
+from kfuse.observe.whole_file import write_whole
 from kfuse.session import Record, Session
 
 _MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
@@ -205,19 +205,10 @@ def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
 
 
 def _write(path: Path, save: Callable[[Path], Any]) -> bool:
-    """Has `save` write to a hidden name, sees that to the disk, and renames it to `path`. Raises OSError."""
+    """Makes the directory if need be, and has `save` write the file, whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        save(hidden)
-        hidden.chmod(0o644)  # safetensors lets the owner alone read it
-        with hidden.open("rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(hidden, path)
-        fsync_directory(path.parent)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
+    write_whole(path, save)
+    fsync_directory(path.parent)
     return True
 
 

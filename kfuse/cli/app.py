@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -21,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kfuse import interrupt
 from kfuse.cli import torchrun
+from kfuse.comm import devices
 from kfuse.config import instantiate
 from kfuse.config.check import drop_replaced_arguments, expand_home, validate
 from kfuse.config.messages import explain, explain_flags
@@ -45,8 +48,10 @@ def main() -> int:
     # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    if sys.argv[1:2] == ["doctor"]:
-        return _doctor(sys.argv[2:])
+    if sys.argv[1:2] in (["doctor"], ["replay"], ["schedule"]):
+        return _tool(sys.argv[1], sys.argv[2:])
+    if sys.argv[1:2] in (["cbs"], ["plan"]):
+        return _tool_with_words(sys.argv[1], sys.argv[2:])
     try:
         rendezvous = Rendezvous.of_environment()
     except RuntimeError as error:
@@ -84,7 +89,7 @@ def _main(fixed: bool = False) -> int:
             if fixed and len(jobs) > 1:
                 raise ConfigError("-m: sweeps are not supported with launcher=torchrun")
             for overrides in jobs:
-                _check(args, overrides, fixed)
+                _check_symmetric(_check(args, overrides, fixed), fixed)
         # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
         flags = [word for word in argv if word not in args.overrides]
         sys.argv[1:] = [*flags, *args.overrides]
@@ -95,26 +100,51 @@ def _main(fixed: bool = False) -> int:
         return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
 
 
-def _doctor(words: list[str]) -> int:
-    """`kfuse doctor`: the report for these overrides. Returns the exit status."""
-    from kfuse.cli import doctor
-
+def _tool(name: str, words: list[str]) -> int:
+    """`kfuse doctor`, `replay` or `schedule`, which take overrides as training does. Returns the exit status."""
+    tool: Any = importlib.import_module(f"kfuse.cli.{name}")
     interrupt.raise_again()
     try:
-        args, plain = _parse([_HOME.sub(os.path.expanduser("~"), word) for word in words]), _parse([])
+        args, plain = _parse(_with_home(words)), _parse([])
         if args.help:
-            print(doctor.USAGE)
+            print(tool.USAGE)
             return 0
-        for name, value in vars(args).items():
-            if value != getattr(plain, name) and name not in ("overrides", "config_dir", "config_name"):
-                raise ConfigError(f"kfuse doctor takes overrides only, not --{name.replace('_', '-')}")
-        config = _check(args, args.overrides, fixed=False)
+        _overrides_only(name, args, plain)
+        if name == "replay":
+            from kfuse.cli.replay_request import read_request
+
+            given: Any = read_request(args.overrides, lambda overrides: _compose(args, overrides))
+        else:
+            given = OmegaConf.to_container(_check(args, args.overrides, fixed=False), resolve=True)
     except Exception as error:
         return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
     try:
-        return doctor.examine(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+        return int(tool.main(given))
     except KeyboardInterrupt:
         return interrupt.STATUS
+
+
+def _tool_with_words(name: str, words: list[str]) -> int:
+    """`kfuse cbs` or `plan`, whose words are no overrides of a training. Returns the exit status."""
+    tool: Any = importlib.import_module(f"kfuse.cli.{name}")
+    interrupt.raise_again()
+    try:
+        return int(tool.main(_with_home(words)))
+    except ConfigError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return interrupt.STATUS
+
+
+def _with_home(words: list[str]) -> list[str]:
+    return [_HOME.sub(os.path.expanduser("~"), word) for word in words]
+
+
+def _overrides_only(name: str, args: argparse.Namespace, plain: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag of Hydra's that means nothing to a tool. plain: the flags where none is given."""
+    for flag, value in vars(args).items():
+        if value != getattr(plain, flag) and flag not in ("overrides", "config_dir", "config_name"):
+            raise ConfigError(f"kfuse {name} takes overrides only, not --{flag.replace('_', '-')}")
 
 
 def _refuse(message: str) -> int:
@@ -152,8 +182,8 @@ def _jobs(args: argparse.Namespace) -> list[list[str]]:
     return [jobs for batch in BasicSweeper.split_arguments(parsed, None) for jobs in batch]
 
 
-def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictConfig:
-    """Composes and validates one run's configuration, as Hydra will, before anything is written. Returns it."""
+def _compose(args: argparse.Namespace, overrides: list[str]) -> DictConfig:
+    """Composes one run's configuration, as Hydra will. Returns it."""
     if args.config_dir is not None:
         if not os.path.isdir(args.config_dir):
             raise ConfigError(f"--config-dir={args.config_dir}: must be a directory")
@@ -161,15 +191,27 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictC
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"), warnings.catch_warnings():
         warnings.filterwarnings("error", "provider=hydra.searchpath")  # a path that is not there
         try:
-            cfg = hydra.compose(args.config_name or "config", overrides)
+            return hydra.compose(args.config_name or "config", overrides)
         except (ValueError, UserWarning) as error:  # Hydra's, without the key
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+
+
+def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictConfig:
+    """Composes and validates one run's configuration, before anything is written. Returns it."""
+    cfg = _compose(args, overrides)
     drop_replaced_arguments(cfg, overrides)
     expand_home(cfg)
     validate(cfg)
     if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
         raise ConfigError("launcher: torchrun started this process; must be launcher=torchrun")
     return cfg
+
+
+def _check_symmetric(cfg: DictConfig, fixed: bool) -> None:
+    """Raises ConfigError for comm.schedule=symmetric where no worker could have it. fixed: the number of workers is."""
+    if cfg.comm.schedule == "symmetric" and not (fixed and devices.count()):
+        where = "under torchrun, which neither adds nor replaces workers" if devices.count() else "with GPUs"
+        raise ConfigError(f"comm.schedule=symmetric: must be used {where}")
 
 
 def _check_directories(overrides: list[str]) -> None:

@@ -8,22 +8,16 @@ one.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from datetime import timedelta
-from typing import IO, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from kfuse.cli import machine
 from kfuse.cli.machine import Line
-from kfuse.elastic import protocol
-from kfuse.elastic.launchers.local import signal_at_parent_end
+from kfuse.cli.trials import TIMEOUT_S, StoreError, ranks, started
+
+if TYPE_CHECKING:
+    from kfuse.comm.plan import CommOptions
 
 USAGE = """\
 kfuse doctor [override ...]
@@ -31,16 +25,12 @@ kfuse doctor [override ...]
 Checks this machine: devices, compiler, limits, which transport these overrides choose, and, with two processes, the
 reduction and the kernels. Overrides are those of a run (kfuse --help). Exit status 0, or 1 where a line says `fail`."""
 
-LIMIT_S = 40.0
-"""How long each process of the self-test may take. On an idle machine all together take under 15 s."""
-TIMEOUT_S = 20.0
-"""How long one rank of the self-test waits for the other."""
 EXTRAS = {"tensorboard": "tensorboard", "ray": "kfuse[ray]", "safetensors": "kfuse[safetensors]"}
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def examine(config: dict[str, Any]) -> int:
+def main(config: dict[str, Any]) -> int:
     """Prints the report for a checked configuration. Returns 0, or 1 where a line says `fail`."""
     from rich.console import Console
 
@@ -61,7 +51,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     options = comm_options(config)
     yield machine.size()
     yield machine.versions()
-    with _started("devices", {}) as process:
+    with started("devices", {}) as process:
         devices, problem = process.result()
     devices = devices or {"gpus": [], "peers": [], "nccl": None, "nccl_problem": problem}
     count = len(devices["gpus"])
@@ -70,25 +60,32 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     yield machine.triton_cache(count > 0)
     yield machine.shared_memory(config["data"]["workers"])
     yield machine.open_files(config["workers"]["max"])
-    yield _transport(config["comm"])
+    yield _transport(options, count)
     yield _extras(config)
+    if options.schedule == "symmetric" and count < 2:  # the line transport says so
+        options = replace(options, schedule="auto")
     yield from _self_test(asdict(options), count)
 
 
-def _transport(comm: Mapping[str, Any]) -> Line:
-    from kfuse.comm import transports
-
-    path, schedule, reproducible = comm["_target_"], comm["schedule"], comm["reproducible"]
-    if path is not None:
-        return Line("transport", "ok", f"{path}: comm._target_ names it")
-    chosen = transports.choose(schedule, reproducible)
-    if schedule != "auto":
-        why = f"comm.schedule={schedule} asks for it"
-    elif reproducible:
+def _transport(options: CommOptions, gpus: int) -> Line:
+    chosen = options.transport()
+    if "." in chosen:
+        return Line("transport", "ok", f"{chosen}: comm._target_ names it")
+    if chosen == "symmetric" and gpus < 2:
+        text = f"comm.schedule=symmetric: GPUs read each other's memory, one for each worker; this machine has {gpus}"
+        return Line("transport", "fail", text, "Name another schedule, or none: comm.schedule=auto.")
+    if options.schedule != "auto":
+        why = f"comm.schedule={chosen} asks for it"
+    elif options.reproducible:
         why = "comm.reproducible=true adds all contributions in one order, so each must be at hand"
+    elif options.dtype == "bf16":
+        why = "comm.dtype=bf16 messages are added up in fp32 there"
+    elif options.sharded:
+        why = "with comm.state=sharded a worker needs its shard of the sum only"
     else:
-        why = "comm.schedule=auto takes it where the order of additions is free"
-    return Line("transport", "ok", f"{chosen}, gradients in {comm['dtype']}: {why}")
+        chosen = "allreduce or all_to_all"
+        why = "comm.schedule=auto measures messages as a view of several workers begins (see the line schedule)"
+    return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}: {why}")
 
 
 def _extras(config: Mapping[str, Any]) -> Line:
@@ -102,110 +99,43 @@ def _extras(config: Mapping[str, Any]) -> Line:
     return Line("extras", "ok", text, remedy)
 
 
-# -- the self-test ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _started(what: str, arguments: Mapping[str, Any], **environment: str) -> Iterator[_Process]:
-    """Context: a process of `kfuse.cli.self_test`, which is ended with the context, or with this process."""
-    # Where this command runs in a worker of a job, its processes are no workers of that job.
-    inherited = {name: value for name, value in os.environ.items() if name != protocol.ENV_CONTROL}
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kfuse.cli.self_test", what, json.dumps(arguments)],
-            # gloo and the store log many lines for each lost peer.
-            env={"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", **inherited, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-            preexec_fn=signal_at_parent_end(signal.SIGKILL),
-        )
-        try:
-            yield _Process(process, output, errors)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its compilers too
-            process.wait()
-
-
-class _Process:
-    """A process of the self-test, and the files that its output goes to: a pipe that nobody reads would fill up."""
-
-    def __init__(self, process: subprocess.Popen[bytes], output: IO[str], errors: IO[str]) -> None:
-        self._process, self._output, self._errors = process, output, errors
-        self._deadline = time.monotonic() + LIMIT_S
-
-    def result(self) -> tuple[Any, str | None]:
-        """What it found and None, or None and one line that says what went wrong. Takes `LIMIT_S` at most."""
-        ended = True
-        try:
-            self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            ended = False
-        self._output.seek(0)
-        said: dict[str, Any] = {}
-        for line in self._output.read().splitlines():
-            with contextlib.suppress(ValueError):  # cut off, or another library's
-                said |= json.loads(line)
-        at = said.get("at", "starting Python")
-        if not ended:
-            return None, f"no answer within {LIMIT_S:.0f} s; it was {at}"
-        if "found" in said:
-            return said["found"], None
-        if "problem" in said:
-            return None, f"{at}: {said['problem']}"
-        self._errors.seek(0)
-        last = next((line for line in reversed(self._errors.read().splitlines()) if line.strip()), "")
-        return None, f"ended while {at} ({_status(self._process.returncode)}){': ' * bool(last)}{last.strip()[:200]}"
-
-
-def _status(code: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"exit status {code}"
+# -- the self-test -----------------------------------------------------------------------------------------------------
 
 
 def _self_test(options: dict[str, Any], gpus: int) -> Iterator[Line]:
     """Two ranks that reduce, over NCCL where there are two GPUs, and at the same time a process for the kernels."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    try:
-        wait = timedelta(seconds=TIMEOUT_S)
-        store = TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)
-    except RuntimeError as error:
-        remedy = "The loopback interface must be up: ip link set lo up."
-        yield Line("reduction", "fail", f"no store at 127.0.0.1: {str(error).splitlines()[0]}", remedy)
-        return
-    environment = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process hosts the store
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        **({"CUDA_VISIBLE_DEVICES": ""} if gpus < 2 else {}),
-    }
     arguments = {"options": options, "timeout_s": TIMEOUT_S}
     with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(_started("reduction", arguments, RANK=str(r), LOCAL_RANK=str(r), **environment))
-            for r in range(2)
-        ]
+        try:
+            processes = stack.enter_context(ranks("reduction", arguments, 2, gpus))
+        except StoreError as error:
+            yield Line("reduction", "fail", str(error), "The loopback interface must be up: ip link set lo up.")
+            return
         by_triton, kernels = gpus > 0 or machine.version("triton") is not None, None
         if by_triton:
             # Alone, also where this command runs as one of several ranks.
             environment = {"WORLD_SIZE": "1"} | ({} if gpus else {"TRITON_INTERPRET": "1"})
             where = {"device": "cuda:0" if gpus else "cpu", "options": options}
-            kernels = stack.enter_context(_started("kernels", where, **environment))
-        answers = [rank.result() for rank in ranks]
+            kernels = stack.enter_context(started("kernels", where, **environment))
+        answers = [rank.result() for rank in processes]
         on_device: tuple[Any, str | None] = kernels.result() if kernels is not None else (None, None)
         worker = on_device[0] if gpus else answers[0][0]  # with one GPU the ranks do without it
         yield determinism(options["reproducible"], worker and worker["flags"], gpus)
         yield _reduction(answers, gpus)
+        if answers[0][0] is not None:
+            yield _predicted(answers[0][0])
         if by_triton:
             yield _kernels(on_device[0], on_device[1], gpus)
         else:
             yield Line("kernels", "ok", "not tried: Triton is not installed, and only machines with a GPU need it")
+
+
+def _predicted(found: Mapping[str, Any]) -> Line:
+    """What `comm.schedule=auto` would choose for one full bucket between the two processes of the self-test."""
+    choice = found["choice"]
+    text = f"2 processes over {found['backend']}, a bucket of {choice['bucket_mb']:g} MB in fp32: auto would take "
+    text += f"{choice['schedule']}: {choice['reason']}; measured in {choice['probe_s']:.2f} s"
+    return Line("schedule", "ok", text)
 
 
 def determinism(reproducible: bool, flags: Mapping[str, Any] | None, gpus: int) -> Line:

@@ -18,16 +18,43 @@ _VALUE = "a pair [before, after]"
 EVENTS = {
     "view": (
         "A list of workers trains together from this step on",
-        "generation, workers (rank, pid and host of each), reason (start, restart, grow, shrink, replace, failure or "
-        "quit), pause_s = regroup_s + transfer_s",
+        "generation, workers (rank, pid and host of each), reason (start, restart, grow, shrink, replace, failure, "
+        "quit or stop), pause_s = regroup_s + transfer_s",
     ),
     "decision": (
         "A policy or script has changed a setting",
-        f"batch_size, lr, workers or sync ({_VALUE}), topology, tree, or replace (a worker's number)",
+        f"batch_size, lr, workers or sync ({_VALUE}), topology, tree (a name or a list of parents; with why, where the "
+        "workers have changed and a list was dropped), or replace (a worker's number)",
+    ),
+    "schedule": (
+        "In a new view messages were measured, and schedule and bucket size were chosen, where `comm.schedule=auto` or "
+        "`comm.bucket_mb=null` leaves a choice",
+        "schedule, bucket_mb, workers, predicted_s (by schedule: seconds a step), probe_s, reason",
     ),
     "clipped": ("A request was out of range, or could not be met", "note"),
+    "policy_failed": (
+        "The policy has raised an error on a worker; reported again only once the method has worked",
+        "worker, method, why, traceback, goes_on (whether training does: `policy.on_error`)",
+    ),
+    "input_bound": (
+        "A policy's request for more workers was refused: training is input-bound, so they would wait for data too",
+        "workers (a pair [present, requested]), waiting (part of the time that the leader waits for data)",
+    ),
     "evaluation": ("The model was evaluated on the held-out samples", "loss, accuracy, metrics (by name)"),
     "skipped": ("The step made no update", "why"),
+    "interference": (
+        "Something else slows the workers' messages: a majority sees less than 0.8 of the usual throughput",
+        "ranks (that voted for it)",
+    ),
+    "links": (
+        "The links between the workers were measured",
+        "latency_s, bytes_per_s (by rank and rank; null from a rank to itself)",
+    ),
+    "left_out": (
+        "With `comm.sync=pair`, after a loss or as the job stops: workers that were behind go on from the furthest "
+        "one's state, and use none of their samples up to there",
+        "workers (numbers), steps (how many each was behind)",
+    ),
     "straggler": ("A worker has become slow", "worker, rank, throughput (over the median worker's)"),
     "corruption": (
         "A micro-batch was run again on another worker, with other gradients (`comm.audit_every`)",
@@ -37,6 +64,14 @@ EVENTS = {
     "ready": ("A worker is ready to join", "worker, boot_s"),
     "waiting": ("Some workers are ready, others are late", "workers, late (numbers of both)"),
     "quit": ("A worker's script has ended before training did", "worker, pid, rank, how"),
+    "went_back": (
+        "Parts of the sharded optimizer state were lost with their workers: training goes on from an earlier step",
+        "to (snapshot or checkpoint), steps (that are made again), why",
+    ),
+    "kept_sums": (
+        "A step is made again after a loss, and its workers kept their own sums (`elastic.keep_sums`)",
+        "kept, run_again (micro-batches)",
+    ),
     "failure": ("A worker is lost; or, with why, the job has failed", "worker, pid, rank, how; why"),
     "loader_lost": ("A loader process of a worker has ended unexpectedly", "worker, pid (the loader's), how"),
     "checkpoint": ("A checkpoint is written", "path, bytes, wall_s (of writing), snapshot_s (of the training loop)"),
@@ -64,7 +99,8 @@ def reference() -> str:
         *_options(),
         "## Figures of a step",
         "Policies see the `Signals` of each step. `metrics.jsonl` has a line for each step, or each `observe.every`-th."
-        " None, in the file null, is unknown. [statistics.md](statistics.md) explains the statistics.",
+        " None, in the file null, is unknown. Signals that are no column are in a line's `signals`, in each line where "
+        "they have changed: `kfuse replay` needs them. [statistics.md](statistics.md) explains the statistics.",
         _figures(),
         "## Events",
         "`events.jsonl` has a line for each event: `time` (Unix), `step`, `kind`, and the fields of its kind. Fields "

@@ -39,11 +39,7 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
         set_up_logging(observe["log_level"], "worker 0")
         return torchrun.lead(launcher.rendezvous, job, recorder)
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
-    elasticity = Elasticity(
-        **{key: config["workers"][key] for key in ("count", "min", "max")},
-        **config["elastic"],
-        restart=config["checkpoint"]["every_steps"] is not None,
-    )
+    elasticity = Elasticity.configured(config, restart=config["checkpoint"]["every_steps"] is not None)
     return supervise(launcher, job, recorder, elasticity)
 
 

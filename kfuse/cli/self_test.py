@@ -1,6 +1,8 @@
-"""The processes that `kfuse doctor` starts: what torch sees here, a reduction between two processes, the kernels.
+"""The processes that `kfuse doctor` and `kfuse schedule` start (`trials`): each tries one thing.
 
-    python -m kfuse.cli.self_test devices|reduction|kernels '{"argument": ...}'
+What torch sees here; a reduction between two processes; what messages between processes cost; the kernels.
+
+    python -m kfuse.cli.self_test devices|reduction|costs|kernels '{"argument": ...}'
 
 Each prints lines of JSON: {"at": what it begins}, so that a process that hangs has said where, and at its end
 {"found": ...} or {"problem": one line}. The reduction's processes are ranks of a job of fixed size: the environment has
@@ -14,7 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from kfuse.comm.group import Group
     from kfuse.comm.plan import CommOptions
+    from kfuse.comm.probe import Choice
 
 SAMPLES = (3, 5, 2, 4, 1)
 """Samples of each micro-batch of the reduction. Rank 0 has the first three micro-batches, rank 1 the others."""
@@ -39,7 +42,12 @@ def main() -> int:
     what, arguments = sys.argv[1], json.loads(sys.argv[2])
     if os.getcwd() not in sys.path:  # of a transport of the user's own
         sys.path.append(os.getcwd())
-    parts: dict[str, Callable[..., Any]] = {"devices": devices, "reduction": reduction, "kernels": kernels}
+    parts: dict[str, Callable[..., Any]] = {
+        "devices": devices,
+        "reduction": reduction,
+        "costs": costs,
+        "kernels": kernels,
+    }
     try:
         _say(at="importing torch")
         _say(found=parts[what](**arguments))
@@ -116,7 +124,8 @@ def reduction(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """One rank's part. Reduces known gradients with the package's engine, by each transport of `_cases`, twice.
 
     options: of `CommOptions`, as configured. Returns {"backend", "flags": torch's settings once the engine is there,
-    "cases": [{"name", "reproducible", "digest", "wrong": one line or None, "repeats": same bits the second time}]}.
+    "cases": [{"name", "reproducible", "digest", "wrong": one line or None, "repeats": same bits the second time}],
+    "choice": the fields of `kfuse.comm.probe.Choice`, for one bucket of the configured size}.
     Raises CommError where the other rank does not come, or is lost.
     """
     from kfuse import session
@@ -138,23 +147,49 @@ def reduction(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         same = digests[0] == digests[1]
         case = {"name": name, "reproducible": each.reproducible, "digest": digests[0]}
         cases.append({**case, "wrong": wrong, "repeats": same})
+    _say(at="measuring messages")
+    measured = _measure(group, configured)
     backend = "NCCL" if group.device.type == "cuda" else "gloo"
-    return {"backend": backend, "flags": _flags(), "cases": cases}
+    return {"backend": backend, "flags": _flags(), "cases": cases, "choice": asdict(measured)}
+
+
+def _measure(group: Group, options: CommOptions) -> Choice:
+    """What `comm.schedule=auto` chooses for one bucket of `comm.bucket_mb`. Raises CommError."""
+    from kfuse.comm.plan import DEFAULT_BUCKET_MB, CommOptions
+    from kfuse.comm.probe import choose_program, probe
+
+    size = options.bucket_mb or DEFAULT_BUCKET_MB
+    elements = max(1, int(size * 2**20 / 4))
+    return choose_program(probe(group, elements), group.size, CommOptions(), {size: [elements]})
+
+
+def costs(options: dict[str, Any], timeout_s: float, elements: int) -> dict[str, Any]:
+    """One rank's part. Measures the group's messages: the fields of `kfuse.comm.cost.Costs`.
+
+    elements: of the largest message. Raises CommError where another rank does not come, or is lost.
+    """
+    from kfuse import session
+    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.probe import probe
+
+    _say(at="connecting to the other processes")
+    group = session.init(CommOptions(**options), timeout_s).group
+    _say(at="measuring messages")
+    return asdict(probe(group, elements))
 
 
 def _cases(configured: CommOptions) -> dict[str, CommOptions]:
     """What is tried: the configured transport, the all-reduce and the reproducible sum, each once."""
-    from kfuse.comm import transports
     from kfuse.comm.plan import CommOptions
 
     cases: dict[str, CommOptions] = {}
     for options in (configured, CommOptions(), CommOptions(reproducible=True)):
-        name = transports.choose(options.schedule, options.reproducible)
+        name = transport = options.transport()
         if options.dtype != "fp32":
             name += f" in {options.dtype}"
         if options.reproducible:
             name += " (reproducible)"
-        cases.setdefault(name, replace(options, bucket_mb=BUCKET_MB))
+        cases.setdefault(name, replace(options, schedule=transport, bucket_mb=BUCKET_MB))
     return cases
 
 

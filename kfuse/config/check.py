@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import os
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +11,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from kfuse.comm.sync import Sync
 from kfuse.config import instantiate
+from kfuse.config.classes import check_data, check_model, check_optimizer, check_transport, make, make_policy
 from kfuse.config.instantiate import show
 from kfuse.config.messages import explain
-from kfuse.config.schema import CLASS_GROUPS, LOADING, SETTINGS, ConfigError
+from kfuse.config.schema import CLASS_GROUPS, GROUP_SETTINGS, SETTINGS, ConfigError
 
 _SECTIONS = sorted({key.split(".")[0] for key in SETTINGS if "." in key} - {*CLASS_GROUPS})
-# The data sets that supply an argument of a model, and the models that take it.
-_SUPPLIED_BY = {
-    "vocab_size": "data=text",
-    "block_size": "data=text",
-    "input_shape": "data=digits|cifar10|image_folder",
-    "num_classes": "data=digits|cifar10|image_folder",
-}
-_TAKEN_BY = {"vocab_size": "model=gpt", "input_shape": "model=mlp|convnet"}
-_OURS = f"{', '.join(f'data.{name}' for name in LOADING)} are settings of the training loop"
-_SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
 def drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
@@ -41,7 +30,7 @@ def drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
     for group in CLASS_GROUPS:
         if f"{group}._target_" in given:
             kept = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
-            kept |= {*LOADING} if group == "data" else set()
+            kept |= {*GROUP_SETTINGS.get(group, ())}
             with open_dict(cfg):
                 cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
 
@@ -80,21 +69,12 @@ def validate(cfg: DictConfig) -> None:
             raise ConfigError(f"{setting.key}={show(value)}: must be {setting.allowed}")
     _check_combinations(values)
     _check_resume(values["checkpoint"]["resume"])
-    _check_transport(values["comm"]["_target_"])
-    _check_optimizer(values["optimizer"], values["lr"]["base"])
-    if not hasattr(policy := _make("policy", values["policy"]), "decide"):
-        raise _wrong_result("policy", values["policy"], policy, "kfuse.BasePolicy")
-    launcher = _make("launcher", values["launcher"])
-    fixed, gpus = getattr(launcher, "workers", None), getattr(launcher, "gpus", 0)
-    if fixed not in (None, values["workers"]["count"]):
-        raise ConfigError(f"workers.count={values['workers']['count']}: must be {fixed}, as many as torchrun started")
-    if 0 < gpus < values["workers"]["count"]:
-        raise ConfigError(
-            f"workers.count={values['workers']['count']}: must be at most {gpus}, the number of GPUs that this process "
-            "sees, as each worker needs one of its own"
-        )
-    spec, samples = _check_data(values["data"], values["train"])
-    _check_model(values["model"], spec)
+    check_transport(values["comm"]["_target_"])
+    check_optimizer(values["optimizer"], values["lr"]["base"], values["comm"]["state"] == "sharded")
+    _check_policy(make_policy(values["policy"]), values)
+    _check_launcher(make("launcher", values["launcher"]), values)
+    spec, samples = check_data(values["data"], values["train"])
+    check_model(values["model"], spec)
     _check_decay(values, samples)
 
 
@@ -105,7 +85,8 @@ def _check_keys(values: Mapping[str, Any]) -> None:
         if not isinstance(values.get(section), Mapping):
             raise ConfigError(f"{section}: missing, and needed")
         found |= {f"{section}.{name}" for name in values[section]}
-    found |= {f"data.{name}" for name in LOADING if isinstance(values["data"], Mapping) and name in values["data"]}
+    for group, names in GROUP_SETTINGS.items():
+        found |= {f"{group}.{name}" for name in names if isinstance(values[group], Mapping) and name in values[group]}
     known = {*SETTINGS, *CLASS_GROUPS}
     for key in sorted(found - known):
         raise ConfigError(f"{key}: no such key{instantiate.did_you_mean(key, known)}")
@@ -124,15 +105,42 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{section}.{name}={value}: must be {section}.min={low} to {section}.max={high}")
     if batch["micro"] > batch["size"]:
         raise ConfigError(f"batch.micro={batch['micro']}: must be at most batch.size={batch['size']}")
+    if batch["micro_max"] is not None and batch["micro_max"] % batch["micro"]:
+        raise ConfigError(f"batch.micro_max={batch['micro_max']}: must be a multiple of batch.micro={batch['micro']}")
     if train["epochs"] is None and train["steps"] is None:
         raise ConfigError("train.epochs=null, train.steps=null: at least one of them must be a number")
+    try:
+        Sync.parse(comm["sync"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for name in ("outer_momentum", "sma_momentum"):
+        if comm[name] == 1:
+            raise ConfigError(f"comm.{name}={comm[name]}: must be below 1")
     for name, allowed, text in (
-        ("schedule", ("auto", "all_to_all"), "one of auto, all_to_all"),
-        ("sync_every", (1,), "1"),
+        ("schedule", ("auto", "all_to_all", "symmetric"), "one of auto, all_to_all, symmetric"),
+        ("sync", ("ssgd",), "ssgd"),
         ("dtype", ("fp32",), "fp32"),
     ):
         if comm["reproducible"] and comm[name] not in allowed:
             raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.reproducible=true")
+    if comm["bucket_mb"] is None and (comm["reproducible"] or comm.get("state") == "sharded"):
+        setting = "comm.reproducible=true" if comm["reproducible"] else "comm.state=sharded"
+        raise ConfigError(f"comm.bucket_mb=null: must be a number with {setting}")
+    of_one_model: dict[str, tuple[tuple[object, ...], str]] = {
+        "schedule": (
+            ("auto", "all_to_all", "reduce_scatter", "symmetric"),
+            "one of auto, all_to_all, reduce_scatter, symmetric",
+        ),
+        "_target_": ((None,), "null"),
+        "sync": (("ssgd",), "ssgd"),
+    }
+    for name, (allowed_values, text) in of_one_model.items():
+        if comm["state"] == "sharded" and comm[name] not in allowed_values:
+            raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.state=sharded")
+    if comm["overlap_share"] and comm["state"] != "sharded":
+        raise ConfigError(f"comm.overlap_share=true: must be false with comm.state={comm['state']}")
+    if comm["schedule"] == "symmetric" and comm["dtype"] != "fp32":
+        raise ConfigError(f"comm.dtype={comm['dtype']}: must be fp32 with comm.schedule=symmetric")
     least, most = comm["nccl_min_ctas"], comm["nccl_max_ctas"]
     if least is not None and most is not None and most < least:
         raise ConfigError(f"comm.nccl_max_ctas={most}: must be at least comm.nccl_min_ctas={least}, or null")
@@ -140,6 +148,13 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"comm.audit_every={comm['audit_every']}: must be null without comm.reproducible=true")
     if comm["slots_on_host"] and not comm["reproducible"]:
         raise ConfigError("comm.slots_on_host=true: must be false with comm.reproducible=false")
+    for name, needed in (("state", "replicated"), ("slots_on_host", False), ("sync", "ssgd")):
+        if values["elastic"]["keep_sums"] and comm[name] != needed:
+            raise ConfigError(f"elastic.keep_sums=true: must be false with comm.{name}={show(comm[name])}")
+    if values["elastic"]["keep_sums"] and batch["micro_max"] is not None:
+        raise ConfigError(f"elastic.keep_sums=true: must be false with batch.micro_max={batch['micro_max']}")
+    if values["elastic"]["keep_sums"] and comm["schedule"] == "symmetric":
+        raise ConfigError("elastic.keep_sums=true: must be false with comm.schedule=symmetric")
 
 
 def _check_resume(resume: str) -> None:
@@ -153,172 +168,53 @@ def _check_resume(resume: str) -> None:
         raise ConfigError(f"checkpoint.resume={resume}: no checkpoint there, nor in its folder checkpoints")
 
 
-def _check_transport(path: str | None) -> None:
-    if path is None:
-        return
+def _check_policy(policy: Any, values: Mapping[str, Any]) -> None:
+    """Refuses a policy, an optimizer and settings that do not go together, as a script's training does."""
+    from kfuse.train import refusals  # here, as it imports torch
+
+    lr, batch, comm, node = (values[section] for section in ("lr", "batch", "comm", "optimizer"))
+    optimizer: Any = instantiate.locate(node["_target_"])
+    known = instantiate.parameters(optimizer) or {}
+    # Where a class of the user's own sets them they are unknown here: the trainer knows them.
+    betas = instantiate.arguments(node).get("betas", known["betas"].default if "betas" in known else None)
+    pairs = (tuple(pair) for pair in [betas] if pair is not None)
+    spelling = refusals.command_line(values["policy"]["_target_"], node["_target_"])
     try:
-        factory = instantiate.locate(path)
-    except ValueError as error:
-        raise ConfigError(f"comm.{error}") from error
-    missing = ", ".join(name for name in ("plan", "launch", "poll", "wait") if not hasattr(factory, name))
-    if missing:
-        raise ConfigError(f"comm._target_={path}: must be a kfuse.comm.transports.Transport, which also has {missing}")
-
-
-def _check_class(
-    group: str, node: Any, supplied: Collection[str] = (), first: Collection[str] = (), always: Collection[str] = ()
-) -> Any:
-    """Returns the class or function that the group's `_target_` names, once its arguments are known to be right."""
-    if not isinstance(node, Mapping) or node.get("_target_") is None:
-        raise ConfigError(f"{group}._target_: must be the dotted path of a class or function")
-    try:
-        return instantiate.check_arguments(node, supplied, first, always)
-    except ValueError as error:
-        # Messages that start with an argument's name become the key.
-        dot = str(error).split("=", 1)[0] in node
-        missing = error.names if isinstance(error, instantiate.MissingArguments) else ()
-        fitting = dict.fromkeys(_SUPPLIED_BY[name] for name in missing if name in _SUPPLIED_BY)
-        hint = ""
-        if fitting:
-            takers = [_TAKEN_BY[name] for name in supplied if name in _TAKEN_BY]
-            hint = f"; it fits {', '.join(fitting)}" + "".join(f"; these data fit {model}" for model in takers)
-        raise ConfigError(f"{group}{'.' if dot else ': '}{error}{hint}") from error
-
-
-def _make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> Any:
-    """Returns what the group's `_target_` makes of its arguments."""
-    _check_class(group, node, supplied or {})
-    try:
-        return instantiate.build(node, **(supplied or {}))
-    except Exception as error:  # a user's class may raise anything
-        raise _failed(group, node, error) from error
-
-
-def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The error of a call. It names the argument that the message is about, if that can be found."""
-    message = " ".join(str(error).split()) if isinstance(error, ValueError) else instantiate.one_line(error)
-    given = instantiate.arguments(node)
-    if message.startswith((f"{group}.", f"{group}=")):
-        return ConfigError(message)
-    if message.split("=", 1)[0] in given:
-        return ConfigError(f"{group}.{message}")
-    for name, value in given.items():
-        names_value = isinstance(value, str) and value and value in message
-        if names_value or re.search(rf"\b{re.escape(name)}\b", message):
-            return ConfigError(f"{group}.{name}={show(value)}: {message}")
-    call = ", ".join(f"{name}={show(value)}" for name, value in given.items())
-    return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
-
-
-def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -> ConfigError:
-    return ConfigError(f"{group}._target_={node['_target_']}: must make a {needed}, not a {type(made).__name__}")
-
-
-def _check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
-    """Loads the data; returns the arguments that they supply to a model, and the number of training samples.
-
-    That is None for a stream. train: the section of the configuration.
-    """
-    loaders, node = node["workers"], {name: value for name, value in node.items() if name not in LOADING}
-    for name in instantiate.parameters(_check_class("data", node)) or ():
-        if name in LOADING:
-            raise ConfigError(f"data._target_={node['_target_']}: its argument {name} must have another name: {_OURS}")
-    split = _make("data", node)
-    if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
-        raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
-    # By its path: kfuse.config imports no other part of kfuse.
-    number_of_samples = instantiate.locate("kfuse.data.given.number_of_samples")
-    lengths = {}
-    for part in ("train", "heldout"):
-        try:
-            lengths[part] = number_of_samples(getattr(split, part), part == "heldout", loaders)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
-        if lengths[part] == 0:
-            raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
-    if lengths["train"] is None and (train["epochs"] is not None or train["steps"] is None):
-        raise ConfigError(
-            f"train.epochs={show(train['epochs'])}, train.steps={show(train['steps'])}: must be null and a number, as "
-            f"data._target_={node['_target_']} trains on a stream, which has no epochs"
+        refusals.refuse_modes(
+            policy, lambda mode: _check_combinations({**values, "comm": {**comm, "sync": mode}}), spelling
         )
-    return split.spec, lengths["train"]
+        refusals.refuse_fisher(policy, optimizer, comm["state"] == "sharded", spelling)
+        refusals.refuse_rates(policy, lr["scaling"], lr["decay"], None, spelling)
+        refusals.refuse_betas(lr["betas"], lr["scaling"], optimizer, pairs, batch["size"], batch["max"], spelling)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
-def _check_model(node: Any, spec: Mapping[str, Any]) -> None:
-    import torch  # after the cheap checks: it takes a second
-
-    path = None
-    with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
-        node, path = instantiate.initial_weights(node)
-    if not isinstance(path, str | None) or path == "":
-        raise ConfigError(f"model.init={show(path)}: must be the path of model.pt or model.safetensors, or null")
-    _check_class("model", node, spec)
-    model = None
-    with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
-        model = instantiate.build(node, **spec)
-    if model is None:
-        model = _make("model", node, spec)
-    if not isinstance(model, torch.nn.Module):
-        raise _wrong_result("model", node, model, "torch.nn.Module")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
-    if path is not None:
-        read_weights = instantiate.locate("kfuse.checkpoint.saved_model.read_weights")
-        mismatch = instantiate.locate("kfuse.checkpoint.saved_model.mismatch")
-        try:
-            why = mismatch(model, read_weights(path))
-        except ValueError as error:
-            raise ConfigError(f"model.init={error}") from error
-        if why:
-            raise ConfigError(f"model.init={path}: {why}")
-
-
-def _check_optimizer(node: Any, lr: float) -> None:
-    """Tries the arguments with one parameter, on the torch optimizer that the class is or is derived from."""
-    import torch
-
-    for name, where in _SET_ELSEWHERE.items():
-        if isinstance(node, Mapping) and name in node:
-            raise ConfigError(f"optimizer.{name}={show(node[name])}: not set here but by {where}")
-    factory = _check_class("optimizer", node, first=("params",), always=("lr",))
-    path = f"optimizer._target_={node['_target_']}"
-    if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
-        raise ConfigError(f"{path}: must be the class of a torch.optim.Optimizer")
-    if issubclass(factory, torch.optim.LBFGS | torch.optim.SparseAdam):
-        lbfgs = issubclass(factory, torch.optim.LBFGS)
-        why = "evaluates the loss several times a step" if lbfgs else "takes sparse gradients only"
-        raise ConfigError(f"{path}: must step once on dense gradients; this one {why}")
-    weight = torch.nn.Parameter(torch.zeros(1, 1))
-    # Not torch's own add_param_group: its decorator imports torch's compiler, which takes seconds.
-    decorated = torch.optim.Optimizer.add_param_group  # against compiling it: a first call imports torch's compiler
-    quick = {"add_param_group": getattr(decorated, "__wrapped__", decorated)}
-    base = next(base for base in factory.__mro__ if base.__module__.startswith("torch.optim."))
-    try:
-        if base is not torch.optim.Optimizer:
-            type(base.__name__, (base,), quick)(params=[weight], lr=lr, **_known_to(base, node))
-        if check := getattr(factory, "check_arguments", None):
-            check(lr=lr, **_known_to(check, node))
-    except Exception as error:
-        raise _failed("optimizer", node, error) from error
-    # A class of the user's own may hand on **kwargs that its base refuses. Ours are not built in this process.
-    if not any(base.__module__.startswith("kfuse.") for base in factory.__mro__):
-        try:
-            instantiate.build(node, [weight], always={"lr": lr})
-        except TypeError as error:
-            raise _failed("optimizer", node, error) from error
-        except Exception:
-            return  # it may need more than this one weight
-
-
-def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
-    """The node's arguments that are in the signature of `factory`."""
-    known = inspect.signature(factory).parameters
-    return {name: value for name, value in instantiate.arguments(node).items() if name in known}
+def _check_launcher(launcher: Any, values: Mapping[str, Any]) -> None:
+    """Refuses what the launcher's workers cannot do."""
+    count, fixed, gpus = values["workers"]["count"], getattr(launcher, "workers", None), getattr(launcher, "gpus", 0)
+    if fixed not in (None, count):
+        raise ConfigError(f"workers.count={count}: must be {fixed}, as many as torchrun started")
+    if fixed is not None and Sync.parse(values["comm"]["sync"]).mode == "pair":
+        raise ConfigError(
+            "comm.sync=pair: must be one of ssgd, local:N, sma with launcher=torchrun, which has no supervisor to pass "
+            "on decisions between workers at different steps"
+        )
+    if fixed is not None and values["elastic"]["keep_sums"]:
+        raise ConfigError(
+            "elastic.keep_sums=true: must be false with launcher=torchrun: there no step is made again after a loss"
+        )
+    if 0 < gpus < count:
+        raise ConfigError(
+            f"workers.count={count}: must be at most {gpus}, the number of GPUs that this process sees, as each worker "
+            "needs one of its own"
+        )
 
 
 def _check_decay(values: Mapping[str, Any], samples: int | None) -> None:
     """A decay needs steps after the warmup. The run's length is counted in steps of the first batch size."""
-    decay_refusal = instantiate.locate("kfuse.train.lr_schedule.decay_refusal")  # here, as it imports torch
+    from kfuse.train.refusals import decay_refusal
+
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
     total = min(length for length in lengths if length is not None)

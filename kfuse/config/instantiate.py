@@ -1,6 +1,7 @@
 """Classes and functions that a configuration names by `_target_`: found, checked, called.
 
-A node is a mapping: `_target_` is a dotted path, every other key an argument. Nothing here needs Hydra.
+A node is a mapping: `_target_` is a dotted path, every other key an argument, which may be a node too. Nothing here
+needs Hydra.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -59,6 +60,11 @@ def _import_longest(path: str) -> tuple[types.ModuleType, list[str]]:
     raise ValueError(f"_target_={path}: there is no module {parts[0]}")
 
 
+def is_node(value: object) -> bool:
+    """Whether a value of the configuration is a node."""
+    return isinstance(value, Mapping) and "_target_" in value
+
+
 def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the node's arguments: all but `_target_`."""
     return {name: value for name, value in node.items() if name != "_target_"}
@@ -68,13 +74,14 @@ def build(node: Mapping[str, Any], /, *first: Any, always: Mapping[str, Any] | N
     """Calls what `_target_` names, and returns the result.
 
     The arguments are `first` by position, the node's own, `always`, and those of `supplied` that the signature names.
-    Where a name is in several of them the node's value is used.
+    Where a name is in several of them the node's value is used. An argument that is a node is built first.
     Raises ValueError if `_target_` names nothing that can be called, and whatever the call raises.
     """
     factory = locate(node.get("_target_"))
     known = parameters(factory) or {}
     fitting = {name: value for name, value in supplied.items() if name in known}
-    return factory(*first, **(fitting | dict(always or {}) | arguments(node)))
+    own = {name: build(value) if is_node(value) else value for name, value in arguments(node).items()}
+    return factory(*first, **(fitting | dict(always or {}) | own))
 
 
 def initial_weights(node: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
@@ -116,7 +123,7 @@ def check_arguments(
     for key, value in given.items():
         if key not in by_name and not takes_any:
             raise ValueError(f"{key}={show(value)}: {name} has no argument {key}; it has {', '.join(by_name)}")
-        if not _is_finite(value):
+        if not is_finite(value):
             raise ValueError(f"{key}={show(value)}: must be finite")
         if key in known and not fits(value, known[key].annotation):
             raise ValueError(f"{key}={show(value)}: must be {describe(known[key].annotation)}")
@@ -138,13 +145,13 @@ def parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
     return None
 
 
-def _is_finite(value: Any) -> bool:
-    """Whether each float in a plain value is finite."""
+def is_finite(value: Any) -> bool:
+    """Whether each number in a plain value is one that a float can hold."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+        return all(map(is_finite, value))
+    return not isinstance(value, int | float) or abs(value) <= sys.float_info.max
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -30,6 +30,12 @@ class Batch:
 
     size: int = setting(32, "samples of the first optimizer steps; policies may change it", least=1)
     micro: int = setting(8, "samples of a micro-batch: one forward and backward pass; sets the memory needed", least=1)
+    micro_max: int | None = setting(
+        None,
+        "samples; up to this the micro-batches of a batch that has become larger get larger too: fewer, larger passes; "
+        "a multiple of batch.micro; null: they stay as they are",
+        least=1,
+    )
     min: int = setting(8, "samples; policies never go below", least=1)
     max: int = setting(256, "samples; policies never go above", least=1, most=2**24)
 
@@ -64,6 +70,18 @@ class Data:
 
 
 @dataclass
+class Policy:
+    """What happens where the policy raises an error: a key of the group policy that is no argument of its class."""
+
+    on_error: str = setting(
+        "stop",
+        "what follows where the policy raises an error, which is reported in either case; stop: the job ends; go_on: "
+        "training goes on with the settings as they are, and the policy is asked again after the next step",
+        choices=("stop", "go_on"),
+    )
+
+
+@dataclass
 class LR:
     """The learning rate."""
 
@@ -73,13 +91,25 @@ class LR:
         "how the rate follows the batch size; the default suits Adam-like optimizers, linear suits SGD",
         choices=("none", "linear", "sqrt", "adascale"),
     )
-    warmup_steps: int = setting(0, "steps of linear warmup; 0: none", least=0)
+    warmup_steps: int = setting(0, "steps of linear warmup, of the first batch size; 0: none", least=0)
     decay: str = setting(
         "none",
         "how the rate falls after the warmup, to zero at the run's end; wsd: in its last part only; constant: as none",
         choices=("none", "cosine", "linear", "wsd", "constant"),
     )
     decay_fraction: float = setting(0.1, "part of the run in which lr.decay=wsd lowers the rate", above=0, most=1)
+    change_warmup_steps: int = setting(
+        0,
+        "after a change of the batch size that raises the rate: steps of linear warmup from the rate before; counted, "
+        "as those of lr.warmup_steps, in steps of the first batch size; 0: none",
+        least=0,
+    )
+    betas: str = setting(
+        "keep",
+        "how AdamW's betas follow the batch size, k times the first one; malladi: 1 - k (1 - beta) and eps / sqrt k, "
+        "with lr.scaling=sqrt; marek: beta2 to the power of k; only optimizer=adamw takes these",
+        choices=("keep", "malladi", "marek"),
+    )
 
 
 @dataclass
@@ -87,7 +117,12 @@ class Train:
     """How long to train, how to evaluate, and in which precision."""
 
     epochs: int | None = setting(100, "passes over the data; null: train.steps alone ends the run", least=1)
-    steps: int | None = setting(None, "optimizer steps at most; null: train.epochs alone ends the run", least=1)
+    steps: int | None = setting(
+        None,
+        "optimizer steps at most, with lr.scaling=adascale scale-invariant ones (each counts by its gain: 1 at the "
+        "first batch size); null: train.epochs alone ends the run",
+        least=1,
+    )
     target_accuracy: float | None = setting(
         None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, most=1
     )
@@ -111,16 +146,48 @@ class Comm:
     _target_: str | None = setting(None, "your own transport class, in place of comm.schedule; null: none")
     schedule: str = setting(
         "auto",
-        "how gradients are reduced; auto: allreduce, or all_to_all with comm.reproducible=true",
-        choices=("auto", "allreduce", "all_to_all", "tree"),
+        "how gradients are reduced; auto: allreduce or all_to_all, by measured messages; with comm.reproducible=true "
+        "all_to_all, with comm.state=sharded reduce_scatter; symmetric: GPUs read each other's memory, under torchrun",
+        choices=("auto", "allreduce", "reduce_scatter", "all_to_all", "tree", "symmetric"),
     )
-    tree: str = setting("binary", "shape of comm.schedule=tree", choices=("binary", "star", "host"))
-    sync_every: int = setting(
-        1, "steps between synchronisations; 1: every step's gradients; more: local SGD", least=1, most=2**20
+    state: str = setting(
+        "replicated",
+        "where optimizer state lies; sharded: each worker keeps and updates its part (ZeRO-1), with optimizer=adamw, "
+        "sgd or lamb",
+        choices=("replicated", "sharded"),
     )
-    dtype: str = setting("fp32", "type of gradients in messages; bf16 halves the bytes", choices=("fp32", "bf16"))
-    bucket_mb: float = setting(
-        25.0, "MiB of gradients reduced together; the default, DDP's, lets reductions overlap with backward", above=0
+    overlap_share: bool = setting(
+        False,
+        "with comm.state=sharded and a fixed number of workers, on CPUs: parameters are shared during the next "
+        "forward; they must be read from Python only, not by TorchScript or a C++ extension",
+    )
+    tree: str = setting("binary", "shape of comm.schedule=tree", choices=("binary", "star", "host", "latency"))
+    sync: str = setting(
+        "ssgd",
+        "how the workers keep together: ssgd (every step's gradients are reduced), local:N (each updates by itself, "
+        "models are averaged every N steps: local SGD), sma (each has a model of its own, drawn to a central one), "
+        "pair (each averages its model with another one's and waits for nobody; needs a supervisor)",
+    )
+    outer_lr: float = setting(
+        1.0, "with comm.sync=local:N: rate of the outer step to the average; DiLoCo: 0.7", above=0
+    )
+    outer_momentum: float = setting(
+        0.0, "with comm.sync=local:N: Nesterov momentum of outer steps, below 1; DiLoCo: 0.9; 0: none", least=0, most=1
+    )
+    sma_alpha: float | None = setting(
+        None, "with comm.sync=sma: how strongly models are drawn together; null: 1 / workers", above=0, most=1
+    )
+    sma_momentum: float = setting(0.9, "with comm.sync=sma: momentum of the central model, below 1", least=0, most=1)
+    dtype: str = setting(
+        "fp32",
+        "type of gradients in messages; bf16 halves the bytes, and auto then takes all_to_all, which adds up in fp32",
+        choices=("fp32", "bf16"),
+    )
+    bucket_mb: float | None = setting(
+        25.0,
+        "MiB of gradients reduced together; the default, DDP's, lets reductions overlap with backward; null: 4, 10 or "
+        "25, by measured messages",
+        above=0,
     )
     reproducible: bool = setting(False, "the same bits for any number of workers")
     slots_on_host: bool = setting(
@@ -167,6 +234,21 @@ class Elastic:
         10.0, "seconds without a heartbeat (sent each 0.5 s), after which a worker is killed", above=1, most=10**6
     )
     boot_timeout_s: float = setting(120.0, "seconds within which a new worker must be ready", above=0, most=10**6)
+    redundancy: str = setting(
+        "mirror",
+        "where a lost worker's part of the sharded optimizer state comes from; mirror: the next worker has a copy and "
+        "repeats its updates; snapshot: all go back to the last one; none: all go back to the last checkpoint; without "
+        "effect with comm.state=replicated, where each worker has all of it",
+        choices=("mirror", "snapshot", "none"),
+    )
+    snapshot_every: int = setting(
+        50, "steps between snapshots in the workers' memory, with elastic.redundancy=snapshot", least=1
+    )
+    keep_sums: bool = setting(
+        False,
+        "after a loss each worker keeps its own sums of the step, and only the lost worker's micro-batches are run "
+        "again; needs 4 bytes a parameter",
+    )
     max_failures: int = setting(5, "workers lost with no step completed in between, after which the job ends", least=1)
 
 
@@ -193,7 +275,7 @@ class Config:
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=lambda: asdict(Data()), metadata={"settings": Data})
     optimizer: dict[str, Any] = field(default_factory=dict)
-    policy: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=lambda: asdict(Policy()), metadata={"settings": Policy})
     batch: Batch = field(default_factory=Batch)
     workers: Workers = field(default_factory=Workers)
     lr: LR = field(default_factory=LR)
@@ -234,7 +316,7 @@ class Setting:
         if self.kind not in (int, float):
             return True
         return (
-            math.isfinite(value)
+            abs(value) <= sys.float_info.max
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
@@ -276,6 +358,15 @@ def _settings(cls: type, prefix: str = "") -> Iterator[Setting]:
 SETTINGS = {leaf.key: leaf for leaf in _settings(Config)}
 LOADING = tuple(f.name for f in fields(Data))
 """The keys of the group data that are not arguments of its class."""
+OF_POLICY = tuple(f.name for f in fields(Policy))
+"""The keys of the group policy that are not arguments of its class."""
+GROUP_SETTINGS: dict[str, tuple[str, ...]] = {"data": LOADING, "policy": OF_POLICY}
+"""By group: these keys."""
+
+
+def class_arguments(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's node without the keys that are not arguments of its class."""
+    return {name: value for name, value in node.items() if name not in GROUP_SETTINGS.get(group, ())}
 
 
 def settings_help() -> str:

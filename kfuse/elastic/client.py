@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from kfuse.elastic import protocol
@@ -24,6 +25,24 @@ class ControlError(RuntimeError):
     """The supervisor is lost: it cannot be reached, has refused this worker, or has ended."""
 
 
+@dataclass(frozen=True)
+class Met:
+    """The supervisor's answer where all workers of a view stand still: see `kfuse.elastic.meetings`."""
+
+    view: int
+    """Its generation."""
+    low: int
+    """The fewest steps that one of them has made."""
+    high: int
+    """The most. Where it is `low`, all are at one step."""
+    generation: int
+    """Of the newest view."""
+    stop: str
+    """Why to stop; "": go on."""
+    announced: int
+    """Number of the newest announcement that came before the answer: on every worker the same."""
+
+
 class ControlClient:
     """The connection to the supervisor that the environment names. Thread-safe."""
 
@@ -31,6 +50,13 @@ class ControlClient:
     """This worker's number."""
     job: dict[str, Any]
     """The settings of the job, which the supervisor sends to every worker."""
+    silence_s: float
+    """Seconds without a heartbeat after which the supervisor kills a worker."""
+    step: int | None
+    """Steps made so far, for the heartbeats to tell; None: they need not (see `kfuse.elastic.meetings`)."""
+    doing: tuple[str, float] | None
+    """What runs that is not kfuse's own, and may hang, and when it began (time.monotonic), for the heartbeats to tell;
+    None: nothing that is known."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
@@ -40,6 +66,10 @@ class ControlClient:
         self._views: dict[int, View] = {}
         self._stop: str | None = None
         self._over = False
+        self._announced: dict[int, dict[str, Any]] = {}
+        self._met: Met | None = None
+        self._moving_at = 0.0  # when the last "moving" came, or this worker stood still
+        self.step = self.doing = None
         self._lost: str | None = None
         self._closing = threading.Event()
         self._sending = threading.Lock()
@@ -54,7 +84,8 @@ class ControlClient:
                 raise ControlError(f"the supervisor at {host}:{port} refused this worker")
             welcome = protocol.decode(line)
             self.job = welcome["job"]
-            protocol.set_acknowledgement_timeout(self._socket, welcome["silence_s"])
+            self.silence_s = welcome["silence_s"]
+            protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
         except OSError as error:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
         self._socket.settimeout(None)
@@ -105,6 +136,36 @@ class ControlClient:
         over, self._over = self._over, False
         return over
 
+    def announced(self, after: int) -> dict[int, dict[str, Any]]:
+        """The leader's announcements that came over this connection, by number, those above `after`, in order."""
+        with self._changed:
+            return {number: each for number, each in self._announced.items() if number > after}
+
+    def forget_announced(self, until: int) -> None:
+        """Drops the announcements up to this number."""
+        with self._changed:
+            self._announced = {number: each for number, each in self._announced.items() if number > until}
+
+    def meet(self, generation: int, step: int, members: list[int], applied: int, timeout_s: float) -> Met | None:
+        """Stands still after `step` steps until all `members`, the workers of view `generation`, do: the answer to it.
+
+        applied: number of the newest announcement that this worker has applied.
+        None where the supervisor forms a view after a lost worker meanwhile. Raises TimeoutError where for `timeout_s`
+        none of the others has made a step, ControlError if the supervisor is lost.
+        """
+        self._met, self._moving_at = None, time.monotonic()
+        self.send("meet", generation=generation, step=step, members=members, applied=applied)
+        with self._changed:
+            # An answer of the view before may come late, where a worker was lost.
+            while (self._met is None or self._met.view != generation) and self.recovery(generation) is None:
+                if self._lost:
+                    raise ControlError(self._lost)
+                left = self._moving_at + timeout_s - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._changed.wait(left)
+            return self._met if self.recovery(generation) is None else None
+
     def forget(self, before: int) -> None:
         """Drops the views of generations before this one."""
         with self._changed:
@@ -149,6 +210,12 @@ class ControlClient:
                             self._stop = message["reason"]
                         case "over":
                             self._over = True
+                        case "announce":
+                            self._announced[message["number"]] = message["announcement"]
+                        case "met":
+                            self._met = Met(**{each.name: message[each.name] for each in fields(Met)})
+                        case "moving":
+                            self._moving_at = time.monotonic()
                     self._changed.notify_all()
         except (OSError, ValueError) as error:
             why = f": {error}"
@@ -170,8 +237,12 @@ class ControlClient:
         """
         while not self._closing.wait(protocol.HEARTBEAT_S):
             faulthandler.dump_traceback_later(_STUCK_S, exit=True)
+            step, doing = self.step, self.doing
+            told: dict[str, Any] = {} if step is None else {"step": step}
+            if doing is not None:
+                told |= {"doing": doing[0], "for_s": time.monotonic() - doing[1]}
             try:
-                self.send("alive", at=time.time())
+                self.send("alive", at=time.time(), **told)
             except ControlError:
                 break
         faulthandler.cancel_dump_traceback_later()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, View
 
@@ -28,6 +30,13 @@ class Elasticity:
     script: bool = False
     """Workers run a user's script. It may end before a training does or go on after it, and may train more than
     once."""
+
+    @classmethod
+    def configured(cls, config: Mapping[str, Any], restart: bool = False) -> Elasticity:
+        """As a command's settings have it; those of `elastic` that are for the workers are left out."""
+        known = {each.name for each in fields(cls)}
+        given = {**config["workers"], **config["elastic"]}
+        return cls(**{name: value for name, value in given.items() if name in known}, restart=restart)
 
 
 class JobFailed(RuntimeError):

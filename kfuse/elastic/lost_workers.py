@@ -12,6 +12,8 @@ from kfuse.elastic.views import Views
 
 _log = logging.getLogger("kfuse")
 
+_HANGS_S = 1.0  # in code that mostly takes milliseconds
+
 
 class LostWorkers:
     """Handles the end of each worker process. `ended` and `contact_lost` are the two entries."""
@@ -55,27 +57,35 @@ class LostWorkers:
             when = " after training had ended" if self._job.done else ""
             failure = JobFailed(f"worker {worker.number} {how}{when}{cause}")
             self._job.late_failure = self._job.late_failure or failure
+            self._training_is_left()
 
     def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
         """A worker of this generation lost contact with another. If none has ended, the same workers form a new view.
 
-        Where a planned view is proposed and this worker has not come to it, the generation is the one before.
+        Where a planned view is proposed and this worker has not come to it, or is to leave, the generation may be the
+        one before.
         """
         job, views = self._job, self._views
         if job.view is None:
             return
-        proposed = not job.view.recovers and worker.state is State.PROPOSED
+        proposed = not job.view.recovers and (worker.state is State.PROPOSED or worker in self._processes.leavers())
         if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
         self._forget_before_progress()
         self._in_a_row += 1
         if self._in_a_row >= job.elasticity.max_failures:
-            job.end(JobFailed(f"workers lose contact again and again: {why}"))
+            job.end(JobFailed(f"workers lose contact again and again: {why}{self._what_hangs()}"))
             return
         _log.info("contact lost in view %d: %s", generation, why)
         for worker in () if job.done else filter(views.out_of_loop, self._processes.members()):
             views.continue_without(worker, "left the training loop, and the others waited for it")
         views.recover(anew=job.done)
+
+    def _what_hangs(self) -> str:
+        """For the end of a message: which workers are in code that is not kfuse's, and for how long; or ""."""
+        found = [(each.number, *each.doing) for each in self._processes.alive() if each.doing is not None]
+        told = [f"worker {number} is in {what} for {s:.0f} s" for number, what, s in found if s >= _HANGS_S]
+        return "".join(f"; {each}" for each in told)
 
     def _forget_before_progress(self) -> None:
         """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
@@ -83,9 +93,16 @@ class LostWorkers:
             self._progress, self._in_a_row = self._records.progress, 0
             self._errors.clear()
 
+    def _training_is_left(self) -> None:
+        """Its workers have ended or left its loop: those that were to join it have none of its state, and end too."""
+        for newcomer in self._processes.alive():
+            if not newcomer.joined:
+                newcomer.kill()
+        self._job.done = True
+
     def _all_out_of_loop(self, worker: Worker) -> bool:
-        """Whether this worker and the others of its view have ended their loops, this one without an error."""
-        everyone = [worker, *self._processes.members()]
+        """Whether this worker and the others that train have ended their loops, this one without an error."""
+        everyone = [worker, *(member for member in self._processes.members() if member.joined)]
         return worker.failed_at is None and all(map(self._views.out_of_loop, everyone))
 
     def _quit(self, worker: Worker) -> None:
@@ -101,10 +118,7 @@ class LostWorkers:
             return
         self._views.continue_without(worker, "ended with exit status 0 before training did")
         if not self._processes.members():
-            for newcomer in self._processes.alive():  # they have no training state
-                if not newcomer.joined:
-                    newcomer.kill()
-            self._job.done = True
+            self._training_is_left()
             self._job.outcome = NOT_TRAINED if self._job.training == 0 else LOOP_LEFT
         self._views.recover("quit")
 
@@ -133,7 +147,7 @@ class LostWorkers:
             if rank is not None or leaving:
                 views.recover()  # the others still have a checkpoint to write
             return
-        last = not self._processes.members()
+        last = not (self._processes.members() or self._processes.leavers())
         starts_anew = last and limits.restart
         if job.view is None or (was is State.BOOTING and last and (error or not starts_anew)):
             when = "before training began" if job.view is None else "before training went on"

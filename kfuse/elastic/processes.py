@@ -30,6 +30,7 @@ class State(Enum):
     READY = "ready"  # has built its model; waits for a view with it
     PROPOSED = "proposed"  # in a view that it has not joined yet
     MEMBER = "member"
+    LEFT = "left"  # as a planned view said, and its process has not ended yet
     ENDED = "ended"
 
 
@@ -61,6 +62,8 @@ class Worker:
     """The newest training whose loop has ended on this worker, whether or not the training is over."""
     failed_at: int | None = None
     """The step at which an exception ended its training loop."""
+    doing: tuple[str, float] | None = None
+    """What ran on it by its last heartbeat, that is not kfuse's own, and for how many seconds; None: nothing known."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     """The last lines that it printed."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -144,11 +147,15 @@ class Processes:
         return [worker for worker in self.workers.values() if worker.state is not State.ENDED]
 
     def members(self) -> list[Worker]:
-        """The workers of the newest view that have not ended, in rank order."""
+        """The workers of the newest view that have not ended, nor left it, in rank order."""
         if self._job.view is None:
             return []
         workers = [self.workers[member.worker] for member in self._job.view.members]
-        return [worker for worker in workers if worker.state is not State.ENDED]
+        return [worker for worker in workers if worker.state not in (State.LEFT, State.ENDED)]
+
+    def leavers(self) -> list[Worker]:
+        """Workers that the newest view is without, as planned, and that have not left yet."""
+        return [worker for worker in self.alive() if worker.state is State.MEMBER and self.rank_of(worker) is None]
 
     def rank_of(self, worker: Worker) -> int | None:
         """Its rank in the newest view; None if it is not in it."""

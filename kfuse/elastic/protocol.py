@@ -1,9 +1,15 @@
 """The messages between the supervisor and its workers: one JSON object a line, over TCP (the control channel).
 
-worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), alive (a heartbeat), broken
-(generation, why), fatal (why: no worker can go on), resize (workers), replace (worker), record (kind, data), loop_ended
-(training, failed_at).
+worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), left (as a planned view says), alive
+(a heartbeat; step; doing, for_s: code that is not kfuse's, and for how long), broken (generation, why), fatal (why: no
+worker can go on; event, lines), resize (workers), replace (worker), record (kind, data), loop_ended (training,
+failed_at).
 supervisor -> worker: welcome (job, silence_s), view, stop (reason), over.
+
+While each worker is at a step of its own (pair averaging), the leader's announcements come this way too. worker ->
+supervisor: announce (announcement), meet (generation, step, members, applied); see `meetings`. supervisor -> worker:
+announce (number, announcement), met (view, low, high, generation, stop, announced), moving (a worker that is waited for
+has made a step).
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ class View:
     store: tuple[str, int]
     """Host and port."""
     reason: str
-    """start, restart, grow, shrink, replace, failure or quit."""
+    """start, restart, grow, shrink, replace, failure, quit or stop."""
     recovers: bool = False
     """A worker was lost: leave the old view at once. Otherwise the leader announces when to leave it."""
 

@@ -17,6 +17,7 @@ from kfuse.elastic import protocol
 from kfuse.elastic.job import Elasticity, Job, JobFailed
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.lost_workers import LostWorkers
+from kfuse.elastic.meetings import Meetings
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker
 from kfuse.elastic.records import Recorder, Records
 from kfuse.elastic.server import Server
@@ -27,6 +28,7 @@ __all__ = ["Elasticity", "JobFailed", "Supervisor"]
 _log = logging.getLogger("kfuse")
 
 _STOP_GRACE_S = 20.0
+_CATCH_UP_S = 8.0  # of these: for workers that are behind to make their steps up to the furthest one (pair averaging)
 _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
 
 
@@ -43,6 +45,7 @@ class Supervisor:
         self.processes = Processes(launcher, self.job, self.records, lambda *end: self._lost_workers.ended(*end))
         self.views = Views(self.job, self.processes, self.records)
         self._lost_workers = LostWorkers(self.job, self.processes, self.views, self.records)
+        self._meetings = Meetings(self.job, self.processes)
         self.token = secrets.token_hex(16)
         """The job's secret."""
         self.address = ""
@@ -114,7 +117,18 @@ class Supervisor:
         self.job.stopping = reason
         for worker in self.processes.alive():
             worker.send("stop", reason=reason)
-        asyncio.get_running_loop().call_later(_STOP_GRACE_S, self.job.end)
+        loop = asyncio.get_running_loop()
+        loop.call_later(_CATCH_UP_S, self._end_catching_up)
+        loop.call_later(_STOP_GRACE_S, self.job.end)
+
+    def _end_catching_up(self) -> None:
+        """A job is to stop, and some workers still wait for others: a view of all is formed as after a loss.
+
+        So those that are behind take the furthest one's state, and there is time left to write a checkpoint.
+        """
+        if self._meetings.under_way:
+            _log.info("workers are too far behind to make their steps up to the furthest one: they take its state")
+            self.views.recover("stop")
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One worker's connection."""
@@ -124,6 +138,7 @@ class Supervisor:
             return
         worker.writer, worker.pid, worker.host = writer, pid, host
         worker.send("welcome", job=self._settings, silence_s=self.job.elasticity.heartbeat_timeout_s)
+        self._meetings.connected(worker)
         while line := await reader.readline():
             worker.last_message_at = time.monotonic()
             message = protocol.decode(line)
@@ -144,21 +159,41 @@ class Supervisor:
                 self.views.propose()
             case "joined":
                 self.views.joined(worker, message["generation"])
+            case "left":
+                self.views.left(worker)
             case "broken":
                 worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
                 loop, contact_lost = asyncio.get_running_loop(), self._lost_workers.contact_lost
                 loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
             case "fatal":
-                self.job.end(JobFailed(message["why"]))
+                self._give_up(message)
             case "loop_ended":
                 worker.ended_loop, worker.failed_at = message["training"], message["failed_at"]
             case "resize":
                 await self.views.resize(message["workers"])
             case "replace":
                 await self.views.replace(message["worker"])
+            case "announce":
+                self._meetings.announce(message["announcement"])
+            case "meet":
+                generation, step, applied = message["generation"], message["step"], message["applied"]
+                self._meetings.stand(worker, generation, step, message["members"], applied)
+            case "alive":
+                worker.doing = (message["doing"], message["for_s"]) if "doing" in message else None
+                self._meetings.moved(worker, message.get("step"))
+
+    def _give_up(self, message: dict[str, Any]) -> None:
+        """No worker can go on, for a reason that several may have: only the first one's message counts."""
+        if self.job.over.is_set():
+            return
+        if message["event"] is not None:
+            self.records.add("event", message["event"])
+        for line in message["lines"]:
+            self.records.line(line)
+        self.job.end(JobFailed(message["why"]))
 
     def _keep(self, kind: str, data: dict[str, Any]) -> None:
-        if kind == "start" and not self._begin(data["training"], data["restarts"]):
+        if kind == "start" and not (data["goes_back"] or self._begin(data["training"], data["restarts"])):
             return
         self.records.add(kind, data)
         if kind == "summary":

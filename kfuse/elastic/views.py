@@ -145,9 +145,13 @@ class Views:
     def recover(self, reason: str = "failure", anew: bool = False) -> None:
         """Forms a view at once, of the view's workers that have not ended and whose training loops have not.
 
+        Workers that were about to leave are in it: they may have a part of the state that no other one has. The next
+        planned view is without them.
+
         anew: training is over, and some of them are about to begin another one.
         """
-        members = [worker for worker in self._processes.members() if anew or not self.out_of_loop(worker)]
+        workers = self._processes.members() + self._processes.leavers()
+        members = [worker for worker in workers if anew or not self.out_of_loop(worker)]
         if members and anew >= self._job.done:
             self._announce(members, reason, recovers=True)
 
@@ -175,6 +179,12 @@ class Views:
         port = listener.getsockname()[1]
         self.store = TCPStore(self.host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         return self.host, port
+
+    def left(self, worker: Worker) -> None:
+        """A worker has left, as a planned view said."""
+        worker.state = State.LEFT
+        if self._processes.rank_of(worker) is not None:  # a view that recovers was formed meanwhile
+            self.recover()
 
     def joined(self, worker: Worker, generation: int) -> None:
         """A worker has joined the view of this generation."""

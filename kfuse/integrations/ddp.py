@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.comm.gradients import at_the_end_of_backward
+from kfuse.integrations.at_exit import drop_before_exit
 from kfuse.integrations.backward import BackwardWatch, OfOneModel
 from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
 from kfuse.kernels import BLOCK
@@ -123,7 +124,7 @@ class _Hook:
         if bucket.is_last():  # and all gradients are there
             self._reduced = True
             self.monitor.micro_batch(sum_squares(self._norms) if self._of_buckets else self._watch.square())
-        return work.get_future().then(lambda future: future.value()[0])
+        return work.get_future().then(drop_before_exit(lambda future: future.value()[0]))
 
     def _divide(self, buffer: Tensor, bucket: GradBucket) -> None:
         here = buffer.untyped_storage().data_ptr()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kfuse.comm import devices, tail
 from kfuse.integrations import log
+from kfuse.integrations.at_exit import wait_at_exit
 from kfuse.kernels import BLOCK
 from kfuse.statistics.step_stats import Statistics, StepStats
 
@@ -162,6 +163,8 @@ class Monitor:
         self._handles = []
         self._scaler_known = self._scaler is not None
         self._steps, self._seen, self._pending = 0, 0.0, None
+        if workers > 1:
+            wait_at_exit()
         self.drop()
 
     def drop(self) -> None:

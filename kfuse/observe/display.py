@@ -18,6 +18,7 @@ from kfuse.statistics.figures import display_text
 LINE_EVERY_S = 2.0
 REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
 _RATE_WINDOW_S = 5.0
+_NOT_SHOWN = ("time", "step", "kind", "regroup_s", "transfer_s", "traceback")  # of an event
 
 
 class Display:
@@ -88,7 +89,7 @@ class Display:
             words = ", ".join(
                 f"{_label(key)} {_value(key, value)}"
                 for key, value in _flat(record)
-                if key not in ("time", "step", "kind", "regroup_s", "transfer_s") and value is not None
+                if key not in _NOT_SHOWN and value is not None
             )
             when = f"step {record['step']}  " if record.get("step") is not None else ""
             self.line(f"{when}{record.get('kind', 'event')}: {words}")

@@ -9,13 +9,13 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kfuse.observe.whole_file import write_whole
 from kfuse.statistics.figures import FIGURES, METRICS
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "summary.json")
@@ -49,8 +49,10 @@ class RunDirectory:
         self._metrics = _Lines(path / "metrics.jsonl")
         self._events = _Lines(path / "events.jsonl")
         self._ledger = _Lines(path / "ledger.jsonl") if ledger else None
-        self._last_step, self._last_entry = -1, (-1, -1)
+        self._last_step = -1
+        self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
         self._left_out: Mapping[str, Any] | None = None  # the newest step's record, if it is not written
+        self._changed: dict[str, Any] = {}  # signals that have changed in steps whose lines are not written
         self._board = _Board(path / "tb") if tensorboard else None
         self._full_since: float | None = None
         self._batching = False
@@ -77,7 +79,8 @@ class RunDirectory:
     def metrics(self, record: Mapping[str, Any]) -> bool:
         """One step's figures: the keys of `METRICS`; one that is missing is unknown, so null.
 
-        And `figures`, a dictionary, where a step function returns any.
+        And `figures`, a dictionary, where a step function returns any; and `signals`, where some have changed since the
+        line before: what policies see beside these columns.
 
         Steps come in order. One that came already (it may be reported again after a loss) is left out: then
         returns False.
@@ -85,6 +88,7 @@ class RunDirectory:
         if record["step"] <= self._last_step:
             return False
         self._last_step = record["step"]
+        self._changed |= record.get("signals", {})
         if record["step"] % self._every:
             self._left_out = record
         else:
@@ -99,8 +103,9 @@ class RunDirectory:
     def _add_metrics(self, record: Mapping[str, Any]) -> None:
         self._left_out = None
         line = {key: _finite(record.get(key)) for key in METRICS}
-        figures = _finite(record.get("figures", {}))
-        self._metrics.add({**line, "figures": figures} if figures else line)
+        figures, changed = _finite(record.get("figures", {})), _finite(self._changed)
+        self._metrics.add(line | ({"figures": figures} if figures else {}) | ({"signals": changed} if changed else {}))
+        self._changed = {}
         if self._board is not None:
             self._board.scalars("train", line, record["step"])
             if figures:
@@ -121,13 +126,19 @@ class RunDirectory:
             if first["kind"] == "evaluation":
                 self._board.scalars("evaluation", rest, first["step"] or 0)
                 self._board.scalars("evaluation/metrics", rest.get("metrics", {}), first["step"] or 0)
+            elif first["kind"] == "links":
+                for figure in ("latency_s", "bytes_per_s"):
+                    self._board.scalars(f"links/{figure}", _by_pair(rest[figure]), first["step"] or 0)
         self._write()
 
     def ledger(self, record: Mapping[str, Any]) -> None:
-        """The samples of one micro-batch, in order, each once; dropped where no ledger was asked for."""
+        """The samples of one micro-batch, in order, each once; dropped where no ledger was asked for.
+
+        With pair averaging each worker reports its own, with its number as `worker`, in an order of its own.
+        """
         entry = (record["step"], record["micro_batch"])
-        if self._ledger is not None and entry > self._last_entry:
-            self._last_entry = entry
+        if self._ledger is not None and entry > self._last_entries.get(record.get("worker"), (-1, -1)):
+            self._know_entry(record)
             self._ledger.add(_finite(record))
             self._write()
 
@@ -140,25 +151,19 @@ class RunDirectory:
         else:
             self._left_out = None
         if self._ledger is not None:
-            last = self._ledger.rewind(step)
-            self._last_entry = (last["step"], last["micro_batch"]) if last else (-1, -1)
+            self._last_entries.clear()
+            self._ledger.rewind(step, self._know_entry)
+
+    def _know_entry(self, record: Mapping[str, Any]) -> None:
+        """This ledger line is there."""
+        self._last_entries[record.get("worker")] = (record["step"], record["micro_batch"])
 
     def summary(self, record: Mapping[str, Any]) -> None:
         """Writes the last step and summary.json, whole or not at all. Raises OSError where it cannot be written."""
         self._add_last_step()
         self._write()
-        handle, name = tempfile.mkstemp(dir=self.path, prefix=".summary-")
-        try:
-            with os.fdopen(handle, "w") as file:
-                os.fchmod(handle, 0o644)
-                json.dump(_finite(record), file, indent=2, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(handle)
-            os.replace(name, self.path / "summary.json")
-        except BaseException:
-            os.unlink(name)
-            raise
+        text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+        write_whole(self.path / "summary.json", lambda to: to.write_text(text))
 
     def close(self) -> None:
         """Closes every file, also in the middle of a batch. Closing twice does no harm."""
@@ -238,23 +243,39 @@ class _Lines:
             raise
         self._waiting.clear()
 
-    def rewind(self, step: int) -> dict[str, Any] | None:
+    def rewind(self, step: int, keep: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any] | None:
         """Drops the lines of `step` and later steps, and what follows a torn one; returns the last record.
 
-        In place, since that needs no room.
+        In place, since that needs no room. Workers at steps of their own write in no common order: a line of an
+        earlier step that follows a dropped one is written again. keep: called with each record that stays.
         """
-        kept, last = 0, None
+        kept, behind, last = 0, list[bytes](), None
         with self.path.open("rb") as file:
+            size = 0
             for line in file:
-                record = _earlier(line, step)
+                record = _record(line)
                 if record is None:
                     break
-                kept, last = kept + len(line), record
+                if record["step"] < step:
+                    last = record
+                    if keep is not None:
+                        keep(record)
+                    if kept == size:
+                        kept += len(line)
+                    else:
+                        behind.append(line)
+                size += len(line)
         if kept != os.fstat(self._file.fileno()).st_size:
             self._file.truncate(kept)
-        waiting = [(line, _earlier(line, step)) for line in self._waiting]
-        self._waiting = deque(line for line, record in waiting if record is not None)
-        return next((record for _, record in reversed(waiting) if record is not None), last)
+        for line in self._waiting:
+            record = _record(line)
+            if record is not None and record["step"] < step:
+                last = record
+                behind.append(line)
+                if keep is not None:
+                    keep(record)
+        self._waiting = deque(behind)
+        return last
 
     def close(self) -> int:
         """Returns how many lines could not be written. None of them waits any longer."""
@@ -264,11 +285,11 @@ class _Lines:
         return lost
 
 
-def _earlier(line: bytes, step: int) -> dict[str, Any] | None:
-    """The record, if it is whole and of an earlier step."""
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The line's record; None for a torn line."""
     try:
         record: dict[str, Any] = json.loads(line)
-        return record if line.endswith(b"\n") and record["step"] < step else None
+        return record if line.endswith(b"\n") and isinstance(record["step"], int) else None
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -331,6 +352,11 @@ class _Board:
 def _described(name: str) -> str:
     about = FIGURES[name]
     return f"{about['help']} [{about['unit']}]" if about["unit"] else about["help"]
+
+
+def _by_pair(matrix: Sequence[Sequence[float | None]]) -> dict[str, float | None]:
+    """Of a symmetric matrix by rank and rank: one value for each two ranks, by their numbers ("0-1")."""
+    return {f"{a}-{b}": row[b] for a, row in enumerate(matrix) for b in range(a + 1, len(row))}
 
 
 def _finite(value: Any) -> Any:

@@ -3,23 +3,60 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kfuse.comm import devices
 from kfuse.comm.group import Group
 from kfuse.comm.tail import digest
 
 
 class ConsistencyError(RuntimeError):
-    """The workers' parameters or learning rates are no longer the same; the message names the first that differs."""
+    """The workers' parameters or the optimizer's options are no longer the same; the message names the first that
+    differs.
+    """
 
 
-def rates_salt(rates: Iterable[float]) -> int:
-    """One integer computed from all learning rates: it differs if one of them does. Added to the parameters' digest."""
-    return sum((k + 1) * int.from_bytes(struct.pack("<d", rate), "little") for k, rate in enumerate(rates))
+_NOT_COMPARED = ("params", "lr", "foreach", "fused", "capturable", "differentiable")
+"""Of a parameter group: what `numeric_options` leaves out. The last four choose among implementations of one update."""
+
+
+def numeric_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By name, all numbers, booleans and None (as NaN) among the groups' options, but for the learning rate.
+
+    betas and the like give a number for each element. A tensor on a GPU is left out, since reading it would wait.
+    """
+    found: dict[str, float] = {}
+    for index, group in enumerate(groups):
+        for name in sorted(group.keys() - set(_NOT_COMPARED)):
+            value = group[name]
+            several = isinstance(value, tuple | list)
+            for k, each in enumerate(value if several else (value,)):
+                number = _number(each)
+                if number is not None:
+                    found[f"{name}{f'[{k}]' if several else ''} of group {index}"] = number
+    return found
+
+
+def _number(value: object) -> float | None:
+    if value is None:
+        return math.nan
+    if isinstance(value, Tensor):
+        unread = value.numel() != 1 or devices.of(value.device).asynchronous
+        return None if unread else float(value)
+    return float(value) if isinstance(value, Real) else None
+
+
+def salt(numbers: Mapping[str, float]) -> int:
+    """64 bits computed from all numbers and their names: added to the parameters' digest."""
+    values = struct.pack(f"<{len(numbers)}d", *numbers.values())
+    return int.from_bytes(hashlib.sha256(" ".join(numbers).encode() + values).digest()[:8], "little")
 
 
 def share_from_first(group: Group, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -98,19 +135,24 @@ def average(group: Group, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(mean if tensor.is_floating_point() else mean.round())
 
 
-def first_difference(group: Group, tensors: Sequence[Tensor], names: Sequence[str], rates: Sequence[float]) -> str:
-    """Text that names the first rate or tensor that differs between ranks. Every rank calls it. Raises CommError."""
-    values = [torch.tensor(rate, dtype=torch.float64).view(torch.int64).to(group.device) for rate in rates]
-    values += [digest([tensor]).to(group.device) for tensor in tensors]
+def first_difference(group: Group, numbers: Mapping[str, float], tensors: Mapping[str, Tensor]) -> str:
+    """Text that names the first number or tensor that differs between ranks. Every rank calls it. Raises CommError."""
+    names = [*numbers, *tensors]
+    named = torch.tensor([len(names), salt(dict.fromkeys(names, 0.0)) >> 1], device=group.device)
+    lists = torch.stack(group.all_gather(named, "names of the options")).cpu()
+    others = [rank for rank in range(group.size) if not torch.equal(lists[rank], lists[0])]
+    if others:
+        return f"the parameter groups, or their options (ranks {', '.join(map(str, others))} have others than rank 0)"
+    values = list(torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64).to(group.device))
+    values += [digest([tensor]).to(group.device) for tensor in tensors.values()]
     found = torch.stack(group.all_gather(torch.stack(values), "digests of the parameters")).cpu()
     different = (found != found[0]).any(dim=0).nonzero().flatten().tolist()
     if not different:
         return "what differed then has been overwritten since"
     first = different[0]
     ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
-    what = f"the learning rate of group {first}" if first < len(rates) else names[first - len(rates)]
-    count = f"{len(different)} of {found.shape[1]} learning rates and parameters differ"
-    return f"{what} (ranks {', '.join(map(str, ranks))} against rank 0; {count})"
+    count = f"{len(different)} of {found.shape[1]} options and parameters differ"
+    return f"{names[first]} (ranks {', '.join(map(str, ranks))} against rank 0; {count})"
 
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:

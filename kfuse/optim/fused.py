@@ -10,28 +10,65 @@ not finite.)
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import ParamsT
 
 from kfuse.comm.buckets import Bucket
-from kfuse.kernels import AdamOptions, SGDOptions, adamw, lamb, sgd
-from kfuse.optim.flat import Flat, FlatOptimizer, Piece
+from kfuse.comm.plan import KeptStep, Reduced
+from kfuse.kernels import CHUNK, AdamOptions, PackTable, SGDOptions, adamw, lamb, lamb_trust, sgd
+from kfuse.optim.batch_betas import (
+    BIAS_CORRECTION,
+    CHANGED_BETAS,
+    BatchBetas,
+    correct_for_update,
+    corrections_after,
+)
+from kfuse.optim.flat import FlatOptimizer
+from kfuse.optim.layout import Extent, Flat, Piece
 
 
 class AdamMoments(FlatOptimizer):
     """State as torch's Adam: `exp_avg`, `exp_avg_sq`, and each parameter's number of updates."""
 
+    tells_fisher = True
     _moment_names = ("exp_avg", "exp_avg_sq")
 
-    def _publish(self, params: list[Parameter], flat: Flat, bucket: Bucket, which: Collection[int]) -> None:
-        super()._publish(params, flat, bucket, which)
+    def _publish(self, bucket: Bucket, flat: Flat, which: Collection[int]) -> None:
+        super()._publish(bucket, flat, which)
+        params = self._params_of(bucket)
         for k in which:
             self.state[params[k]]["step"] = flat.steps[k]
+            if flat.corrections is not None:
+                self.state[params[k]][BIAS_CORRECTION] = flat.corrections[k]
+
+    def fisher(self) -> Tensor | None:
+        """From `exp_avg_sq`, corrected for its bias as in Adam's update: v / (1 - beta2^updates), or where betas have
+        changed by the product of those of the updates made.
+
+        v is a running mean of the squares of the gradient of the mean loss, so that of the empirical Fisher information
+        of a batch. Where noise dominates the gradient, it falls as the batch size grows. Two reads of the moments.
+        """
+        traces, largest = [], []
+        for bucket, flat in zip(self.engine.gradient_buckets, self._flats, strict=True):
+            if not flat.moments or not any(flat.known):
+                continue
+            views = bucket.view(flat.moments["exp_avg_sq"])
+            filled = [k for k, view in enumerate(views) if view.numel()]
+            steps = flat.steps.double()[filled]  # in fp32 1 - beta2^updates has four digits at first
+            beta2 = float(self._settings_of(bucket)["betas"][1])
+            correction = 1 - beta2**steps if flat.corrections is None else flat.corrections[filled, 1]
+            scale = torch.where(steps > 0, 1 / correction, 0.0)
+            # The moments are not negative: these norms are their sums and their largest ones.
+            traces.append((torch.stack(torch._foreach_norm([views[k] for k in filled], 1)) * scale).sum())
+            largest.append((torch.stack(torch._foreach_norm([views[k] for k in filled], math.inf)) * scale).max())
+        return torch.stack([torch.stack(traces).sum(), torch.stack(largest).max()]).float() if traces else None
 
     def _options(self, group: dict[str, Any]) -> AdamOptions:
         """A parameter group's, its learning rate multiplied with `lr_factor`."""
@@ -46,6 +83,8 @@ class FusedAdamW(AdamMoments, torch.optim.AdamW):
     Parameters are fp32, or bf16, which get fp32 master weights. `clip_norm` clips the global norm of the mean gradient;
     `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation, and rank 0 warns.
     """
+
+    follows_batch_by_betas = True
 
     def __init__(
         self,
@@ -62,17 +101,69 @@ class FusedAdamW(AdamMoments, torch.optim.AdamW):
         torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._attach(clip_norm, skip_nonfinite)
 
-    def _update_piece(
-        self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        options, (m, v) = self._options(group), piece.moments.values()
+    def set_batch_betas(self, betas: BatchBetas | None) -> None:
+        """As the base class's. At the first change of the betas each parameter gets its corrections. All workers must
+        have them from the same step on, also one that makes no update in it.
+        """
+        super().set_batch_betas(betas)
+        if betas is None or not betas.changes:
+            return
+        for group in self.param_groups:
+            group[CHANGED_BETAS] = True
+        for bucket, own, mirror in zip(self.engine.gradient_buckets, self._flats, self._mirrors, strict=True):
+            if own.corrections is None:
+                for flat in (own, mirror):
+                    flat.corrections = self._corrections_without_change(bucket, flat)
+                self._publish(bucket, own, [k for k, known in enumerate(own.known) if known])
+
+    def _layout_changed(self) -> None:
+        super()._layout_changed()
+        self.set_batch_betas(self.batch_betas)  # for parameters that were added just now
+
+    def _corrections_without_change(self, bucket: Bucket, flat: Flat) -> Tensor:
+        """As they follow from the numbers of updates."""
+        beta1, beta2 = map(float, self._settings_of(bucket)["betas"])
+        return corrections_after(flat.steps, beta1, beta2)
+
+    def _take_corrections(self, bucket: Bucket, flat: Flat, states: Sequence[Mapping[str, Any]]) -> None:
+        flat.corrections = None
+        if self._settings_of(bucket).get(CHANGED_BETAS):
+            flat.corrections = self._corrections_without_change(bucket, flat)
+            for row, state in zip(flat.corrections, states, strict=True):
+                if BIAS_CORRECTION in state:
+                    row.copy_(state[BIAS_CORRECTION])
+
+    def _check_shapes(self, state_dict: dict[str, Any]) -> None:
+        """Also raises ValueError for corrections that torch's optimizer has loaded and saved, but not counted on."""
+        super()._check_shapes(state_dict)
+        for state in state_dict["state"].values():
+            saved = state.get(BIAS_CORRECTION)
+            if saved is not None and (saved.dtype != torch.float64 or saved.shape != (2,)):
+                raise ValueError(
+                    f"the saved {BIAS_CORRECTION} is {saved.dtype} {list(saved.shape)}, must be torch.float64 [2]: "
+                    "torch's optimizer has loaded it, and has not counted its own updates in it"
+                )
+
+    def _options(self, group: dict[str, Any]) -> AdamOptions:
+        options = super()._options(group)
+        return options if self.batch_betas is None else self.batch_betas.of(options)
+
+    def _count_update(self, bucket: Bucket, steps: Tensor, corrections: Tensor | None, skip: Tensor | None) -> None:
+        super()._count_update(bucket, steps, corrections, skip)
+        if corrections is not None:
+            options = self._options(self._settings_of(bucket))
+            correct_for_update(corrections, options.beta1, options.beta2, skip)
+
+    def _update_piece(self, piece: Piece, bucket: Bucket, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        m, v = piece.moments.values()
         adamw(
             piece.param,
             piece.grad,
             m,
             v,
-            options,
+            self._options(self._settings_of(bucket)),
             step=piece.step,
+            corrections=piece.corrections,
             grad_scale=scale,
             found_inf=found_inf,
             master=piece.master,
@@ -86,6 +177,9 @@ class FusedLAMB(AdamMoments, torch.optim.Optimizer):
     where p or u is zero, by lr * u. Norms are the master weights' where parameters are bf16. `clip_norm` and
     `skip_nonfinite` are as for FusedAdamW.
     """
+
+    _moved: _Moved | None = None
+    """With sharded state: the first half of the update under way, or of the last one that failed after it."""
 
     def __init__(
         self,
@@ -116,22 +210,138 @@ class FusedLAMB(AdamMoments, torch.optim.Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas!r}: each must be in [0, 1)")
 
-    def _update_piece(
-        self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
+    def _laid_out(self, bucket: Bucket, *flats: Flat) -> None:
+        """Builds the tables of all pieces that an update may have, since on a GPU the host waits for each."""
+        every = range(len(bucket.shapes))
+        parts = (every, *(range(k, k + 1) for k in every))
+        extents = [flat.extent(bucket, which) for flat in flats for which in parts]
+        tables: dict[tuple[int, int, tuple[int, ...]], PackTable] = getattr(self, "_tables", {})
+        tables = {key: table for key, table in tables.items() if key[0] != bucket.index}
+        self._tables = tables | {
+            _key(bucket, extent): PackTable.build(extent.numels, extent.offsets, bucket.device, extent.place.start)
+            for extent in extents
+            if extent is not None
+        }
+        numels = [shape.numel() for shape in bucket.shapes]
+        self._tables[bucket.index, 0, ()] = PackTable.build(numels, bucket.layout.offsets, bucket.device, 0)
+
+    def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """A tensor's norms are those of all its shards: with sharded state one message more brings the sums.
+
+        Moments change before that message, parameters after it. If a worker is lost meanwhile, moments are updated
+        already and are not updated again; only the sums are sent again: see `resume_update`.
+        """
+        if not self.engine.options.sharded:
+            super()._update(reduced, scale, found_inf)
+            return
+        self._check_state()
+        buckets, kept = self.engine.gradient_buckets, self.engine.kept
+        tables = [self._tables[bucket.index, 0, ()] for bucket in buckets]
+        assert kept is not None, "it has been reduced, with sharded state"
+        if self._moved is None or self._moved.of is not kept:
+            self._moved = self._move_moments(tables, reduced, scale, found_inf, kept)
+        moved = self._moved
+        sums = moved.sums + moved.mirrored if self.owner_is_lost else moved.sums.clone()
+        self.engine.share_sums(sums, "LAMB's norms")
+        partials = _of_buckets(sums, tables)
+
+        def apply(bucket: Bucket) -> None:
+            table = tables[bucket.index]
+            trust = torch.empty(len(table.numels), device=bucket.device)
+            lamb_trust(partials[bucket.index], table, trust)
+            for piece, skip in moved.pieces[bucket.index]:
+                tensors = piece.extent.tensors
+                self._lamb(piece, bucket, scale, skip, trust=trust[tensors[0] : tensors[-1] + 1])
+
+        self._run_update(apply)
+        self._moved = None
+
+    def _move_moments(
+        self,
+        tables: Sequence[PackTable],
+        reduced: Reduced,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        kept: KeptStep,
+    ) -> _Moved:
+        """The first half of an update. tables: of whole buckets."""
+        sums, mirrored = torch.zeros(2, 2 * sum(table.num_chunks for table in tables), device=self.engine.device)
+        pieces: list[list[tuple[Piece, Tensor | None]]] = []
+        for bucket, *partials in zip(
+            self.engine.gradient_buckets, _of_buckets(sums, tables), _of_buckets(mirrored, tables), strict=True
+        ):
+            first_chunks = _first_chunks(bucket)
+            pieces.append([])
+            for flat, of_bucket in zip(self._shards_of(bucket), partials, strict=False):
+                for piece, skip in self._pieces(bucket, flat, reduced, found_inf):
+                    pieces[-1].append((piece, skip))
+                    norms = torch.zeros(2, self._tables[_key(bucket, piece.extent)].num_chunks, device=bucket.device)
+                    self._lamb(piece, bucket, scale, skip, partials=norms)
+                    k, begins = piece.extent.tensors[0], piece.extent.place.start + piece.extent.offsets[0]
+                    at = first_chunks[k] + begins // CHUNK - bucket.layout.offsets[k] // CHUNK
+                    of_bucket[:, at : at + norms.shape[1]] = norms
+        return _Moved(kept, pieces, sums, mirrored)
+
+    def _update_piece(self, piece: Piece, bucket: Bucket, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        self._lamb(piece, bucket, scale, found_inf)
+
+    def _lamb(
+        self,
+        piece: Piece,
+        bucket: Bucket,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        partials: Tensor | None = None,
+        trust: Tensor | None = None,
     ) -> None:
-        options, (m, v) = self._options(group), piece.moments.values()
+        """`kfuse.kernels.lamb` of a piece."""
+        m, v = piece.moments.values()
         lamb(
             piece.param,
             piece.grad,
             m,
             v,
-            piece.table,
-            options,
+            self._tables[_key(bucket, piece.extent)],
+            self._options(self._settings_of(bucket)),
             step=piece.step,
             grad_scale=scale,
             found_inf=found_inf,
             master=piece.master,
+            partials=partials,
+            trust=trust,
         )
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """The first half of an update of LAMB's."""
+
+    of: KeptStep
+    """The step. Another one is another object, also where a step is made again from a checkpoint."""
+    pieces: list[list[tuple[Piece, Tensor | None]]]
+    """Of each bucket: pieces, each with its `found_inf`."""
+    sums: Tensor
+    """fp32: the chunks' norms of this worker's shards, bucket by bucket; elsewhere 0."""
+    mirrored: Tensor
+    """The same of the shards that it mirrors."""
+
+
+def _key(bucket: Bucket, extent: Extent) -> tuple[int, int, tuple[int, ...]]:
+    return bucket.index, extent.place.start, extent.tensors
+
+
+def _of_buckets(sums: Tensor, tables: Sequence[PackTable]) -> list[Tensor]:
+    """Views of each bucket's part: [2, chunks]."""
+    return [each.view(2, -1) for each in sums.split_with_sizes([2 * table.num_chunks for table in tables])]
+
+
+def _first_chunks(bucket: Bucket) -> list[int]:
+    """Of each of the bucket's parameters the number of its first chunk, where chunks end at the bucket's blocks."""
+    chunks = [
+        -(-(offset + shape.numel()) // CHUNK) - offset // CHUNK if shape.numel() else 0
+        for offset, shape in zip(bucket.layout.offsets, bucket.shapes, strict=True)
+    ]
+    return [0, *accumulate(chunks)]
 
 
 class FusedSGD(FlatOptimizer, torch.optim.SGD):
@@ -160,11 +370,11 @@ class FusedSGD(FlatOptimizer, torch.optim.SGD):
         )
         self._attach(clip_norm, skip_nonfinite)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with `fused` None for groups of 16-bit parameters: torch's SGD takes that setting over as it
-        loads, and its fused kernel leaves them as they are on the CPU (see `refuse_torchs_fused_sgd`).
+    def _with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
+        """And with `fused` None for groups of 16-bit parameters: torch's SGD takes that setting over as it loads, and
+        its fused kernel leaves them as they are on the CPU (see `refuse_torchs_fused_sgd`).
         """
-        state = super().state_dict()
+        state = super()._with_statistics(state)
         for saved, group in zip(state["param_groups"], self.param_groups, strict=True):
             if any(p.dtype != torch.float32 for p in group["params"]):
                 saved["fused"] = None
@@ -180,9 +390,8 @@ class FusedSGD(FlatOptimizer, torch.optim.SGD):
             return bool(found_inf.item())
         return super()._skips_first(group, found_inf)
 
-    def _update_piece(
-        self, piece: Piece, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
+    def _update_piece(self, piece: Piece, bucket: Bucket, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        group = self._settings_of(bucket)
         options = SGDOptions(
             float(group["lr"]) * self.lr_factor,
             group["momentum"],

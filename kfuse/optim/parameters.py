@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices
+from kfuse.optim.batch_betas import CHANGED_BETAS
+
+if TYPE_CHECKING:
+    from kfuse.optim.batch_betas import BatchBetas
 
 
 class ParameterGroups(torch.optim.Optimizer):
@@ -22,6 +26,16 @@ class ParameterGroups(torch.optim.Optimizer):
 
     group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     """
+    follows_batch_by_betas: bool = False
+    """Whether the class takes `batch_betas`."""
+    batch_betas: BatchBetas | None = None
+    """What group["betas"] and group["eps"], which kfuse never changes either, become in an update. None: they stay.
+
+    Set by `set_batch_betas`."""
+
+    def set_batch_betas(self, betas: BatchBetas | None) -> None:
+        """From the coming update on, until it is called again. Every worker calls it between the same two steps."""
+        self.batch_betas = betas
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
@@ -66,22 +80,34 @@ class ParameterGroups(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
+        """As torch's. Raises ValueError as `_refuse_changed_betas`; then nothing is loaded."""
+        self._refuse_changed_betas(state_dict)
         _without_compiler(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+
+    def _refuse_changed_betas(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError where the state's betas have changed, and this class would take them for the same ones."""
+        changed = any(group.get(CHANGED_BETAS) for group in state_dict["param_groups"])
+        if changed and not self.follows_batch_by_betas:
+            name = type(getattr(self, "inner", self)).__name__
+            raise ValueError(
+                f"the optimizer state's betas have followed the batch size (lr.betas), so {name} would correct its "
+                "bias wrongly: must be loaded by kf.FusedAdamW"
+            )
 
     def learning_rates(self) -> list[float]:
         """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`.
 
         0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
         """
-        return [rate * self.lr_factor for rate in self._base_rates()]
+        return [rate * self.lr_factor for rate in self.base_rates()]
 
     @property
     def base_lr(self) -> float:
         """The learning rate that is reported, without `lr_factor`: that of the first group whose rate is not zero."""
-        return next((rate for rate in self._base_rates() if rate), 0.0)
+        return next((rate for rate in self.base_rates() if rate), 0.0)
 
-    def _base_rates(self) -> list[float]:
+    def base_rates(self) -> list[float]:
+        """As `learning_rates`, without `lr_factor`."""
         rates = [group.get("lr", 0.0) for group in self.param_groups]
         unread = [isinstance(rate, Tensor) and devices.of(rate.device).asynchronous for rate in rates]
         return [0.0 if skip else float(rate) for skip, rate in zip(unread, rates, strict=True)]
@@ -109,8 +135,10 @@ class _Kept:
 
 
 @contextmanager
-def loading_as_fp32(opt: torch.optim.Optimizer, names: Collection[str]) -> Iterator[None]:
-    """Context of `opt.load_state_dict`: state tensors of these names become fp32, whatever their parameter's dtype.
+def loading_as(opt: torch.optim.Optimizer, dtypes: Mapping[str, torch.dtype], moved: bool) -> Iterator[None]:
+    """Context of `opt.load_state_dict`: state tensors of these names get these dtypes, whatever their parameter's is.
+
+    moved: to their parameter's device; else they stay where they are.
 
     torch rounds a state tensor to its parameter's dtype, which would lose the fp32 state of a bf16 parameter. It leaves
     objects alone that it does not know. The hook that hides the tensors is registered last, so that it sees what the
@@ -119,7 +147,7 @@ def loading_as_fp32(opt: torch.optim.Optimizer, names: Collection[str]) -> Itera
 
     def hide(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = {
-            key: {name: _Kept(value) if name in names and value is not None else value for name, value in of.items()}
+            key: {name: _Kept(value) if name in dtypes and value is not None else value for name, value in of.items()}
             for key, of in state_dict["state"].items()
         }
         return state_dict | {"state": states}
@@ -128,7 +156,7 @@ def loading_as_fp32(opt: torch.optim.Optimizer, names: Collection[str]) -> Itera
         for p, state in opt.state.items():
             for name, value in state.items():
                 if isinstance(value, _Kept):
-                    state[name] = value.tensor.to(p.device, torch.float32)
+                    state[name] = value.tensor.to(p.device if moved else value.tensor.device, dtypes[name])
 
     before = opt.register_load_state_dict_pre_hook(hide)
     after = opt.register_load_state_dict_post_hook(show, prepend=True)

@@ -107,19 +107,36 @@ def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
 def refuse_unplanned(session: Session, planned: bool) -> None:
     """Raises RuntimeError for a step that no training loop of kfuse has announced, where one is needed.
 
-    An elastic job needs kf.fit or kf.DataLoader, audits need kf.fit.
+    An elastic job and all modes of `comm.sync` but ssgd need kf.fit or kf.DataLoader, audits need kf.fit.
     """
-    if session.comm.audit_every is not None and not planned:
+    if planned:
+        return
+    if session.comm.audit_every is not None:
         raise RuntimeError(
             f"comm.audit_every={session.comm.audit_every}: kf.fit must drive the training loop, as kfuse cannot run a "
             "micro-batch of yours again; pass audit_every=None"
         )
-    if session.elastic and not planned:
+    if session.comm.sync != "ssgd":
+        raise RuntimeError(
+            f"comm.sync={session.comm.sync}: must be ssgd in a loop of your own, not kf.fit or kf.DataLoader"
+        )
+    if session.elastic:
         raise RuntimeError(
             "workers of this job may join and leave, and only the model and optimizer given to kf.fit or "
             "kf.DataLoader go along: use one optimizer, with a parameter group for each model, or a fixed number "
             "of workers (torchrun)"
         )
+
+
+def refuse_scaled_local_step() -> None:
+    """Raises RuntimeError for torch's GradScaler in a step in which each worker updates with its own gradients.
+
+    Each worker's scaler would find a scale of its own; the workers' gradients could not be added up any more.
+    """
+    raise RuntimeError(
+        "GradScaler with comm.sync: must be ssgd, as in the other modes each worker would find another scale; autocast "
+        "with bfloat16 needs no scaler"
+    )
 
 
 def _torch_distributed_in_use() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,9 @@ from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm import tail as t
+from kfuse.comm.engine import Engine
 from kfuse.comm.plan import Reduced
+from kfuse.kernels import BLOCK, num_blocks
 
 _LOG = logging.getLogger("kfuse")
 
@@ -44,18 +46,19 @@ class Scaling:
 
 def scaling(
     reduced: Reduced,
-    params: Sequence[Parameter],
+    exactly: Callable[[], Tensor],
     clip_norm: float | None,
     skip_nonfinite: bool,
     loss_scale: LossScale | None,
 ) -> Scaling:
-    """How the reduced gradients, which are in `params`' .grad, are used. Nothing waits for a CUDA device.
+    """How the reduced gradients are used. Nothing waits for a CUDA device.
 
+    exactly: returns the mean gradient's squared norm in float64, where no square of an fp32 number overflows.
     clip_norm: the largest norm of the mean gradient, without the loss scale. The gradients' factor is then
     min(1, clip_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
     """
     record = reduced.record
-    squared_norm, finite = _squared_norm(reduced, params)
+    squared_norm, finite = squared_norm_of(reduced, exactly)
     skip = None
     if loss_scale is not None:
         skip = torch.as_tensor(loss_scale.found_inf, dtype=torch.float32, device=record.device)
@@ -72,7 +75,7 @@ def scaling(
     factor = None if loss_scale is None or loss_scale.scale is None else 1.0 / loss_scale.scale.to(torch.float32)
     if clip_norm is not None:
         if loss_scale is not None and loss_scale.scale is None:  # p.grad was perhaps changed too
-            squared_norm = _squared_norm_of_gradients(params)
+            squared_norm = exactly()
         coefficient = (clip_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0).to(torch.float32)
         factor = coefficient if factor is None else factor * coefficient
     if reduced.local:
@@ -82,8 +85,8 @@ def scaling(
     return Scaling(record, factor, skip, finite)
 
 
-def _squared_norm(reduced: Reduced, params: Sequence[Parameter]) -> tuple[Tensor, Tensor | bool]:
-    """|gbar|^2 (float64, on the device), and whether the gradients are finite.
+def squared_norm_of(reduced: Reduced, exactly: Callable[[], Tensor]) -> tuple[Tensor, Tensor | bool]:
+    """|gbar|^2 (float64, on the device), and whether the gradients are finite. exactly: as for `scaling`.
 
     The record's squares are fp32, which finite gradients above 1e19 overflow. Where they did, the CPU looks at the
     gradients themselves; on CUDA that would make the host wait, so there they count as not finite.
@@ -94,16 +97,35 @@ def _squared_norm(reduced: Reduced, params: Sequence[Parameter]) -> tuple[Tensor
     values = record.numpy()
     if math.isfinite(values[t.SUM_SQUARES] + values[t.GRAD_SQ]):
         return record[t.GRAD_SQ], True
-    squared_norm = _squared_norm_of_gradients(params)
+    squared_norm = exactly()
     if reduced.local:  # the others must skip too, and have other gradients
         return squared_norm, False
     return squared_norm, math.isfinite(squared_norm.item())
 
 
-def _squared_norm_of_gradients(params: Sequence[Parameter]) -> Tensor:
-    """In float64, where fp32 gradients' squares cannot overflow."""
+def squared_norm_of_gradients(params: Sequence[Parameter]) -> Tensor:
+    """|gbar|^2 in float64 from the parameters' .grad."""
     squares = [p.grad.double().square().sum() for p in params if p.grad is not None]
     return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+
+def squared_norm_of_shards(engine: Engine) -> Tensor:
+    """|gbar|^2 in float64 from the shards of all workers. A collective: every worker calls it. Raises CommError.
+
+    Each block is summed where it lies and the blocks in their order, so the bits do not depend on the workers.
+    """
+    sums = []
+    for bucket in engine.gradient_buckets:
+        mean, first = bucket.own, bucket.shard.start // BLOCK
+        whole = mean.numel() // BLOCK * BLOCK
+        rows = [mean[:whole].view(-1, BLOCK), *([mean[None, whole:]] if whole < mean.numel() else ())]
+        norms = torch.cat([torch.linalg.vector_norm(row, dim=1, dtype=torch.float64) for row in rows])
+        of_bucket = torch.zeros(num_blocks(bucket.body), dtype=torch.float64, device=engine.device)
+        of_bucket[first : first + norms.numel()] = norms.square_()
+        sums.append(of_bucket)
+    every = torch.cat(sums)
+    engine.share_sums(every, "sums of squares in float64")
+    return every.cumsum(0)[-1]
 
 
 def check_clip_norm(clip_norm: float | None) -> None:

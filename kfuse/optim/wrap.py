@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,11 @@ from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.refuse import refuse_torchs_fused_sgd
 
 _LOG = logging.getLogger("kfuse")
+
+_BEGIN_WITH_ZEROS = tuple(
+    getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
+)
+"""Whose state tensors are all zeros before the first update."""
 
 
 class Optimizer(DistributedOptimizer):
@@ -94,7 +99,11 @@ class Optimizer(DistributedOptimizer):
         return self._with_statistics(self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads it into the wrapped optimizer, and shares its groups and state again."""
+        """Loads it into the wrapped optimizer, and shares its groups and state again.
+
+        Raises ValueError for a state whose betas have followed the batch size; then nothing is loaded.
+        """
+        self._refuse_changed_betas(state_dict)
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         refuse_torchs_fused_sgd(self.inner)
@@ -127,6 +136,30 @@ class Optimizer(DistributedOptimizer):
             for name, value in self._state_of(self.engine.params[index], copy=False).items():
                 value.copy_(torch.where(used, value, before.get(name, 0.0)))
 
+    def _make_state(self, lacking: Sequence[int]) -> None:
+        """By an update with a gradient of zero, which the parameters do not keep.
+
+        The state of torch's common optimizers is set to zeros afterwards, which is theirs before the first update; that
+        of any other stays as after this update.
+        """
+        if not lacking:
+            return
+        params = self.engine.params
+        gradients, values = [p.grad for p in params], {index: params[index].detach().clone() for index in lacking}
+        for index, p in enumerate(params):
+            p.grad = torch.zeros_like(p) if index in values else None
+        try:
+            self.inner.step()
+        finally:
+            for index, value in values.items():
+                params[index].copy_(value)
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient
+        if type(self.inner) in _BEGIN_WITH_ZEROS:
+            for index in lacking:
+                for state in self._state_of(params[index], copy=False, weights=False).values():
+                    state.zero_()
+
     def _step_unless(self, found_inf: Tensor) -> None:
         """The wrapped optimizer's step, which its fused kernel leaves out where `found_inf` is not 0."""
         self.inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]  # it compares with 1
@@ -135,9 +168,10 @@ class Optimizer(DistributedOptimizer):
         finally:
             del self.inner.found_inf  # type: ignore[attr-defined]
 
-    def _state_of(self, p: Tensor, copy: bool = True) -> dict[str, Tensor]:
-        """A parameter and the tensors of its state, by name."""
-        tensors = {"": p.detach(), **{k: v for k, v in self.state.get(p, {}).items() if isinstance(v, Tensor)}}
+    def _state_of(self, p: Tensor, copy: bool = True, weights: bool = True) -> dict[str, Tensor]:
+        """The tensors of a parameter's state, by name. weights: and the parameter, as ""."""
+        tensors = {k: v for k, v in self.state.get(p, {}).items() if isinstance(v, Tensor)}
+        tensors |= {"": p.detach()} if weights else {}
         return {name: value.clone() if copy else value for name, value in tensors.items()}
 
     @contextmanager

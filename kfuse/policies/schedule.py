@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 from typing import Any
 
-from kfuse.policies.signals import BasePolicy, Decision, Signals, check_positive, check_whole
+from kfuse.policies.signals import DECISION_LAG, BasePolicy, Decision, Signals, check_positive, check_whole
 
-_UNITS = {"step", "epoch"}
+_UNITS = ("step", "epoch", "samples")
+_ALL_UNITS = "step, epoch or samples"
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SETTINGS = {"batch_size", "lr_scale", "workers"}
 _NAMES = ", ".join(sorted(_SETTINGS))
 
 
 class SchedulePolicy(BasePolicy):
-    """Changes settings at given steps or epochs.
+    """Changes settings at given steps, epochs or samples.
 
-    phases: a list of mappings, each with `step` or `epoch` (all the same one, increasing) and at least
-    one of `batch_size`, `lr_scale`, `workers`: [{"epoch": 0, "lr_scale": 1.0},
-    {"epoch": 5, "batch_size": 256, "workers": 2}]. A setting holds until a later phase changes it.
+    phases: a list of mappings, each with `step`, `epoch` or `samples` (all the same one, increasing) and at least
+        one of `batch_size`, `lr_scale`, `workers`: [{"epoch": 0, "lr_scale": 1.0},
+        {"epoch": 5, "batch_size": 256, "workers": 2}]. Or a text, as Megatron-LM's --step-batch-size-schedule takes:
+        "0:768 250M:1536 1B:3072" has the batch size 1536 from 250 million samples on. The suffixes are K, M, B and T;
+        the numbers are samples also where a sample is a sequence of tokens.
+
+    A setting holds until a later phase changes it.
 
     A phase that starts at a step applies from that step on: the policy asks for it as many steps before as a
     decision takes (signals.in_force_at). One that starts at steps 1 to 3 applies from step 4 on. A phase that starts
-    at an epoch applies from that epoch's fifth step at the latest, epoch 0's from the first step. More workers join
-    when they are ready. The policy asks until the signals show the settings, also in a run that resumes later.
+    at a number of samples applies from the first step on that begins with so many, or from step 4 on. Phases of both
+    kinds may follow each other at any distance; those that no step is left for are skipped. How far the steps in
+    between get is reckoned with the batch sizes of the phases, where the batch size is theirs by now, and else with the
+    present one.
+
+    How long an epoch is the signals do not tell, and its last step may be short. In the steps after it phases by
+    samples may apply too soon, by less than a step's samples for each epoch that ended in the five steps before.
+
+    A phase that starts at an epoch applies from that epoch's fifth step at the latest, where the epoch before has four
+    steps or more, and epoch 0's from the first step. More workers join when they are ready. The policy asks until the
+    signals show the settings, also in a run that resumes later.
+
+    lr_scale is a factor beside lr.scaling, which follows the batch size by itself: with lr.scaling=none phases of both
+    batch_size and lr_scale count the change once.
 
     Raises ValueError for phases that are not of that form.
     """
 
-    def __init__(self, phases: Sequence[Mapping[str, Any]]) -> None:
-        if isinstance(phases, str) or not isinstance(phases, Sequence):
-            raise ValueError(f"policy.phases={phases!r}: must be a list of mappings")
-        units = {unit for phase in phases if isinstance(phase, Mapping) for unit in phase.keys() & _UNITS}
+    grows_when_input_bound = True
+
+    def __init__(self, phases: str | Sequence[Mapping[str, Any]]) -> None:
+        given = _parse_text(phases) if isinstance(phases, str) else phases
+        if not isinstance(given, Sequence):
+            raise ValueError(f"policy.phases={phases!r}: must be a list of mappings, or a text such as 0:768 250M:1536")
+        units = {unit for phase in given if isinstance(phase, Mapping) for unit in phase.keys() & set(_UNITS)}
         if len(units) > 1:
-            raise ValueError("policy.phases: must have step or epoch in all phases, not both")
+            raise ValueError(f"policy.phases: must have {_ALL_UNITS} in all phases, the same one")
         self._unit = units.pop() if units else "step"
-        # The step or epoch at which each phase starts, and what it sets.
-        self._phases = [_parse(index, phase, self._unit) for index, phase in enumerate(phases)]
+        # The step, epoch or number of samples at which each phase starts, and what it sets.
+        self._phases = [_parse(index, phase, self._unit) for index, phase in enumerate(given)]
         starts = [start for start, _ in self._phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
             raise ValueError(f"policy.phases: {self._unit}={starts}: must increase")
@@ -48,19 +69,57 @@ class SchedulePolicy(BasePolicy):
         return None if asked.is_empty else asked
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns the settings of the phases that have started and that the signals do not show yet."""
-        asked = self._asked(signals.in_force_at if self._unit == "step" else signals.epoch)
-        # Compare what can be reached: otherwise a setting out of bounds would be asked for at every step.
-        goal, _ = asked.clipped(signals.bounds)
-        change = Decision(
-            batch_size=None if goal.batch_size == signals.batch_size else asked.batch_size,
-            lr_scale=None if _same_scale(goal.lr_scale, signals.lr_scale) else asked.lr_scale,
-            workers=None if goal.workers == signals.workers else asked.workers,
-        )
-        return None if change.is_empty else change
+        """Returns the settings of the phases that have started by the step that this decision applies to.
+
+        Left out are those that the signals show already, unless the steps until then have others.
+        """
+        *before, now = self._coming(signals)
+        asked = self._asked(now)
+        changed = asked.changes(signals) or Decision()
+        for each in map(self._asked, before):
+            others = [name for name in _SETTINGS if getattr(each, name) not in (None, getattr(asked, name))]
+            changed = changed.merged(Decision(**{name: getattr(asked, name) for name in others}))
+        return None if changed.is_empty else changed
+
+    def owned_fields(self) -> tuple[str, ...]:
+        """Returns what the phases set."""
+        fields = self._asked(max((start for start, _ in self._phases), default=0))
+        return tuple(name for name in sorted(_SETTINGS) if getattr(fields, name) is not None)
+
+    def _coming(self, signals: Signals) -> list[int]:
+        """Steps, numbers of samples or epochs: where the coming steps begin. The last one is that of the step to which
+        a decision on these signals applies; those before it are there where they are known.
+        """
+        if self._unit == "epoch":
+            return [signals.epoch]
+        steps = range(signals.step + 1, signals.in_force_at + 1)
+        if self._unit == "step":
+            return list(steps)
+        if not self._is_of_phases(signals):
+            return [signals.samples + (len(steps) - 1) * signals.batch_size]  # of the steps between nothing is known
+        out = [signals.samples]
+        for step in steps[:-1]:
+            out.append(out[-1] + self._batch_size(signals, step, out[-1]))
+        return out
+
+    def _is_of_phases(self, signals: Signals) -> bool:
+        """Whether the step's batch size is that of the phases. An epoch's last step is short, so it may have begun
+        later than a whole batch before its end.
+        """
+        earliest = signals.samples - signals.batch_size
+        begins = [earliest, *(start for start, _ in self._phases if earliest < start < signals.samples)]
+        return any(self._batch_size(signals, signals.step, begin) == signals.batch_size for begin in begins)
+
+    def _batch_size(self, signals: Signals, step: int, samples: int) -> int:
+        """The phases' batch size in the step that begins with so many samples; where they have none, the present one.
+
+        No decision applies to the first steps of a run: they have what it began with.
+        """
+        of_phases, _ = self._asked(samples if step >= DECISION_LAG else 0).clipped(signals.bounds)
+        return of_phases.batch_size or signals.batch_size
 
     def _asked(self, now: int) -> Decision:
-        """The settings of all phases that have started at step or epoch `now`; later ones win."""
+        """The settings of all phases that have started at step, epoch or sample `now`; later ones win."""
         asked = Decision()
         for start, settings in self._phases:
             if start <= now:
@@ -72,19 +131,36 @@ class SchedulePolicy(BasePolicy):
         return {}
 
 
+def _parse_text(text: str) -> list[dict[str, int]]:
+    """The phases of a text such as "0:768 250M:1536". Raises ValueError for another text."""
+    phases = []
+    for entry in text.split() or [text]:
+        start, colon, batch_size = entry.partition(":")
+        at, size = _number(start), _number(batch_size)
+        if not colon or at is None or size is None:
+            raise ValueError(f"policy.phases={text}: {entry} must be SAMPLES:BATCH_SIZE, as in 0:768 250M:1536")
+        phases.append({"samples": at, "batch_size": size})
+    return phases
+
+
+def _number(text: str) -> int | None:
+    """The whole number that a text such as 1536, 250M or 1.5B stands for; None where it is none."""
+    unit = _SUFFIXES.get(text[-1:].upper())
+    try:
+        value = Decimal(text[:-1] if unit else text) * (unit or 1)
+        return int(value) if value == int(value) else None
+    except (InvalidOperation, ValueError, OverflowError):
+        return None
+
+
 def _parse(index: int, phase: Mapping[str, Any], unit: str) -> tuple[int, Decision]:
     """The start of one phase of the configuration, and what it sets. Raises ValueError, which names the key."""
     key = f"policy.phases[{index}]"
     if not isinstance(phase, Mapping) or unit not in phase or not phase.keys() & _SETTINGS:
-        raise ValueError(f"{key}={phase!r}: must have step or epoch, and one of {_NAMES}")
-    if unknown := sorted(set(phase) - _UNITS - _SETTINGS):
-        raise ValueError(f"{key}: unknown {', '.join(unknown)}; must have step or epoch, and some of {_NAMES}")
+        raise ValueError(f"{key}={phase!r}: must have {_ALL_UNITS}, and one of {_NAMES}")
+    if unknown := sorted(set(phase) - set(_UNITS) - _SETTINGS):
+        raise ValueError(f"{key}: unknown {', '.join(unknown)}; must have {_ALL_UNITS}, and some of {_NAMES}")
     for name, least in ((unit, 0), ("batch_size", 1), ("workers", 1)):
         check_whole(f"{key}.{name}", phase.get(name, least), least)
     check_positive(f"{key}.lr_scale", phase.get("lr_scale", 1.0))
     return phase[unit], Decision(phase.get("batch_size"), phase.get("lr_scale"), phase.get("workers"))
-
-
-def _same_scale(goal: float | None, now: float) -> bool:
-    # The factor may have travelled as fp32.
-    return goal is None or math.isclose(goal, now, rel_tol=1e-6)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kfuse.statistics.figures import FIGURES, Measured, StepSettings
+from kfuse.statistics.figures import FIGURES, METRICS, Measured, StepSettings
 
-SYNC_MAX = 2**20
-"""Largest number of steps between synchronisations. Announcements are float32, which holds it exactly."""
 BATCH_MAX = 2**24
 """Largest batch size, in samples: float32 holds every whole number up to it."""
+FP32_MIN, FP32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
+"""The range of learning rates and of factors on them: beyond it float32 holds 0, a few bits, or infinity."""
+FP32_RANGE = f"{FP32_MIN:.3g} to {FP32_MAX:.3g}"
 DECISION_LAG = 4
 """Steps from the one that was measured to the first one that a decision on it applies to. Its statistics are read after
 the next step. The decision is announced with the step after that. The announcement is read one step later."""
@@ -50,7 +51,9 @@ class Signals(Measured, StepSettings):
     """
 
     step: int = field(metadata=FIGURES["step"])
-    micro_batch: int = field(metadata=_about("samples", "Samples per micro-batch: the unit the batch size changes by"))
+    micro_batch: int = field(
+        metadata=_about("samples", "Samples of a micro-batch of the first steps: the unit the batch size changes by")
+    )
     throughput: tuple[float | None, ...] = field(
         default=(),
         metadata=_about("", "By rank, micro-batches a second over the median worker's; below 0.8 one is a straggler"),
@@ -58,8 +61,31 @@ class Signals(Measured, StepSettings):
     corrupt_workers: tuple[int, ...] = field(
         default=(), metadata=_about("", "Ranks of workers that audits found to compute wrongly; see `comm.audit_every`")
     )
+    previous_step_time_s: float | None = field(
+        default=None,
+        metadata=_about(
+            "s",
+            "Wall time of the previous step on the leader, if it had the same batch size, in full, and as many workers",
+        ),
+    )
+    previous_data_wait_s: float | None = field(
+        default=None, metadata=_about("s", "Part of previous_step_time_s that the leader waited for data")
+    )
     eval_accuracy: float | None = field(
         default=None, metadata=_about("", "The latest evaluation's accuracy, in [0, 1]")
+    )
+    under_interference: bool | None = field(
+        default=None,
+        metadata=_about("", "Whether messages are below 0.8 of their usual throughput, by a majority of the workers"),
+    )
+    link_latencies: tuple[tuple[float, ...], ...] | None = field(
+        default=None, metadata=_about("s", "By rank and rank, time of a short message; as last measured in this view")
+    )
+    link_throughputs: tuple[tuple[float | None, ...], ...] | None = field(
+        default=None, metadata=_about("B/s", "By rank and rank; None from a rank to itself")
+    )
+    base_batch_size: int | None = field(
+        default=None, metadata=_about("samples", "The configured batch size, for which the learning rate is meant")
     )
     bounds: Bounds = field(metadata=_about("", "The configured limits: batch_min, batch_max, workers_min, workers_max"))
 
@@ -69,12 +95,20 @@ class Signals(Measured, StepSettings):
         return self.step + DECISION_LAG
 
 
+RUNNING_MEANS = ("mean_grad_sq", "mean_grad_variance")
+"""Fields of `Signals` that are not recorded: they follow from the recorded grad_sq and grad_variance of each step."""
+OF_COLUMNS = tuple(each.name for kind in (StepSettings, Measured) for each in fields(kind) if each.name in METRICS)
+"""Fields of `Signals` that are columns of metrics.jsonl, with the same values there."""
+OTHER_SIGNALS = tuple(each.name for each in fields(Signals) if each.name not in ("step", *RUNNING_MEANS, *OF_COLUMNS))
+"""Fields of `Signals` that metrics.jsonl has beside its columns, under `signals`, in each line where they change."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What a policy asks for. A field left at None asks for no change.
 
-    Raises TypeError where batch_size, workers, sync or replace is not a whole number. Values out of range are no
-    error: `clipped` handles them, since the bounds belong to the run and not to the policy.
+    Raises TypeError where batch_size, workers or replace is not a whole number, or sync is not a text. Values out of
+    range are no error: `clipped` handles them, since the bounds belong to the run and not to the policy.
     """
 
     batch_size: int | None = None
@@ -83,15 +117,17 @@ class Decision:
     """Factor on the learning rate. It replaces the present factor."""
     workers: int | None = None
     """Worker count."""
-    sync: int | None = None
-    """Steps between synchronisations. 1: every step's gradients are reduced. More: local SGD (Stich 2019)."""
+    sync: str | None = None
+    """How the workers keep together: ssgd, local:N, sma or pair, as `comm.sync`."""
     topology: str | None = None
     """How buckets are reduced: allreduce, all_to_all or tree."""
+    tree: str | Sequence[int] | None = None
+    """Shape of the topology `tree`: binary, star, host, latency, or each rank's parent, the root's being itself."""
     replace: int | None = None
     """Rank of a worker that a new one replaces."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "workers", "sync", "replace"):
+        for name in ("batch_size", "workers", "replace"):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -101,6 +137,10 @@ class Decision:
                 raise TypeError(f"Decision {name}={value!r}: must be a whole number or None") from None
         if self.lr_scale is not None:
             object.__setattr__(self, "lr_scale", float(self.lr_scale))
+        if self.tree is not None and not isinstance(self.tree, str):
+            object.__setattr__(self, "tree", tuple(self.tree))
+        if not isinstance(self.sync, str | None):
+            raise TypeError(f"Decision sync={self.sync!r}: must be one of ssgd, local:N, sma, pair, or None")
 
     @property
     def is_empty(self) -> bool:
@@ -112,30 +152,55 @@ class Decision:
         asked = {field.name: getattr(other, field.name) for field in fields(other)}
         return replace(self, **{name: value for name, value in asked.items() if value is not None})
 
+    def changes(self, signals: Signals) -> Decision | None:
+        """Returns the fields that the signals do not show yet, and those that they never show; None if there are none.
+
+        A value out of bounds is compared as it will be clipped: else it would be asked for at every step.
+        """
+        nearest, _ = self.clipped(signals.bounds)
+        scale, now = nearest.lr_scale, signals.lr_scale
+        change = replace(
+            self,
+            batch_size=None if signals.batch_size in (self.batch_size, nearest.batch_size) else self.batch_size,
+            workers=None if signals.workers in (self.workers, nearest.workers) else self.workers,
+            # It travels as fp32.
+            lr_scale=None if scale is not None and math.isclose(scale, now, rel_tol=1e-6) else self.lr_scale,
+        )
+        return None if change.is_empty else change
+
     def clipped(self, bounds: Bounds) -> tuple[Decision, list[str]]:
         """Returns the nearest decision within `bounds`, and a note for each field that changed.
 
-        An lr_scale that is not finite and positive has no nearest allowed value: it is dropped.
+        An lr_scale that is not finite and positive, or that fp32 cannot hold, is dropped: no nearest value is meant.
         """
         notes: list[str] = []
         batch_size = _clip("batch_size", self.batch_size, bounds.batch_min, bounds.batch_max, notes)
         workers = _clip("workers", self.workers, bounds.workers_min, bounds.workers_max, notes)
-        sync = _clip("sync", self.sync, 1, SYNC_MAX, notes)
         lr_scale = self.lr_scale
         if lr_scale is not None and not (math.isfinite(lr_scale) and lr_scale > 0):
             notes.append(f"lr_scale {lr_scale} dropped: it must be finite and positive")
             lr_scale = None
-        return replace(self, batch_size=batch_size, workers=workers, sync=sync, lr_scale=lr_scale), notes
+        elif lr_scale is not None and not FP32_MIN <= lr_scale <= FP32_MAX:
+            notes.append(f"lr_scale {lr_scale} dropped: it must be {FP32_RANGE}, fp32's range")
+            lr_scale = None
+        return replace(self, batch_size=batch_size, workers=workers, lr_scale=lr_scale), notes
 
 
 class BasePolicy:
-    """A rule that adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and a pure function.
+    """A rule that adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and `decide`.
 
     Override any hook, `decide`, or both. The hooks run on every worker at the same steps, and may use kfuse's
-    module-level functions (`kf.allreduce`, `kf.resize`, ...). `decide` is a function of the signals and the policy's
-    attributes only, without side effects. So a policy can be replayed offline, and a step that is repeated after a
-    failure gets the same decision.
+    module-level functions (`kf.allreduce`, `kf.resize`, ...). `decide` depends on nothing but the signals so far, and
+    has no side effects outside the policy, so it can be replayed offline.
     """
+
+    grows_when_input_bound: bool = False
+    """Whether requests for more workers are granted while training is input-bound (the leader waits for data at least
+    half of the time). Set it where the user chose the worker counts."""
+    fisher_every: int | None = None
+    """Steps between those whose signals have `fisher_trace` and `fisher_max`; None: no step's have."""
+    modes: tuple[str, ...] = ()
+    """The values of `sync` that it asks for. Those that other settings rule out are refused before training."""
 
     def before_train(self) -> None:
         """Called once, before the first step."""
@@ -166,10 +231,29 @@ class BasePolicy:
     def decide(self, signals: Signals) -> Decision | None:
         """Returns what to change after a finished step; None for nothing.
 
+        It may keep state in attributes. It may be called again for the same step (a step is repeated after a failure),
+        and must then return the same decision.
+
         A change takes some steps to appear in the signals, for example because a new worker must start. A policy may
         ask for the same change again meanwhile.
         """
         return None
+
+    def lr_settings(self) -> Mapping[str, tuple[str, ...]]:
+        """Returns the settings of the learning rate that this policy is right with; others are refused at the start.
+
+        Maps `scaling` (lr.scaling) and `decay` (lr.decay) to the values that this policy accepts. A name that is
+        missing accepts every value. A policy that lowers the rate itself returns {"decay": ("none", "constant")}.
+        """
+        return {}
+
+    def owned_fields(self) -> tuple[str, ...]:
+        """Returns the fields of `Decision` that later policies of a ComposePolicy must leave alone.
+
+        A policy that decides only now and then needs them: a later one would undo its decisions in between. With none,
+        an earlier policy wins only in those decisions in which it sets a field.
+        """
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a joining worker or a resumed run needs of this policy.
@@ -193,6 +277,14 @@ class BasePolicy:
 
 class NoPolicy(BasePolicy):
     """Leaves batch size, learning rate and worker count as configured."""
+
+
+def checked_decision(returned: object, method: str) -> Decision | None:
+    """Returns what a policy's `method` has returned, None if it is empty. Raises TypeError where it is no decision."""
+    if not isinstance(returned, Decision | None):
+        kind = type(returned).__name__
+        raise TypeError(f"{method} returned a value of type {kind}: it must be a kf.Decision or None")
+    return None if returned is None or returned.is_empty else returned
 
 
 def check_whole(key: str, value: object, least: int) -> None:

@@ -34,6 +34,11 @@ class StepSettings:
     lr_scale: float = _known("", "Factor of lr that policies set; 1.0 at first")
     batch_size: int = _known("samples", "Global batch size; a last step may be shorter", label="batch", shown="d")
     workers: int = _known("workers", "Workers that made this step", shown="d")
+    done: float | None = _measured(
+        "",
+        "Part of the run that is over after this step, in [0, 1]: of its samples where its epochs end it, of its steps "
+        "where those do; unknown where it has no set length",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,12 @@ class StepContext(StepSettings):
     cursor: int
     """Samples of the epoch that were used before this step."""
     members: tuple[int, ...]
-    """The numbers of the workers that made this step, in rank order."""
+    """The numbers of the workers that made this step, in rank order; this worker's alone where it has a `share`."""
+    share: tuple[int, int] | None = None
+    """Pair averaging: the figures are this worker's own, of its micro-batches from the first number up to the second,
+    which is not among them. None: they are of all workers."""
+    micro_batch: int | None = None
+    """Samples of each of the step's micro-batches but the last; None: the first steps', in an older checkpoint."""
     step_time_s: float = _known("s", "Wall time of this step on the leader")
     data_wait_s: float = _known("s", "Part of step_time_s that the leader waited for data")
     data_bytes_per_s: float | None = _measured("B/s", "Bytes of the leader's batches in this step, over step_time_s")
@@ -65,6 +75,10 @@ class Measured:
     noise_scale: float | None = _measured("samples", "Running estimate of tr(Sigma) / |G|^2, this step included")
     noise_scale_low: float | None = _measured("samples", "Confidence interval's lower end; may be known alone")
     noise_scale_high: float | None = _measured("samples", "Confidence interval's upper end")
+    fisher_trace: float | None = _measured(
+        "", "Trace of the diagonal Fisher information, by AdamW's second moments before this step; if a policy needs it"
+    )
+    fisher_max: float | None = _measured("", "Largest entry of the same diagonal")
     mean_grad_sq: float | None = _measured("", "Running mean of grad_sq; it too can be negative")
     mean_grad_variance: float | None = _measured("", "Running mean of grad_variance")
 
@@ -90,6 +104,8 @@ METRICS = (
     "grad_variance",
     "grad_sq",
     "grad_norm",
+    "fisher_trace",
+    "fisher_max",
     "step_time_s",
     "data_wait_s",
     "data_bytes_per_s",

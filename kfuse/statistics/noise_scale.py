@@ -66,7 +66,9 @@ def moments(
     return variance, grad_sq
 
 
-def rounding_error(grad_sq_total: float, samples: float, micro_batches: int, bf16_workers: int = 0) -> float:
+def rounding_error(
+    grad_sq_total: float, samples: float, micro_batches: int, bf16_workers: int = 0, bf16_sums: bool = True
+) -> float:
     """A bound on the rounding error of S as `moments` computes it.
 
     Where S << B |gbar|^2 the two terms nearly cancel. With eps the relative error of either, S is off by up to
@@ -77,12 +79,13 @@ def rounding_error(grad_sq_total: float, samples: float, micro_batches: int, bf1
     sums of squares within a block some tens.
     bf16 on the wire between n workers: eps = 2^-9 (n + 3). n contributions that are nearly equal are each rounded
     once, and so is each of the n - 1 partial sums, in proportion to its size; a square has twice its root's error.
+    With sums in fp32 the contributions' roundings alone are left: eps = 2^-9 * 2.
 
-    bf16_workers: n, or 0 for an fp32 wire. micro_batches: at least 2.
+    bf16_workers: n, or 0 for an fp32 wire. bf16_sums: sums are formed in bf16. micro_batches: at least 2.
     """
     relative = 2**-24 * (128 + micro_batches)
     if bf16_workers > 1:
-        relative += 2**-9 * (bf16_workers + 3)
+        relative += 2**-9 * (bf16_workers + 3 if bf16_sums else 2)
     return relative * samples * grad_sq_total / (micro_batches - 1)
 
 
@@ -171,6 +174,12 @@ class NoiseScale:
             keep * sums[2] + new * rounding,
         )
         self._weight = keep * self._weight + new
+
+    def means(self) -> tuple[float, float] | tuple[None, None]:
+        """The running means of S and of G2; None before the first known step."""
+        if self._weight == 0:
+            return None, None
+        return self._sums[0] / self._weight, self._sums[1] / self._weight
 
     def estimate(self) -> Estimate:
         """The estimate now. Cheap enough for every step.

@@ -36,7 +36,13 @@ class StepStats(Measured):
     control: Announcement
     """What rank 0 announced with this step."""
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
-    """By rank, seconds per micro-batch in the step before; 0.0 is unknown. The one figure that is not reproducible."""
+    """By rank, seconds per micro-batch in the step before; 0.0 is unknown. Not reproducible."""
+    previous_step_time_s: float | None = field(default=None, compare=False)
+    """On the leader: see `policies.Signals`. Not reproducible."""
+    previous_data_wait_s: float | None = field(default=None, compare=False)
+    """The part of it that the leader waited for data."""
+    votes: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    """By rank, on interference: see `kfuse.comm.interference`. Not reproducible either."""
     digests: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Of the parameters of each rank that sent its digest with this step (see `comm.check_every`), in rank order."""
     figures: dict[str, float] = field(default_factory=dict, compare=False)
@@ -44,6 +50,7 @@ class StepStats(Measured):
     out; empty too on a worker that has run no micro-batch so far."""
 
 
+_TUPLES = ("seconds", "votes", "digests")  # of StepStats: lists in plain formats
 _MOST_IN_FLIGHT = 8
 """Records that may be on their way to the host before it waits for the oldest: so many steps it may be ahead."""
 
@@ -55,6 +62,7 @@ class _InFlight:
     host: Tensor
     arrived: Event | None
     local: bool = False
+    bf16_sums: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class Statistics:
         self.noise_scale = NoiseScale()
         self.bf16_wire = False
         """Gradients travel between workers in bf16, so |gbar|^2 has the rounding error of bf16."""
+        self.bf16_sums = True
+        """From the next `push` on such gradients are added up in bf16 too, as by an all-reduce."""
         self.digests: tuple[int, ...] = ()
         """The newest step's `StepStats.digests`."""
         self.compared: deque[tuple[int, tuple[int, ...]]] = deque()
@@ -110,7 +120,7 @@ class Statistics:
             host.copy_(record, non_blocking=True)
             arrived = device.event()
             arrived.record()
-        self._in_flight.append(_InFlight(step, unit, host, arrived, local))
+        self._in_flight.append(_InFlight(step, unit, host, arrived, local, self.bf16_sums))
         self.arrived = []
         while len(self._in_flight) > 1 and self._is_due(self._in_flight[0]):
             self._receive(len(self._in_flight) - 1)
@@ -166,12 +176,12 @@ class Statistics:
             if item.arrived is not None:
                 item.arrived.synchronize()
         in_flight = [(item.step, item.unit, item.host.tolist()) for item in self._in_flight]
-        lists = ("seconds", "digests")  # tuples, but for plain formats
-        unread = [asdict(stats) | {name: list(getattr(stats, name)) for name in lists} for stats in self._unread]
+        unread = [asdict(stats) | {name: list(getattr(stats, name)) for name in _TUPLES} for stats in self._unread]
         names = None if self.figure_names is None else list(self.figure_names)
         return {
             "noise_scale": self.noise_scale.state_dict(),
             "in_flight": in_flight,
+            "slots": t.RECORD_SLOTS,
             "unread": unread,
             "figures": self._figures,
             "figure_names": names,
@@ -182,7 +192,8 @@ class Statistics:
         self.noise_scale.load_state_dict(state["noise_scale"])
         theirs = state.get("figures", 0)
         self._in_flight = deque()
-        for step, unit, record in state["in_flight"]:
+        # Another version's records have other slots: its last step is left out of the statistics.
+        for step, unit, record in state["in_flight"] if state.get("slots") == t.RECORD_SLOTS else ():
             if theirs != self._figures:  # the script has changed
                 record = record[: len(record) - theirs] + [math.nan] * self._figures
             self._in_flight.append(_InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None))
@@ -190,7 +201,7 @@ class Statistics:
             StepStats(
                 **stats
                 | {"control": Announcement(**stats["control"])}
-                | {name: tuple(stats[name]) for name in ("seconds", "digests")}
+                | {name: tuple(stats.get(name, ())) for name in _TUPLES}
             )
             for stats in state["unread"]
         ]
@@ -223,11 +234,12 @@ class Statistics:
             self.noise_scale.update(None, None)
         else:
             workers = (len(values) - t.RECORD_SLOTS) // t.RANK_SLOTS
-            rounding = rounding_error(grad_total, samples, micro_batches, workers if self.bf16_wire else 0)
+            rounding = rounding_error(
+                grad_total, samples, micro_batches, workers if self.bf16_wire else 0, item.bf16_sums
+            )
             self.noise_scale.update(variance, grad_sq, (samples, micro_batches), rounding)
         digests = [
-            t.digest_from_slots(values[at + 1 : at + t.RANK_SLOTS])
-            for at in range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
+            t.digest_from_slots(values[at + 1 : at + t.VOTE]) for at in range(t.RECORD_SLOTS, len(values), t.RANK_SLOTS)
         ]
         self.digests = tuple(digest for digest in digests if digest is not None)
         if self.digests:
@@ -254,9 +266,19 @@ class Statistics:
             noise_scale_high=running.high,
             mean_grad_sq=running.mean_grad_sq,
             mean_grad_variance=running.mean_grad_variance,
+            fisher_trace=_known(values[t.FISHER_TRACE]),
+            fisher_max=_known(values[t.FISHER_MAX]),
             skipped=bool(values[t.SKIPPED]),
             control=Announcement.from_slots(values),
+            previous_step_time_s=_known(values[t.STEP_TIME]),
+            previous_data_wait_s=values[t.DATA_WAIT] if values[t.STEP_TIME] else None,
             seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),
+            votes=tuple(values[t.RECORD_SLOTS + t.VOTE :: t.RANK_SLOTS]),
             digests=self.digests,
             figures={name: value for name, value in figures.items() if math.isfinite(value)},
         )
+
+
+def _known(value: float) -> float | None:
+    """A positive figure of the tail; None where none was sent, or it is not finite."""
+    return value if 0 < value < math.inf else None

@@ -122,8 +122,8 @@ class Audit:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""
         self._chosen, self._before = None, []
         at = self._progress
-        local = at.sync_every > 1 or at.drifted > 0  # with local SGD each worker has parameters of its own
-        if not local and self._session.group is not self._unequal:
+        # Where workers are not synchronised at every step, each has parameters of its own.
+        if not at.is_local and self._session.group is not self._unequal:
             self._chosen = choose(at.step, self._every, samples, self._seed)
         if self._chosen is None:
             return None
@@ -149,7 +149,7 @@ class Audit:
 
     def _run(self, step: Step, chosen: Chosen) -> None:
         rank = self._session.group.rank
-        first = self._opt.engine.gradient_digest() if rank == chosen.owner else None
+        first = self._opt.engine.audited.digest() if rank == chosen.owner else None
         again = self._digest_again(step, chosen.micro_batch) if rank == chosen.checker else None
         messages = self._gather(first, again, "audit")
         if len({message.kind for message in messages}) > 1:
@@ -172,7 +172,7 @@ class Audit:
         engine = self._opt.engine
         with generators_restored(engine.group.device), self._gradients_set_aside(), self._buffers_before_the_step():
             loss = self._forward.run(step.batch_again(micro_batch)).loss
-            return engine.digest_again(loss.backward)
+            return engine.audited.again(loss.backward)
 
     @contextlib.contextmanager
     def _gradients_set_aside(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel, load_weights
 from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
-from kfuse.config.schema import LOADING
+from kfuse.config.schema import LOADING, class_arguments
 from kfuse.data import DataSplit
 from kfuse.data.fetching import Loading
 from kfuse.data.given import heldout_data, training_data
@@ -30,9 +30,11 @@ def comm_options(config: dict[str, Any]) -> CommOptions:
     """How gradients are reduced, as configured. Raises ValueError for what does not go together."""
     comm = config["comm"]
     schedule = comm["_target_"] or comm["schedule"]
-    names = ("dtype", "bucket_mb", "reproducible", "slots_on_host", "tree", "check_every", "audit_every")
+    names = ["dtype", "state", "bucket_mb", "reproducible", "slots_on_host", "tree", "check_every", "audit_every"]
+    names += ["overlap_share", "sync", "outer_lr", "outer_momentum", "sma_alpha", "sma_momentum"]
     nccl = [name for name in comm if name.startswith("nccl_")]
-    return CommOptions(schedule, **{name: comm[name] for name in (*names, *nccl)})
+    kept = {name: config["elastic"][name] for name in ("redundancy", "snapshot_every", "keep_sums")}
+    return CommOptions(schedule, **kept, **{name: comm[name] for name in (*names, *nccl)})
 
 
 def set_threads(config: dict[str, Any]) -> None:
@@ -69,6 +71,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     settings = Settings(
         batch_size=batch["size"],
         micro_batch=batch["micro"],
+        max_micro_batch=batch["micro_max"],
         bounds=Bounds(batch["min"], batch["max"], *workers_bounds),
         epochs=train["epochs"],
         steps=train["steps"],
@@ -78,11 +81,12 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         warmup_steps=lr["warmup_steps"],
         decay=lr["decay"],
         decay_fraction=lr["decay_fraction"],
+        change_warmup_steps=lr["change_warmup_steps"],
+        lr_betas=lr["betas"],
         precision=train["precision"],
         seed=config["seed"],
         base_lr=lr["base"],
         balance=workers["balance"],
-        sync_every=config["comm"]["sync_every"],
         loading=loading,
         ledger=config["observe"]["ledger"],
     )
@@ -93,7 +97,8 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         given.data,
         _optimizer(config, model),
         settings,
-        policy=instantiate.build(config["policy"]),
+        policy=instantiate.build(class_arguments("policy", config["policy"])),
+        on_error=config["policy"]["on_error"],
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
         saved_model=SavedModel(Path(config["run_dir"]), session) if train["save_model"] else None,
         heldout=heldout_data(split.heldout),

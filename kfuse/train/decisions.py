@@ -9,8 +9,10 @@ every worker applies them at the same step.
     step s + 2  carries the announcement
     step s + 4  is the first one that the decision applies to
 
-Batch size, learning-rate factor, synchronisation, topology and tree go this way, and so do the next view and the end of
-training. A number of workers is requested from the supervisor, which proposes a view when they are ready.
+Batch size, learning rate or a factor on it, synchronisation, topology and tree go this way, and so do the next view and
+the end of training. A number of workers is requested from the supervisor, which proposes a view when they are ready.
+
+With pair averaging announcements go over the control channel, and apply as `kfuse.train.pair` says.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from kfuse.comm import transports
+from kfuse.comm import interference, transports
+from kfuse.comm.latency import measure
+from kfuse.comm.sync import Sync
 from kfuse.comm.tail import Announcement
+from kfuse.comm.topology import Links, check_parents
 from kfuse.optim import DistributedOptimizer
-from kfuse.policies import BasePolicy
-from kfuse.policies.signals import Decision, Signals
+from kfuse.policies.signals import FP32_MAX, FP32_MIN, FP32_RANGE, Decision, Signals
 from kfuse.session import Session
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
-from kfuse.train import load_balance
-from kfuse.train.lr_schedule import LRSchedule
+from kfuse.train import input_bound, load_balance
+from kfuse.train.lr_schedule import BatchChange, LRSchedule
+from kfuse.train.policy_calls import PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Progress
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
@@ -46,24 +51,25 @@ class Decisions:
     def __init__(
         self,
         session: Session,
-        policy: BasePolicy,
+        calls: PolicyCalls,
         opt: DistributedOptimizer,
         schedule: LRSchedule,
         settings: Settings,
         progress: Progress,
         reporter: Reporter,
     ) -> None:
-        self._session, self._policy, self._opt, self._schedule = session, policy, opt, schedule
+        self._session, self._calls, self._opt, self._schedule = session, calls, opt, schedule
         self._settings, self._progress, self._reporter = settings, progress, reporter
-        self._policy_decides = getattr(policy.decide, "__func__", None) is not BasePolicy.decide
         self._requested, self._announced = Announcement(), Announcement()
         """Requested: not announced yet, or announced with the step under way. Announced: what that step carries."""
-        self.lr, self._scale = 0.0, 1.0
-        """The learning rate of the step under way, and the lr_scale that it contains."""
+        self.lr = 0.0
+        """The learning rate of the step under way."""
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
-        self.tree: str | None = None
-        """The shape that a decision chose for the transport `tree`; None: the configured one."""
+        self.tree: str | tuple[int, ...] | None = None
+        """The shape that a decision chose for the transport `tree`; None: the configured one. A list of parents is of
+        the present view."""
+        self._reported_links: Links | None = None
         self.workers_requested = 0
         """The number of workers that was last requested; 0: none was."""
         self.stop_requests: list[str] = []
@@ -86,91 +92,116 @@ class Decisions:
 
     def begin(self) -> None:
         """Applies the policy's initial settings. On rank 0, before the first step: all workers start from its state."""
-        decision = self._checked("initial", self._policy.initial())
+        decision = self._calls.initial()
         if decision is not None:
             self._request_within_bounds(decision)
-            requested, self._requested = self._requested, Announcement()
-            self._apply(requested)
+            requested, self._requested = self._requested, Announcement(parents=self._requested.parents)
+            self.apply(replace(requested, parents=()))  # the others learn of a list by the first step's tail
 
-    def decide(self, stats: StepStats, context: StepContext) -> None:
+    def decide(self, stats: StepStats, context: StepContext, signals: Signals) -> None:
         """The policy decides on a finished step; then what rank 0 announced with that step is applied.
 
-        context: the settings that the step was made with. Raises TypeError if the policy returns another type.
+        context: the settings that the step was made with. signals: of the step, from `signals`.
         """
         at = self._progress
-        if self._policy_decides:
-            decision = self._checked("decide", self._policy.decide(self._signals(stats, context)))
-            if decision is not None:
-                self._request_within_bounds(decision)
+        decision = self._calls.decide(signals)
+        if decision is not None:
+            self._request_within_bounds(decision)
         if stats.control != Announcement():
-            self._apply(stats.control)
+            self.apply(stats.control, context.members)
         if stats.step >= at.resumed_at:
             at.generation = stats.control.generation or at.generation
             at.stop = stats.control.stop or at.stop
 
-    def update_progress(self, stats: StepStats, workers: Sequence[int]) -> None:
-        """Writes what a step measured into `Progress`, and reports each worker that has become a straggler.
+    def update_progress(self, stats: StepStats, context: StepContext) -> None:
+        """Writes what a step measured into `Progress`. Reports interference, and each worker that becomes a straggler.
 
-        A straggler is not reported again until it has recovered at least once.
-        workers: the numbers of the workers that made the step, in rank order.
+        Neither is reported again until it has been over at least once.
         """
-        at, workers_now = self._progress, self._session.workers
+        at, workers, workers_now = self._progress, context.members, self._session.workers
         at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
+        at.waiting = input_bound.measured(at.waiting, stats.previous_step_time_s, stats.previous_data_wait_s)
+        at.input_bound = input_bound.is_bound(at.waiting, at.input_bound)
+        at.held_back = at.held_back and at.input_bound
         if self._session.group.size == 1 and not self._session.elastic:
             return
-        at.throughput = load_balance.measured(at.throughput, workers, stats.seconds)
+        unit = self._settings.micro_batch
+        seconds = [each * (unit / (context.micro_batch or unit)) for each in stats.seconds]
+        at.throughput = load_balance.measured(at.throughput, workers, seconds)
         relative = load_balance.relative_throughput(at.throughput, workers_now)
         for rank, (worker, ratio) in enumerate(zip(workers_now, relative, strict=True)):
             if ratio is not None and ratio < load_balance.SLOW and worker not in at.stragglers:
                 self._reporter.event(at.step, "straggler", worker=worker, rank=rank, throughput=ratio)
         at.stragglers = load_balance.stragglers(workers_now, relative, at.stragglers)
+        found = interference.verdict(stats.votes, relative) if workers_now == list(workers) else None
+        if found and not at.interference:
+            votes = [rank for rank, vote in enumerate(stats.votes) if vote == interference.SLOWER]
+            self._reporter.event(at.step, "interference", ranks=votes)
+        at.interference = at.interference if found is None else found
 
     def request(
         self,
         *,
         batch_size: int | None = None,
         lr_scale: float | None = None,
+        lr: float | None = None,
         topology: str | None = None,
-        tree: str | None = None,
-        sync: int | None = None,
+        tree: str | Sequence[int] | None = None,
+        sync: str | None = None,
         workers: int | None = None,
     ) -> None:
         """Requests changes: rank 0 announces them with the next step, or sends them to the supervisor (`workers`).
 
-        batch_size: samples, over all workers. sync: steps. Raises TypeError where `workers` is not a whole number,
-        ValueError for a topology or tree that does not exist, and for one that comm.reproducible=true rules out.
+        batch_size: samples, over all workers. Of lr_scale and lr give one; it replaces an earlier request of either.
+        tree: a name, or each rank's parent. Raises TypeError where `workers` is not a whole number, ValueError for a
+        synchronisation, topology or tree that does not exist, and for one that comm.reproducible=true or
+        comm.state=sharded rules out.
         """
-        asked: dict[str, Any] = {"batch_size": batch_size, "lr_scale": lr_scale, "sync_every": sync}
-        reproducible = self._session.comm.reproducible
+        asked: dict[str, Any] = {"batch_size": batch_size}
+        if lr_scale is not None:
+            asked |= {"lr_scale": lr_scale, "lr": 0.0}
+        elif lr is not None:
+            asked |= {"lr_scale": 0.0, "lr": lr}
+            # The same rate may be under way already, without the batch size that is requested with this one.
+            self._announced = replace(self._announced, lr=0.0)
         if topology is not None:
-            name = transports.choose(topology, reproducible)
+            name = self._session.comm.transport(topology)
+            if name == "symmetric" and self._session.comm.schedule != "symmetric":
+                raise ValueError(f"topology {name!r}: must be named at the start, as comm.schedule")
             asked["transport"] = 1 + _index("topology", name, transports.NAMES)
-        if tree is not None:
-            asked["tree"] = 1 + _index("tree", tree, transports.TREES)
-        if sync is not None and sync > 1 and reproducible:
-            raise ValueError(f"sync {sync}: comm.reproducible=true synchronises at every step")
+        if isinstance(tree, str):
+            asked |= {"tree": 1 + _index("tree", tree, transports.TREES), "parents": ()}
+        elif tree is not None:
+            asked |= {"tree": 0, "parents": _whole_numbers(tree)}
+            check_parents(asked["parents"], self._session.group.size)
+        if sync is not None:
+            asked["sync"] = replace(self._session.comm, sync=sync).synchronisation.code
+            refuse_pair_alone(self._session, sync)
         self._requested = replace(self._requested, **{name: it for name, it in asked.items() if it is not None})
         if workers is not None:
             self.workers_requested = operator.index(workers)
             self._session.ask_supervisor("resize", workers=self.workers_requested)
 
     def request_lr(self, lr: float) -> None:
-        """Requests the learning rate `lr` for now; the schedule continues from it. Raises ValueError if unreachable."""
-        now, scale = self.lr, self._scale
+        """Requests the learning rate `lr`; the schedule continues from it. Raises ValueError if it is out of reach.
+
+        The factor that leads to it is computed where it is applied, since a batch size that applies at the same step
+        changes the rate too.
+        """
+        now = self.lr
         if not (math.isfinite(lr) and lr > 0):
             raise ValueError(f"kf.set_lr({lr}): must be a finite number above 0")
         if not now > 0:
             raise ValueError(f"kf.set_lr({lr}): the learning rate is 0 now, which no factor changes: set it later")
-        self.request(lr_scale=lr * scale / now)
+        if not FP32_MIN <= lr <= FP32_MAX:
+            raise ValueError(f"kf.set_lr({lr}): must be {FP32_RANGE}, fp32's range")
+        if why := self._rate_refusal(lr / now * self._progress.lr_scale):
+            raise ValueError(f"kf.set_lr({lr}): {why}")
+        self.request(lr=lr)
 
-    def _checked(self, method: str, returned: object) -> Decision | None:
-        """The decision that a policy's method returned; None if it is empty. Raises TypeError for another type."""
-        if not isinstance(returned, Decision | None):
-            name, kind = type(self._policy).__name__, type(returned).__name__
-            raise TypeError(f"{name}.{method} returned a value of type {kind}: it must be a kf.Decision or None")
-        return None if returned is None or returned.is_empty else returned
-
-    def _signals(self, stats: StepStats, context: StepContext) -> Signals:
+    def signals(self, stats: StepStats, context: StepContext) -> Signals:
+        """What a policy sees of a finished step."""
+        links = self._session.group.links
         return Signals(
             step=stats.step,
             micro_batch=self._settings.micro_batch,
@@ -178,8 +209,14 @@ class Decisions:
             corrupt_workers=tuple(
                 rank for rank, worker in enumerate(self._session.workers) if worker in self._progress.corrupt
             ),
+            previous_step_time_s=stats.previous_step_time_s,
+            previous_data_wait_s=stats.previous_data_wait_s,
             eval_accuracy=self._progress.accuracy,
             bounds=self._settings.bounds,
+            under_interference=self._progress.interference,
+            link_latencies=None if links is None else links.latencies,
+            link_throughputs=None if links is None else links.throughputs,
+            base_batch_size=self._settings.batch_size,
             **{each.name: getattr(context, each.name) for each in fields(StepSettings)},
             **{each.name: getattr(stats, each.name) for each in fields(Measured)},
         )
@@ -194,10 +231,15 @@ class Decisions:
             self.workers_requested = workers
             decision = replace(decision, workers=None)
         asked, (decision, notes) = decision, decision.clipped(self._settings.bounds)
+        if decision.lr_scale is not None and (why := self._rate_refusal(decision.lr_scale)) is not None:
+            notes.append(f"lr_scale {decision.lr_scale} dropped: {why}")
+            decision = replace(decision, lr_scale=None)
         by_name = {note.split()[0]: note for note in notes}
-        for name in ("batch_size", "workers", "lr_scale", "sync"):
+        for name in ("batch_size", "workers", "lr_scale"):
             if getattr(asked, name) is not None:
                 self._report_if_clipped(name, by_name.get(name))
+        if decision.workers is not None and self._is_held_back(decision.workers):
+            decision = replace(decision, workers=None)
         if decision.workers is not None and decision.workers != self.workers_requested:
             self.request(workers=decision.workers)
         if decision.replace is not None:
@@ -207,20 +249,45 @@ class Decisions:
             self._report_if_clipped("replace", None if granted else refused)
             if granted:
                 session.ask_supervisor("replace", worker=session.workers[rank])
-        sync = decision.sync
-        if sync is not None and session.comm.reproducible:
-            self._report_if_clipped(
-                "local SGD", f"sync {sync} clipped to 1: comm.reproducible=true" if sync > 1 else None
-            )
-            sync = 1
-        self.request(batch_size=decision.batch_size, lr_scale=decision.lr_scale, sync=sync)
-        if decision.topology is not None:
-            refusal = None
-            try:
-                self.request(topology=decision.topology)
-            except ValueError as error:
-                refusal = f"{error}; it stays as it is"
-            self._report_if_clipped("topology", refusal)
+        self.request(batch_size=decision.batch_size, lr_scale=decision.lr_scale)
+        for name in ("sync", "topology", "tree"):
+            if (value := getattr(decision, name)) is not None:
+                self._request_if_possible(name, value)
+
+    def _rate_refusal(self, lr_scale: float) -> str | None:
+        """Why the optimizer's rates cannot have this factor; None if they can. A rate of 0 can have any.
+
+        The gain for the batch size counts too. Warm-up and decay do not: they may well lead to 0.
+        """
+        for rate in filter(None, self._opt.base_rates()):
+            scaled = rate * self._gain() * lr_scale
+            if not FP32_MIN <= abs(scaled) <= FP32_MAX:
+                return f"a learning rate of {rate} would become {scaled:.3g}, out of fp32's range, {FP32_RANGE}"
+        return None
+
+    def _is_held_back(self, workers: int) -> bool:
+        """Whether a policy's request for more workers is refused: training is input-bound, and they would wait too.
+
+        An event records the first refusal; the next one comes after training was not input-bound for a while. Batch
+        sizes are never refused here: they change the trained model, and the model must not depend on timing.
+        """
+        at, now = self._progress, self._session.group.size
+        if not at.input_bound or workers <= now or self._calls.policy.grows_when_input_bound:
+            return False
+        if not at.held_back:
+            part = input_bound.fraction(at.waiting)
+            self._reporter.event(at.step, "input_bound", workers=[now, workers], waiting=part)
+        at.held_back = True
+        return True
+
+    def _request_if_possible(self, name: str, value: Any) -> None:
+        """Requests one setting. An event records what this job cannot have."""
+        refusal, asked = None, {name: value}
+        try:
+            self.request(**asked)
+        except ValueError as error:
+            refusal = f"{error}; it stays as it is"
+        self._report_if_clipped(name, refusal)
 
     def _report_if_clipped(self, name: str, note: str | None) -> None:
         """Reports that a request was clipped: once, until the note changes. note: None where it was granted."""
@@ -240,6 +307,11 @@ class Decisions:
         index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0
         return replace(self._announced, generation=self._session.proposed_generation(), stop=index)
 
+    def take_requested(self) -> Announcement:
+        """What is requested, which is no longer so: it goes over the control channel (pair averaging)."""
+        requested, self._requested = self._requested, Announcement()
+        return requested
+
     def announcement_sent(self) -> None:
         """The step that carried the announcement is complete: what was announced is no longer requested.
 
@@ -252,52 +324,137 @@ class Decisions:
 
     # -- applied --------------------------------------------------------------------------------------------------
 
-    def _apply(self, announced: Announcement) -> None:
-        """Applies rank 0's announcement, on every worker, from the next step on."""
-        at, bounds = self._progress, self._settings.bounds
-        batch_size, lr = at.batch_size, self._opt.base_lr * self._lr_factor()
+    def apply(self, announced: Announcement, members: Sequence[int] | None = None) -> None:
+        """Applies rank 0's announcement, on every worker, from the next step on.
+
+        members: the workers' numbers as it was made, in rank order; None: the present ones.
+        """
+        at, bounds, workers = self._progress, self._settings.bounds, self._session.workers
+        parents = announced.parents
+        if parents and (len(parents) != len(workers) or list(members or workers) != workers):
+            self._report_clipped(f"tree {list(parents)} dropped: the workers have changed since")
+            announced = replace(announced, parents=())
+        batch_size, lr, gain = at.batch_size, self._opt.base_lr * self._lr_factor(), self._gain()
         if announced.batch_size:
             at.batch_size = min(max(announced.batch_size, bounds.batch_min), bounds.batch_max)
             note = f"batch_size {announced.batch_size} clipped to {at.batch_size}"
             self._report_if_clipped("set_batch_size", note if announced.batch_size != at.batch_size else None)
-        changed_scale = announced.lr_scale not in (0.0, at.lr_scale)
-        at.lr_scale = announced.lr_scale or at.lr_scale
-        if changed_scale or at.batch_size != batch_size:
+        if at.batch_size != batch_size and self._settings.change_warmup_steps:
+            at.batch_change = (at.schedule, gain)
+        before, at.lr_scale = at.lr_scale, announced.lr_scale or at.lr_scale
+        if announced.lr:
+            self._apply_lr(announced.lr)
+        if at.lr_scale != before or at.batch_size != batch_size:
             pairs: dict[str, list[float]] = {
                 "batch_size": [batch_size, at.batch_size],
                 "lr": [lr, self._opt.base_lr * self._lr_factor()],
             }
             self._report_change(**{name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
-        if announced.transport:
-            self.topology = transports.NAMES[announced.transport - 1]
+        if announced.transport and (topology := transports.NAMES[announced.transport - 1]) != self.topology:
+            self.topology = topology
             self._report_change(topology=self.topology)
             _LOG.info("step %d: transport %s from here on, as decided", self._progress.step, self.topology)
-        if announced.tree:
-            self.tree = transports.TREES[announced.tree - 1]
+        tree = announced.parents or (transports.TREES[announced.tree - 1] if announced.tree else self.tree)
+        if tree != self.tree:
+            self.tree = tree
             self._report_change(tree=self.tree)
         self.use_transport()
-        if announced.sync_every and announced.sync_every != at.sync_every:
-            self._report_change(sync=[at.sync_every, announced.sync_every])
-            at.sync_every = announced.sync_every
+        if announced.sync and (sync := str(Sync.from_code(announced.sync))) != at.sync:
+            self._report_change(sync=[at.sync, sync])
+            at.sync = sync
+
+    def _apply_lr(self, lr: float) -> None:
+        """The coming step has this rate, whatever its batch size is. What is left of a change's warm-up is dropped."""
+        at = self._progress
+        steps = at.counted(self._settings, at.step + 1)
+        if self._schedule.done(steps, at.samples) >= 1:
+            return  # no step comes
+        at.batch_change = None
+        rate = self._opt.base_lr * self._lr_factor(at.step + 1, lr_scale=1.0)
+        dropped = f"set_lr {lr} dropped: the learning rate is 0 in this step, which no factor changes"
+        self._report_if_clipped("set_lr", None if rate > 0 else dropped)
+        if rate > 0:
+            at.lr_scale = lr / rate
 
     def _report_change(self, **changed: Any) -> None:
         self._reporter.event(self._progress.step, "decision", **changed)
 
     def use_transport(self) -> None:
-        """Sets the engine's transport and tree shape; does nothing if they are set already."""
-        self._opt.engine.use_transport(self.topology, self.tree)
+        """Sets the engine's transport and tree shape; does nothing if they are set already.
+
+        While workers are apart their engines have none: each reduces alone.
+        """
+        if not self._session.apart:
+            self._opt.engine.use_transport(self.topology, self.tree)
+
+    def leave_view(self) -> None:
+        """The workers have changed: drops a list of parents, in use or requested, for the configured shape.
+
+        Whether there is interference is unknown again.
+        """
+        self._progress.interference = None
+        if isinstance(self.tree, tuple) or self._requested.parents:
+            self.tree = None if isinstance(self.tree, tuple) else self.tree
+            self._requested = replace(self._requested, parents=())
+            self._report_change(tree=self.tree or self._session.comm.tree, why="the workers have changed")
+
+    def measure_links(self) -> None:
+        """Between two steps, on every worker: measures the links where the tree needs them; reports new figures.
+
+        Raises CommError if a worker is lost meanwhile.
+        """
+        group = self._session.group
+        if self.tree == "latency" and group.links is None and group.size > 1 and not self._session.apart:
+            measure(group)
+        if (links := group.links) is not self._reported_links and links is not None and group.size > 1:
+            figures = {"latency_s": links.latencies, "bytes_per_s": links.throughputs}
+            self._reporter.event(self._progress.step, "links", **figures)
+        self._reported_links = links
 
     def set_learning_rate(self) -> None:
-        """Sets the factor of the coming update, and `lr` for reports (see DistributedOptimizer.base_lr)."""
-        self._opt.lr_factor = self._lr_factor()
-        self.lr, self._scale = self._opt.base_lr * self._opt.lr_factor, self._progress.lr_scale
-
-    def _lr_factor(self) -> float:
+        """Sets the factor and the betas of the coming update, and `lr` for reports (DistributedOptimizer.base_lr)."""
         at = self._progress
-        done = self._schedule.done(at.step, at.samples)
+        self._opt.lr_factor = self._lr_factor()
+        self._opt.set_batch_betas(self._schedule.batch_betas(at.batch_size))
+        self.lr = self._opt.base_lr * self._opt.lr_factor
+
+    def _lr_factor(self, steps: int | None = None, lr_scale: float | None = None) -> float:
+        """steps: optimizer steps before the one that it is for; None: as many as are complete. lr_scale: None: that in
+        force.
+        """
+        at = self._progress
+        done = self._schedule.done(at.counted(self._settings, at.step if steps is None else steps), at.samples)
+        scale = at.lr_scale if lr_scale is None else lr_scale
         return self._schedule.factor(
-            at.schedule, done, at.batch_size, at.lr_scale, at.mean_grad_sq, at.mean_grad_variance
+            at.schedule, done, at.batch_size, scale, at.mean_grad_sq, at.mean_grad_variance, self._batch_change
         )
+
+    def _gain(self) -> float:
+        """The part of it that follows the batch size."""
+        at = self._progress
+        return self._schedule.gain(
+            at.schedule, at.batch_size, at.mean_grad_sq, at.mean_grad_variance, self._batch_change
+        )
+
+    @property
+    def _batch_change(self) -> BatchChange | None:
+        return None if self._progress.batch_change is None else BatchChange(*self._progress.batch_change)
+
+    def count_update(self, samples: int) -> None:
+        """The step's update, with `samples` samples, is made: the schedule advances."""
+        at = self._progress
+        # Apart, each worker has statistics of its own; but all must be over at one step.
+        known = (None, None) if at.is_apart else (at.mean_grad_sq, at.mean_grad_variance)
+        at.schedule = self._schedule.advance(at.schedule, samples, at.batch_size, *known, self._batch_change)
+
+    def done(self, samples: int) -> float | None:
+        """The part of the run that is over after the step under way, whose update is counted, and so many samples.
+
+        None where it has no set length.
+        """
+        if self._schedule.total is None:
+            return None
+        return self._schedule.done(self._progress.counted(self._settings, self._progress.step + 1), samples)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -305,16 +462,29 @@ class Decisions:
         """What applies, and what is requested and not yet applied: a resumed run must make the same decisions."""
         return {
             "topology": self.topology,
-            "tree": self.tree,
+            "tree": None if isinstance(self.tree, tuple) else self.tree,  # a list is of this view only
             "workers_requested": self.workers_requested,
-            "requested": asdict(replace(self._requested, generation=0, stop=0)),
+            "requested": asdict(replace(self._requested, generation=0, stop=0, parents=())),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over the state of another worker or of a checkpoint."""
-        self.topology, self.tree = state["topology"], state["tree"]
+        """Takes over the state of another worker or of a checkpoint. A list of parents in use stays: all of the view
+        have it.
+        """
+        self.topology = state["topology"]
+        if state["tree"] is not None or not isinstance(self.tree, tuple):
+            self.tree = state["tree"]
         self.workers_requested, self._requested = state["workers_requested"], Announcement(**state["requested"])
         self.use_transport()
+
+
+def refuse_pair_alone(session: Session, sync: str) -> None:
+    """Raises ValueError for the mode `pair` in a job without a supervisor."""
+    if Sync.parse(sync).mode == "pair" and not session.elastic:
+        raise ValueError(
+            "comm.sync=pair: must be one of ssgd, local:N, sma without a supervisor (torchrun, one process), which "
+            "passes on decisions between workers at different steps: kfuse and kfuse-run have one"
+        )
 
 
 _RUNNING: list[Decisions] = []
@@ -323,6 +493,15 @@ _RUNNING: list[Decisions] = []
 def running() -> Decisions | None:
     """The decisions of the training that began last and has not ended; None if there is none."""
     return _RUNNING[-1] if _RUNNING else None
+
+
+def _whole_numbers(tree: object) -> tuple[int, ...]:
+    """A list of parents. Raises ValueError for what is none."""
+    try:
+        return tuple(map(operator.index, tree))  # type: ignore[call-overload]
+    except TypeError:
+        what = f"must be one of {', '.join(transports.TREES)}, or a list with each rank's parent, a whole number"
+        raise ValueError(f"tree {tree!r}: {what}") from None
 
 
 def _index(what: str, name: str, allowed: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from kfuse.data.dataset import Collate
 from kfuse.data.given import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
+from kfuse.optim.batch_betas import Betas
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.train.evaluation import Metric
@@ -18,6 +19,7 @@ from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFuncti
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.output import Output
+from kfuse.train.policy_calls import OnError, check_on_error
 from kfuse.train.precision import check_parameters
 from kfuse.train.settings import user_loading, user_settings
 from kfuse.train.step import Step
@@ -25,13 +27,18 @@ from kfuse.train.trainer import Trainer
 
 
 class Hook:
-    """Attaches a policy to `kf.fit`."""
+    """Attaches a policy to `kf.fit`.
 
-    def __init__(self, policy: BasePolicy) -> None:
-        """Raises TypeError for what is not a policy."""
+    on_error: what follows where the policy raises an error, which is reported in either case. stop: training ends, on
+    all workers. go_on: it goes on with the settings as they are, and the policy is called again at the next step.
+    """
+
+    def __init__(self, policy: BasePolicy, on_error: OnError = "stop") -> None:
+        """Raises TypeError for what is not a policy, ValueError for another on_error."""
         if not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.Hook takes a kf.BasePolicy, not {type(policy).__name__}")
-        self.policy = policy
+        check_on_error("on_error", on_error)
+        self.policy, self.on_error = policy, on_error
 
 
 def fit(
@@ -44,12 +51,15 @@ def fit(
     steps: int | None = None,
     batch_size: int | None = None,
     micro_batch: int | None = None,
+    max_micro_batch: int | None = None,
     max_batch_size: int | None = None,
     seed: int = 0,
     lr_scaling: Scaling = "sqrt",
     warmup_steps: int = 0,
     decay: Decay = "none",
     decay_fraction: float = 0.1,
+    change_warmup_steps: int = 0,
+    lr_betas: Betas = "keep",
     scheduler: Any = None,
     scheduler_interval: Interval = "step",
     clip_norm: float | None = None,
@@ -92,11 +102,16 @@ def fit(
 
     Length and order
 
-    epochs, steps: how far to go, whichever ends first. By default one epoch.
+    epochs, steps: how far to go, whichever ends first. By default one epoch. With lr_scaling="adascale" `steps` are
+        scale-invariant ones: each step counts by its gain, which is 1 at the first batch size, and more above it.
     batch_size: samples of an optimizer step, over all workers. Default: that of a DataLoader, else 32.
     micro_batch: samples of one forward and backward. Default: a quarter of the batch, so that the noise scale is known
         on one worker too. Where it is above batch_size / workers, some workers have nothing to do. The same number on
         all workers.
+    max_micro_batch: where a policy has made the batch larger, its micro-batches get larger too, up to this, a multiple
+        of micro_batch: fewer and larger passes, which take less time, and more memory. A full step of a batch
+        that is at least the first one has at least as many micro-batches as the first step. Default: they stay as they
+        are.
     max_batch_size: the limit for policies. Default: 64 times the batch.
     seed: of data order, augmentation and dropout. A second training with the same seed has the same ones.
 
@@ -110,6 +125,11 @@ def fit(
     decay: none (or constant), cosine, linear, or wsd (constant until the last `decay_fraction` of the run). All but
         none reach zero at the end of the run, also where the batch size changes: they follow the part of the run's
         samples that is used (epochs), or of its steps (steps).
+    change_warmup_steps: after a change of the batch size that raises the rate, it rises linearly over so many steps of
+        the first batch size. A change that lowers the rate counts at once.
+    lr_betas: how FusedAdamW's betas follow a batch of k times the first one. keep. malladi: 1 - k (1 - beta) for both,
+        and eps / sqrt(k), which belong to lr_scaling="sqrt" (Malladi et al. 2022). marek: beta2 to the power of k
+        (Marek et al. 2025). group["betas"] and group["eps"] stay as they are.
     scheduler: a torch scheduler made for `opt`, stepped here after each optimizer step, or after each epoch:
         scheduler_interval, "step" or "epoch". It sets group["lr"], which the factors above multiply.
     clip_norm: largest norm of the mean gradient in this training. None: as the optimizer was made.
@@ -193,6 +213,7 @@ def fit(
     settings = user_settings(
         batch_size=given.batch_size,
         micro_batch=micro_batch,
+        max_micro_batch=max_micro_batch,
         max_batch_size=max_batch_size,
         epochs=epochs,
         steps=steps,
@@ -202,6 +223,8 @@ def fit(
         warmup_steps=warmup_steps,
         decay=decay,
         decay_fraction=decay_fraction,
+        change_warmup_steps=change_warmup_steps,
+        lr_betas=lr_betas,
         clip_norm=clip_norm,
         target_accuracy=target_accuracy,
         precision=precision,
@@ -225,6 +248,7 @@ def fit(
         opt,
         settings,
         policy=None if hook is None else hook.policy,
+        on_error="stop" if hook is None else hook.on_error,
         scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
         objective=objective,
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
@@ -268,12 +292,15 @@ class DataLoader:
         steps: int | None = None,
         batch_size: int | None = None,
         micro_batch: int | None = None,
+        max_micro_batch: int | None = None,
         max_batch_size: int | None = None,
         seed: int = 0,
         lr_scaling: Scaling = "sqrt",
         warmup_steps: int = 0,
         decay: Decay = "none",
         decay_fraction: float = 0.1,
+        change_warmup_steps: int = 0,
+        lr_betas: Betas = "keep",
         scheduler: Any = None,
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
@@ -296,10 +323,10 @@ class DataLoader:
         """Arguments as kf.fit's, in the same order and with the same errors, but for those of loss and evaluation.
 
         What is trained: data, model, opt. policy: a kf.BasePolicy; kf.fit takes it as `kf.Hook(policy)`.
-        Length and order: epochs, steps, batch_size, micro_batch, max_batch_size, seed.
-        Learning rate: lr_scaling, warmup_steps, decay, decay_fraction, clip_norm. scheduler, scheduler_interval: a
-        torch scheduler is either given here, and stepped here, or stepped by the loop's body; the latter not in a job
-        whose workers may change.
+        Length and order: epochs, steps, batch_size, micro_batch, max_micro_batch, max_batch_size, seed.
+        Learning rate: lr_scaling, warmup_steps, decay, decay_fraction, change_warmup_steps, lr_betas, clip_norm.
+        scheduler, scheduler_interval: a torch scheduler is either given here, and stepped here, or stepped by the
+        loop's body; the latter not in a job whose workers may change.
         Loss: the loop's body computes it. weight_fn. several_backwards: a micro-batch has several losses with a
         backward each: see opt.micro_batch.
         Loading: collate_fn, num_workers, prefetch_factor, pin_memory, worker_init_fn, persistent_workers.
@@ -312,6 +339,7 @@ class DataLoader:
         settings = user_settings(
             batch_size=given.batch_size,
             micro_batch=micro_batch,
+            max_micro_batch=max_micro_batch,
             max_batch_size=max_batch_size,
             epochs=epochs,
             steps=steps,
@@ -320,6 +348,8 @@ class DataLoader:
             warmup_steps=warmup_steps,
             decay=decay,
             decay_fraction=decay_fraction,
+            change_warmup_steps=change_warmup_steps,
+            lr_betas=lr_betas,
             clip_norm=clip_norm,
             loading=user_loading(given, persistent_workers),
         )

@@ -21,7 +21,15 @@ _IDLE_RECOVERY = (
 )
 
 Throughput = dict[int, tuple[float, int]]
-"""Worker: (mean micro-batches a second, steps it was measured in)."""
+"""Worker: (mean micro-batches of the first size a second, steps it was measured in)."""
+
+
+def running_mean(mean: float, value: float, steps: int, decay: float) -> float:
+    """The exponentially weighted mean with one more value. `mean` is that of `steps` values before it.
+
+    Of the first 1 / (1 - decay) values it is the plain mean.
+    """
+    return mean + max(1 - decay, 1 / (steps + 1)) * (value - mean)
 
 
 def measured(known: Mapping[int, tuple[float, int]], workers: Sequence[int], seconds: Sequence[float]) -> Throughput:
@@ -31,8 +39,7 @@ def measured(known: Mapping[int, tuple[float, int]], workers: Sequence[int], sec
     for worker, time, ratio in zip(workers, seconds, relative, strict=True):
         mean, steps = known.get(worker, (0.0, 0))
         if time > 0:
-            weight = max(1 - DECAY, 1 / (steps + 1))  # the plain mean at first
-            out[worker] = (mean + weight * (1 / time - mean), steps + 1)
+            out[worker] = (running_mean(mean, 1 / time, steps, DECAY), steps + 1)
         elif ratio is not None and ratio < 1:
             out[worker] = (mean + _IDLE_RECOVERY * (mean / ratio - mean), steps)
         elif steps:

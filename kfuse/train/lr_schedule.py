@@ -2,6 +2,7 @@
 
     factor = min(warm-up, decay) * gain(batch size, statistics) * the policies' lr_scale
 
+After a change of the batch size the gain may have a warm-up of its own. AdamW's betas may follow the batch size too.
 The rate itself, group["lr"], is the user's: set by hand, by the configuration's lr.base, or by a torch scheduler, which
 `UserSchedule` steps.
 """
@@ -10,16 +11,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kfuse.optim import DistributedOptimizer
+from kfuse.optim.batch_betas import BatchBetas, Betas
+from kfuse.train.refusals import decay_refusal
 
 Scaling = Literal["none", "linear", "sqrt", "adascale"]
 Decay = Literal["none", "cosine", "linear", "wsd", "constant"]
 """How the rate falls towards the end of the run. constant is none by another name."""
 Interval = Literal["step", "epoch"]
+
+
+class BatchChange(NamedTuple):
+    """The newest change of the batch size."""
+
+    progress: float
+    """Progress of the schedule when it came."""
+    gain: float
+    """The gain in force before it."""
 
 
 def gain(
@@ -59,10 +71,14 @@ def gain(
 class LRSchedule:
     """The factor of a linear warm-up, and of a decay that reaches zero when the run ends.
 
-    The warm-up follows `progress`, which counts steps of the base batch size. A step advances it by batch_size /
-    base_batch_size; with adascale by the gain, since there a step is worth that many base steps ("scale-invariant
-    iterations"). The decay follows `done`, the part of the run that is over, in [0, 1]: of its samples where its epochs
-    end it, of its steps where those do. So neither a changed batch size nor the scaling moves the decay's end.
+    The warm-up follows `progress`, which counts steps of the base batch size. A step advances it by its samples over
+    base_batch_size; with adascale by its gain, since there a step is worth that many base steps (Johnson et al. 2020,
+    "scale-invariant iterations"). The decay follows `done`, the part of the run that is over, in [0, 1]: of its samples
+    where its epochs end it, of its steps where those do. So neither a changed batch size nor the scaling moves the
+    decay's end.
+
+    With adascale the run's `steps` are scale-invariant ones, as in the paper: it ends once `progress` reaches them. At
+    the base batch size that is as many optimizer steps; with larger batches fewer, and more samples.
 
     With w = warmup_steps over the planned steps, and d from 0 at `done` = w to 1 at the end of the run:
 
@@ -74,9 +90,14 @@ class LRSchedule:
 
     Where the batch changes during the warm-up, warm-up and decay may overlap: then the smaller factor counts.
 
+    After a change of the batch size that raises the gain, the gain goes from the one before to the new one, linearly
+    over `change_warmup_steps`. A change during this warm-up begins from the gain reached by then. One that lowers the
+    gain counts at once: the higher rate is not meant for the smaller batch.
+
     base_batch_size: the batch size that the optimizer's learning rate is meant for; >= 1.
-    warmup_steps: length of the warm-up, in units of progress; >= 0.
+    warmup_steps, change_warmup_steps: length of the warm-ups, in units of progress; >= 0.
     samples, steps: length of the run, whichever ends it first; None: not limited by it. A decay needs one of them.
+    betas: how AdamW's betas follow the batch size: see `BatchBetas`. keep: not at all.
 
     Raises ValueError for values out of range; it calls them as kf.fit does.
     """
@@ -88,13 +109,20 @@ class LRSchedule:
     samples: float | None = None
     steps: float | None = None
     decay_fraction: float = 0.1
+    change_warmup_steps: float = 0.0
+    betas: Betas = "keep"
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("lr_scaling", self.scaling, Scaling), ("decay", self.decay, Decay)):
+        for name, value, allowed in (
+            ("lr_scaling", self.scaling, Scaling),
+            ("decay", self.decay, Decay),
+            ("lr_betas", self.betas, Betas),
+        ):
             if value not in get_args(allowed):
                 raise ValueError(f"{name}={value}: must be one of {', '.join(get_args(allowed))}")
-        if not (math.isfinite(self.warmup_steps) and self.warmup_steps >= 0):
-            raise ValueError(f"warmup_steps={self.warmup_steps}: must be a finite number, at least 0")
+        for name, length in (("warmup_steps", self.warmup_steps), ("change_warmup_steps", self.change_warmup_steps)):
+            if not (math.isfinite(length) and length >= 0):
+                raise ValueError(f"{name}={length}: must be a finite number, at least 0")
         if not 0 < self.decay_fraction <= 1:
             raise ValueError(f"decay_fraction={self.decay_fraction}: must be above 0 and at most 1")
         if self.base_batch_size < 1:
@@ -109,7 +137,10 @@ class LRSchedule:
         return min((length for length in lengths if length is not None), default=None)
 
     def done(self, steps: float, samples: float) -> float:
-        """The part of the run that is over after so many steps and samples, in [0, 1]; 0 if its length is unknown."""
+        """The part of the run that is over after so many steps and samples, in [0, 1]; 0 if its length is unknown.
+
+        steps: as the run's `steps` are counted: with adascale the progress.
+        """
         pairs = [(at, length) for at, length in ((steps, self.steps), (samples, self.samples)) if length is not None]
         return min(1.0, max((at / length if length else 1.0 for at, length in pairs), default=0.0))
 
@@ -121,25 +152,50 @@ class LRSchedule:
         lr_scale: float = 1.0,
         mean_grad_sq: float | None = None,
         mean_grad_variance: float | None = None,
+        change: BatchChange | None = None,
     ) -> float:
-        """The factor on the learning rate of the step that starts at `progress`, when `done` of the run is over."""
-        scale = gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
-        return min(self._warmup(progress), self._decay(done)) * scale * lr_scale
+        """The factor on the learning rate of the step that starts at `progress`, when `done` of the run is over.
 
-    def advance(
+        change: the newest change of the batch size; None: there was none.
+        """
+        scale = self.gain(progress, batch_size, mean_grad_sq, mean_grad_variance, change)
+        return min(_risen(progress, self.warmup_steps), self._decay(done)) * scale * lr_scale
+
+    def gain(
         self,
         progress: float,
         batch_size: int,
         mean_grad_sq: float | None = None,
         mean_grad_variance: float | None = None,
+        change: BatchChange | None = None,
     ) -> float:
-        """Progress after a step of `batch_size` samples. Pass the statistics that its `factor` was given."""
-        unit: Scaling = "adascale" if self.scaling == "adascale" else "linear"
-        return progress + gain(unit, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
+        """The part of `factor` that follows the batch size."""
+        goal = gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
+        if change is None or goal <= change.gain:
+            return goal
+        risen = _risen(progress - change.progress, self.change_warmup_steps)
+        return goal if risen == 1 else change.gain + (goal - change.gain) * risen
 
-    def _warmup(self, progress: float) -> float:
-        """In (0, 1]. The first step is 1 / warmup_steps, not 0."""
-        return (progress + 1) / self.warmup_steps if progress + 1 < self.warmup_steps else 1.0
+    def advance(
+        self,
+        progress: float,
+        samples: int,
+        batch_size: int,
+        mean_grad_sq: float | None = None,
+        mean_grad_variance: float | None = None,
+        change: BatchChange | None = None,
+    ) -> float:
+        """Progress after a step. samples: those that it used; batch_size: of which an epoch's last step may use fewer.
+
+        Pass what its `factor` was given: with adascale a step counts by the gain that its rate had.
+        """
+        if self.scaling != "adascale":
+            return progress + samples / self.base_batch_size
+        return progress + self.gain(progress, batch_size, mean_grad_sq, mean_grad_variance, change)
+
+    def batch_betas(self, batch_size: int) -> BatchBetas | None:
+        """What AdamW's betas become in an update with this batch size."""
+        return None if self.betas == "keep" else BatchBetas(self.betas, batch_size / self.base_batch_size)
 
     def _decay(self, done: float) -> float:
         """In [0, 1]."""
@@ -152,15 +208,9 @@ class LRSchedule:
         return 1 - part if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * part))
 
 
-def decay_refusal(decay: str, warmup_steps: float, total: float | None, decay_fraction: float) -> str | None:
-    """Why a run of `total` steps has no room for this warm-up and decay; None if it has."""
-    if decay in ("none", "constant"):
-        return None
-    if total is None or not total > warmup_steps:
-        return f"must be more than warmup_steps={warmup_steps}"
-    if decay == "wsd" and warmup_steps > (1 - decay_fraction) * total:
-        return f"must be at least warmup_steps={warmup_steps} and the decay, {decay_fraction:g} of the run"
-    return None
+def _risen(progress: float, length: float) -> float:
+    """How far a warm-up is in the step that starts at `progress`, in (0, 1]. The first step is 1 / length, not 0."""
+    return (progress + 1) / length if progress + 1 < length else 1.0
 
 
 class UserSchedule:

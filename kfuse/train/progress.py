@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from kfuse.comm.sync import Sync
 from kfuse.statistics.figures import StepContext
+from kfuse.train.input_bound import Waiting
 from kfuse.train.load_balance import Throughput
 from kfuse.train.settings import Settings
 
@@ -32,14 +34,19 @@ class Stage(IntEnum):
 
 @dataclass
 class Progress:
-    """How far training is, and its settings now. The same on every worker; a new worker receives it with the state."""
+    """How far training is, and its settings now. The same on every worker; a new worker receives it with the state.
+
+    With pair averaging each worker has its own between meetings (`kfuse.train.pair`).
+    """
 
     batch_size: int
     """Samples per optimizer step, over all workers."""
-    sync_every: int = 1
-    """Steps between synchronisations of the workers; above 1, each updates with its own gradients (local SGD)."""
+    sync: str = "ssgd"
+    """How the workers keep together: see `kfuse.comm.sync`."""
     drifted: int = 0
     """Local steps since the workers last had the same parameters (local SGD)."""
+    uneven: bool = False
+    """Some workers have made fewer updates than others since optimizer states were last averaged."""
     step: int = 0
     """Steps completed."""
     stage: int = Stage.BOUNDARY
@@ -53,12 +60,22 @@ class Progress:
     """The policies' factor on the learning rate."""
     schedule: float = 0.0
     """Progress of the learning-rate schedule, in steps of the base batch size."""
+    batch_change: tuple[float, float] | None = None
+    """The newest change of the batch size, where a warm-up follows it: see `lr_schedule.BatchChange`."""
     mean_grad_sq: float | None = None
     mean_grad_variance: float | None = None
     throughput: Throughput = field(default_factory=dict)
     """By worker number: see `load_balance`."""
     stragglers: tuple[int, ...] = ()
     """Numbers of the workers that were reported as stragglers."""
+    interference: bool | None = None
+    """Whether something else slows the workers' messages down; None: unknown."""
+    waiting: Waiting = (0.0, 0.0, 0)
+    """How long steps take, and how long they wait for data: see `input_bound`."""
+    input_bound: bool = False
+    """The leader waits for data for much of the time."""
+    held_back: bool = False
+    """A policy's request for more workers was refused since training became input-bound."""
     corrupt: tuple[int, ...] = ()
     """Numbers of the workers that audits have found to compute wrong gradients."""
     accuracy: float | None = None
@@ -71,6 +88,8 @@ class Progress:
     loss: float | None = None
     generation: int = 0
     """Generation of the view to switch to, if above that of the active view."""
+    announced: int = 0
+    """Number of the newest announcement of the control channel that is applied (pair averaging)."""
     resumed_at: int = 0
     """Step at which this run resumed. Views and stops announced before it are ignored: they were another run's."""
     stop: int = 0
@@ -81,9 +100,24 @@ class Progress:
     """By step, for steps whose statistics are not read yet: the settings it was made with."""
 
     @property
+    def is_local(self) -> bool:
+        """Whether each worker updates with its own gradients, in the coming step."""
+        return self.drifted > 0 or Sync.parse(self.sync).mode != "ssgd"
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each worker of several makes steps of its own (pair averaging), in the coming step."""
+        return Sync.parse(self.sync).mode == "pair"
+
+    @property
     def position(self) -> int:
         """How far this worker is: (step, stage) as one number. A larger one is further."""
         return self.step * len(Stage) + self.stage
+
+    @property
+    def unreported(self) -> int:
+        """The first step that is not reported yet: its statistics are not read, or it is the coming one."""
+        return min(self.contexts, default=self.step)
 
     def once(self, stage: Stage, act: Callable[[], object]) -> None:
         """Calls `act`, then marks `stage` as done. Does nothing if it is done already. If `act` raises, it is not done.
@@ -105,18 +139,33 @@ class Progress:
         target = settings.target_accuracy
         if target is not None and self.accuracy is not None and self.accuracy >= target:
             return "target_accuracy"
-        if settings.steps is not None and self.step >= settings.steps:
+        if settings.steps is not None and self.counted(settings, self.step) >= settings.steps:
             return "steps"
         if settings.epochs is not None and self.epoch >= settings.epochs:
             return "epochs"
         return None
 
+    def counted(self, settings: Settings, steps: int) -> float:
+        """Steps made so far, in the unit of settings.steps: optimizer steps, or with adascale the sum of their gains.
+
+        steps: optimizer steps made so far.
+        """
+        return self.schedule if settings.lr_scaling == "adascale" else steps
+
+    def is_last_step(self, settings: Settings, epoch_is_over: bool) -> bool:
+        """Whether training ends with the step under way, after its update. An evaluation may end it all the same."""
+        last_epoch = epoch_is_over and self.epoch + 1 == settings.epochs
+        last_step = settings.steps is not None and self.counted(settings, self.step + 1) >= settings.steps
+        return self.stop > 0 or last_epoch or last_step
+
     def planned_steps(self, settings: Settings, length: int | None) -> int:
         """Steps of this training, those done included, if the batch size stays. length: samples of an epoch, if known.
 
-        Raises TypeError if it is unknown.
+        With adascale at most so many: the coming gains, 1 or more, are unknown. Raises TypeError if it is unknown.
         """
-        limit = math.inf if settings.steps is None else settings.steps
+        limit = math.inf
+        if settings.steps is not None:
+            limit = self.step + math.ceil(max(0, settings.steps - self.counted(settings, self.step)))
         if settings.epochs is not None and length is not None:
             left = -(-(length - self.cursor) // self.batch_size)
             left += max(0, settings.epochs - self.epoch - 1) * -(-length // self.batch_size)
@@ -137,6 +186,19 @@ class Progress:
             self.best = score
         return best
 
+    def refuse_unknown_betas(self, saved: Mapping[str, Any], lr_betas: str) -> None:
+        """Raises ValueError if betas are to change now, and `saved` is a former version's, whose updates had several
+        batch sizes.
+
+        It counted updates by batch size, and the optimizer's state has no product of the betas. Which ones the updates
+        had is not known.
+        """
+        if lr_betas != "keep" and set(saved.get("updates", ())) - {self.began_with["batch_size"]}:
+            raise ValueError(
+                f"lr_betas={lr_betas}: must be keep with this state: it is a former version's, and does not tell "
+                "whether its betas have followed the batch size"
+            )
+
     def refuse_other_beginning(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError where a training with other arguments made `saved` (from `state_dict`), to go on from it.
 
@@ -156,6 +218,7 @@ class Progress:
         return asdict(self) | {"stage": int(self.stage)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets all fields, in place."""
+        """Sets all fields, in place. A former version's `updates` are left out: see `refuse_unknown_betas`."""
+        state = {name: value for name, value in state.items() if name != "updates"}
         contexts = {step: StepContext(**context) for step, context in state["contexts"].items()}
         vars(self).update(vars(Progress(**{**state, "contexts": contexts})))

@@ -1,15 +1,18 @@
 """Keeps the workers of one training in the same state: at the start, in each new view, and after a lost worker.
 
-After a worker is lost nothing is restarted. The survivors form a new group, take the state of the most advanced one
-(none can be more than one stage ahead, and no update is made in part), and continue; the samples of
-the lost worker's step are distributed over the rest.
+After a worker is lost nothing is restarted. The survivors form a new group, take the state of the most advanced one,
+and continue; the samples of the lost worker's step are distributed over the rest. The most advanced one is at most one
+stage ahead (with comm.sync=pair it may be steps ahead). With replicated state no update is made in part; with sharded
+state one may be, and the survivors finish it first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,10 @@ from kfuse.comm.group import CommError, drop_retired
 from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, DistributedOptimizer
+from kfuse.optim.flat import FlatOptimizer
+from kfuse.optim.sharding import ShardsLost
 from kfuse.session import Session
+from kfuse.train import kept_sums
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
 from kfuse.train.progress import Progress, Stage
@@ -30,6 +36,9 @@ from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
+    from kfuse.train.snapshots import Snapshots
+
+_LOG = logging.getLogger("kfuse")
 
 
 class Recovery:
@@ -46,16 +55,31 @@ class Recovery:
         reporter: Reporter,
         arguments: Mapping[str, Any],
         base_lr: float | None,
+        record_update: Callable[[], None],
     ) -> None:
         """arguments: what must be equal on all workers, by name: each computes its share of a step from it.
+
+        record_update: called where a step's update was finished here, and not by its body.
 
         base_lr: the configured learning rate, which replaces a checkpoint's; None: the checkpoint's is used.
         """
         self._session, self._opt, self._progress, self._decisions = session, opt, progress, decisions
         self._state, self._checkpoints, self._reporter = state, checkpoints, reporter
-        self._arguments, self._base_lr = dict(arguments), base_lr
+        self._arguments, self._base_lr, self._record_update = dict(arguments), base_lr, record_update
+        self._snapshots: Snapshots | None = None
+        if session.elastic and session.comm.sharded and session.comm.redundancy == "snapshot":
+            from kfuse.train.snapshots import Snapshots  # only where it is used
+
+            assert isinstance(opt, FlatOptimizer), "only these optimizers have sharded state"
+            self._snapshots = Snapshots(session, opt, state)
+        self._members: list[int] = []
+        """The numbers of the workers that had the newest view in which all had the state, in rank order."""
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
+        self.kept_sums: kept_sums.Kept = ()
+        """Of the step that comes, in a new view; the training takes them."""
         self._joined = self._has_state = False
+        self._lost: tuple[int, str] | None = None
+        """(step, reason) of the last loss of parts of sharded optimizer state; None once training goes on."""
         self._torn = False
         """This worker's tensors are a part of one state and a part of another: the worker that sent it was lost."""
         if checkpoints is not None and not session.elastic:
@@ -78,7 +102,9 @@ class Recovery:
             if isinstance(error, ControlError | CommError):
                 self._session.lost = True
                 self._opt.engine.abort()
-                if self._has_state and self._checkpoints is not None:
+                if self._session.comm.sharded:
+                    _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
+                elif self._has_state and self._checkpoints is not None:
                     self._checkpoints.save_last(self._progress.step, self._state.capture)
             elif isinstance(error, ConsistencyError | LoaderError):
                 self._session.give_up(str(error))
@@ -102,13 +128,19 @@ class Recovery:
         if session.elastic:
             session.check()
             drop_retired()
-        if self._checkpoints is not None:
-            self._checkpoints.save_when_due(at.step, at.epoch, self._state.capture)
+        if self._checkpoints is not None and not session.apart:  # else each worker has a model of its own
+            self._checkpoints.save_when_due(at.step, at.epoch, self._state.capture_on_leader)
+        if self._snapshots is not None:
+            self._snapshots.take_when_due(at.step)
         if session.view is None or at.generation <= session.view.generation:
+            self._decisions.measure_links()
             return
         started = time.perf_counter()
         if session.switch(at.generation):
             self._share_state(time.perf_counter() - started)
+            # A worker that joins begins here. With sharded state all must send it what is due: a snapshot, or a
+            # checkpoint that had to wait for the last one's writing.
+            self.cross_boundary()
         elif self._checkpoints is not None:
             self._checkpoints.close()
 
@@ -123,6 +155,7 @@ class Recovery:
         started = time.perf_counter()
         while True:
             self._opt.engine.abort()
+            self._opt.zero_grad()  # an update that failed has left the step's gradients
             self._align_engine()
             try:
                 if self._session.recover(error):
@@ -132,14 +165,35 @@ class Recovery:
                 error = again
 
     def _share_state(self, regroup_s: float = 0.0) -> None:
-        """In a new view: sends the most advanced worker's state to all that are behind it (new ones have none)."""
+        """In a new view: the most advanced worker's state comes to all that are behind it (new ones have none).
+
+        Where a part of the sharded optimizer state is on no worker any more, all go back to the last checkpoint.
+        """
+        try:
+            self._share_newest_state(regroup_s)
+        except ShardsLost as error:  # on all workers alike
+            self._lost, requested = (self._progress.step, str(error)), self._decisions.workers_requested
+            try:
+                self._has_state = self._snapshots is not None and self._snapshots.go_back()
+                self._align_engine()
+                self._share_newest_state(regroup_s, requested)
+            except ShardsLost:  # in the snapshot too
+                self._has_state = False
+                self._share_newest_state(regroup_s, requested)
+
+    def _share_newest_state(self, regroup_s: float, requested: int = 0) -> None:
+        """requested: how many workers this job was last asked for; 0: none were."""
         view, group = self._session.view, self._session.group
         if view is None:
             self._load_or_begin(restarted=False)
-            self._reporter.start(self._progress.step, self._restarts)
+            self._reporter.start(self._progress.unreported, self._restarts)
             self._reporter.resend(events=False)
             return
         started = time.perf_counter()
+        if self._has_state:
+            self._decisions.leave_view()
+        if self._opt.engine.options.sharded:
+            self._finish_interrupted_update()
         positions = self._gather_positions()
         begins = max(positions) < 0  # no worker has a state: the job starts, or restarts
         if begins:
@@ -147,23 +201,68 @@ class Recovery:
                 self._load_or_begin(restarted=view.reason != "start")
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
         newest = max(positions)
+        self.kept_sums = kept_sums.gather(self._opt.engine, group, newest, positions[group.rank])
         if min(positions) < newest:
             source = positions.index(newest)
             room = partial(self._make_room, begins=begins) if positions[group.rank] < newest else None
-            received = training_state.share(group, source, lambda: [self._arguments, self._state.capture()], room)
+            received = training_state.share(
+                group, source, lambda: [self._arguments, self._state.capture_common()], room
+            )
             if received is not None:
-                arguments, state = received
+                arguments, newest_state = received
                 self._refuse_other_arguments(arguments)
-                self._restore(state)
-        self._has_state, self._torn = True, False
+                self._state.restore_common(newest_state, keeps_shards=self._has_state)
+                self._align_engine()
+        self._opt.regroup(self._has_state or (begins and group.rank == 0))
+        if self._checkpoints is not None:
+            self._checkpoints.agree()
+        if self._snapshots is not None:
+            self._snapshots.agree()
+        self._has_state, self._torn, self._members = True, False, self._session.workers
         if begins:
-            self._decisions.workers_requested = self._decisions.workers_requested or view.size
-            self._reporter.start(self._progress.step, self._restarts)
+            self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
+            self._reporter.start(self._progress.unreported, self._restarts)
         elif group.rank == 0:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
+        if self._lost is not None and not begins:
+            self._reporter.start(self._progress.unreported, self._restarts, goes_back=True)
         if begins or group.rank == 0:
             self._reporter.resend(events=not begins)
         self._reporter.view(self._progress.step, view, regroup_s, time.perf_counter() - started)
+        if self._lost is not None:
+            (step, why), self._lost = self._lost, None
+            to, steps = "checkpoint" if begins else "snapshot", step - self._progress.step
+            self._reporter.event(self._progress.step, "went_back", to=to, steps=steps, why=why)
+        self._decisions.measure_links()
+        if behind := self._behind(positions):
+            self._reporter.event(self._progress.step, "left_out", workers=list(behind), steps=list(behind.values()))
+        choice = self._opt.engine.choice
+        if choice is not None and self._opt.engine.topology is None:
+            self._reporter.event(self._progress.step, "schedule", **asdict(choice))
+
+    def _finish_interrupted_update(self) -> None:
+        """With sharded state: where a survivor has begun the step's update, all end it, and one has all parameters.
+
+        That one is the most advanced then, and the others take over the rest of the state from it.
+        """
+        opt, at, group = self._opt, self._progress, self._session.group
+        assert isinstance(opt, FlatOptimizer), "only these optimizers have sharded state"
+        begun = self._has_state and at.stage == Stage.UPDATE and opt.has_begun(at.step)
+        mine = torch.tensor([at.position if self._has_state else -1, begun], device=group.device)
+        places = [row.tolist() for row in group.all_gather(mine, "how far the step's update is")]
+        newest = max(places)
+        if not newest[1]:
+            return  # nobody has: the step is made again. Or one is beyond it: then each has updated all of its part
+        source = places.index(newest)
+        given = training_state.share(group, source, opt.begun_update, None if begun else lambda structure: None)
+        if self._has_state:
+            rank = self._members.index(self._session.worker)
+            owner_is_lost = self._members[rank - 1] not in self._session.workers
+            opt.resume_update(given or opt.begun_update(), at.step, owner_is_lost)
+        opt.collect_parameters(source, self._has_state)
+        if group.rank == source:
+            self._record_update()
+            self._align_engine()
 
     def _make_room(self, structure: Any, begins: bool) -> list[Any] | None:
         """The newest state is about to arrive. Returns this worker's own tensors, to be overwritten in place, or None.
@@ -177,10 +276,23 @@ class Recovery:
         _, state = structure
         return [None, self._state.room_for(state)]
 
+    def checkpoint_is_due(self, steps: int) -> bool:
+        """Whether one is to be written after so many steps, if the one before is over by then."""
+        return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
+
+    def take_leaders_state(self) -> None:
+        """All workers have averaged their models: each takes rank 0's state of all else. Raises CommError."""
+        group = self._session.group
+        received = training_state.share(
+            group, 0, self._state.capture_small, None if group.rank == 0 else lambda structure: None
+        )
+        if received is not None:
+            self._state.restore_small(received)
+
     def save_last(self) -> None:
         """Training is over: writes a last checkpoint, if checkpoints are enabled."""
         if self._checkpoints is not None:
-            self._checkpoints.save_last(self._progress.step, self._state.capture)
+            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
             if not self._progress.stop:  # a job that was told to stop has little time left
                 self._checkpoints.close()
 
@@ -220,6 +332,16 @@ class Recovery:
         mine = torch.tensor([self._progress.position if self._has_state else -1], device=group.device)
         return [int(position) for position in group.all_gather(mine, "progress of each worker")]
 
+    def _behind(self, positions: Sequence[int]) -> dict[int, int]:
+        """Where each worker was at a step of its own: how many steps fewer than the furthest one's, of those behind.
+
+        positions: by rank, as of `_gather_positions`.
+        """
+        stages = len(Stage)
+        made = {rank: at // stages + (at % stages > Stage.UPDATE) for rank, at in enumerate(positions) if at >= 0}
+        most, workers = max(made.values()), self._session.workers
+        return {workers[rank]: most - steps for rank, steps in made.items() if steps < most and self._progress.is_apart}
+
     def _refuse_other_arguments(self, theirs: Mapping[str, Any]) -> None:
         """Raises ValueError if this worker's arguments differ from those of the worker whose state it receives."""
         mine = self._arguments
@@ -234,6 +356,10 @@ class Recovery:
         """Begins from a checkpoint, or the state given, if there is one; else applies the policy's initial settings."""
         at = self._progress
         saved: Mapping[str, Any] | None = None if self._checkpoints is None else self._checkpoints.load(restarted)
+        if saved is None and self._lost is not None:
+            why = f"{self._lost[1]}, and there is no checkpoint to go on from"
+            self._session.give_up(why)
+            raise ShardsLost(why)
         saved = self._given if saved is None else saved
         if saved is None and self._torn:
             raise RuntimeError(
@@ -245,12 +371,13 @@ class Recovery:
         else:
             began_with = at.began_with
             at.refuse_other_beginning(saved["progress"])
+            at.refuse_unknown_betas(saved["progress"], self._arguments["lr_betas"])
             self._restore(saved)
             at.began_with = began_with
             if self._base_lr is not None:
                 for group in self._opt.param_groups:
                     group["lr"] = self._base_lr
-            at.stop = at.generation = 0
+            at.stop = at.generation = at.announced = 0
             at.corrupt = ()  # numbers of another job's workers
             at.resumed_at = at.step
             if self._session.view is not None:

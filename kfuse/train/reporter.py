@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from kfuse.elastic.protocol import View
+from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
 from kfuse.session import Session
 from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
@@ -21,7 +22,10 @@ _RECENT_STEPS = 128
 
 
 class Reporter:
-    """Every worker calls it in the same way; only rank 0's records are sent."""
+    """Every worker calls it in the same way; only rank 0's records are sent.
+
+    With pair averaging each worker sends the ledger's lines of its own micro-batches.
+    """
 
     def __init__(
         self, session: Session, settings: Settings, samples_an_epoch: int | None, output: Output | None = None
@@ -34,15 +38,21 @@ class Reporter:
         self._keeper = output or session
         self.recent: deque[list[tuple[str, dict[str, Any]]]] = deque(maxlen=_RECENT_STEPS)
         """The newest records, which a lost leader or supervisor may not have written: see `resend`."""
+        self._told: dict[str, Any] = {}
+        """Signals beside the columns, as records have told them so far; empty: the next record has all of them."""
+        self._told_before: dict[str, Any] = {}
+        """The same of the records that are older than the `recent` ones, as they have it."""
 
     def state_dict(self) -> dict[str, Any]:
         """The newest records, for the next leader."""
-        return {"recent": list(self.recent)}
+        return {"recent": list(self.recent), "told_before": self._told_before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over another worker's records."""
         self.recent.clear()
         self.recent.extend(state["recent"])
+        self._told_before = dict(state.get("told_before", {}))
+        self._told = {}  # here other steps were told
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:
         if self._session.group.rank == 0:
@@ -51,7 +61,7 @@ class Reporter:
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """A line of events.jsonl: something that happened at this step."""
         data = {"step": step, "kind": kind, **fields}
-        self.recent.append([("event", data)])
+        self._remember([("event", data)])
         self._send("event", data)
 
     def loader_lost(self, step: int, pid: int, how: str) -> None:
@@ -60,15 +70,28 @@ class Reporter:
         data = {"step": step, "kind": "loader_lost", "worker": worker, "pid": pid, "how": how}
         self._keeper.report("event", data)
 
-    def start(self, step: int, restarts: bool) -> None:
-        """Training begins at `step` (above 0: from a checkpoint); sends its planned length in samples and steps.
+    def policy_failed(self, step: int, **fields: Any) -> None:
+        """The policy has raised an error on this worker; any worker's is reported, not rank 0's alone."""
+        self._keeper.report("event", self.policy_failure(step, **fields))
 
-        restarts: started anew, it would go on from its own checkpoints.
+    def policy_failure(self, step: int, **fields: Any) -> dict[str, Any]:
+        """The event that `policy_failed` reports."""
+        worker = self._session.workers[self._session.group.rank]
+        return {"step": step, "kind": "policy_failed", "worker": worker, **fields}
+
+    def start(self, step: int, restarts: bool, goes_back: bool = False) -> None:
+        """Training begins; sends its planned length in samples and steps.
+
+        step: the first one that will be reported. Above 0 (from a checkpoint) it is the one before the coming step:
+        the policy sees that one's figures with the present workers and bounds, so its record is written anew as well.
+        restarts: started anew, it would go on from its own checkpoints. goes_back: it is under way, and goes on from an
+        earlier step.
         """
+        self._told = {}
         epochs = self._settings.epochs
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
-        length = {"samples": total, "steps": self._settings.steps}
-        self._send("start", {**length, "step": step, "training": self._session.training, "restarts": restarts})
+        about = {"samples": total, "steps": self._settings.steps, "step": step, "training": self._session.training}
+        self._send("start", {**about, "restarts": restarts, "goes_back": goes_back})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:
         """A new view is active. regroup_s, transfer_s: seconds for forming the group, for sending the state."""
@@ -84,31 +107,62 @@ class Reporter:
         }
         self._send("event", data)
 
-    def step(self, stats: StepStats, context: StepContext, samples: StepSamples | None) -> None:
-        """A finished step's figures. samples: those it used, if a ledger was asked for."""
+    def step(self, stats: StepStats, context: StepContext, signals: Signals, samples: StepSamples | None) -> None:
+        """A finished step's figures. samples: those it used, if a ledger was asked for.
+
+        signals: what a policy sees of the step. What the columns lack of it is recorded where it has changed, so that
+        any policy can be replayed on the run.
+        """
         if not self._keeper.is_recorded:
             return
         figures = {name: getattr(context if name in _OF_CONTEXT else stats, name) for name in METRICS}
         if stats.figures:
             figures["figures"] = stats.figures
+        if changed := self._changed(signals):
+            figures["signals"] = changed
         records = [("metrics", figures)]
         if stats.skipped:
             self.event(stats.step, "skipped", why="a gradient was not finite")
+        mine = None if context.share is None else range(*context.share)
+        whose = {} if mine is None else {"worker": context.members[0]}
         if samples is not None:
-            for j in range(len(samples.sizes)):
-                entry = {"step": stats.step, "micro_batch": j, "indices": samples.of(j).tolist()}
+            for j in range(len(samples.sizes)) if mine is None else mine:
+                entry = {"step": stats.step, "micro_batch": j, **whose, "indices": samples.of(j).tolist()}
                 records.append(("ledger", entry))
-        self.recent.append(records)
+        self._remember(records)
         for kind, data in records:
-            self._send(kind, data)
+            if kind == "ledger" and mine is not None:  # no other worker knows them
+                self._keeper.report(kind, data)
+            else:
+                self._send(kind, data)
+
+    def _changed(self, signals: Signals) -> dict[str, Any]:
+        """The signals beside the columns that differ from those of the last record, in plain values."""
+        changed = {}
+        for name in OTHER_SIGNALS:
+            value = getattr(signals, name)
+            if name not in self._told or value != self._told[name]:
+                self._told[name] = value
+                changed[name] = asdict(value) if isinstance(value, Bounds) else value
+        return changed
+
+    def _remember(self, records: list[tuple[str, dict[str, Any]]]) -> None:
+        """Keeps records for the next leader, in place of the oldest."""
+        if len(self.recent) == _RECENT_STEPS:
+            for _, data in self.recent.popleft():
+                self._told_before |= data.get("signals", {})
+        self.recent.append(records)
 
     def resend(self, events: bool) -> None:
         """Sends the newest records again: the last leader may have been lost before it sent them.
 
         events: whether events are sent too. The supervisor drops records that it has already.
         """
+        told: dict[str, Any] | None = self._told_before  # for the first record: nothing may be written before it
         for records in self.recent:
             for kind, data in records:
+                if kind == "metrics" and told is not None:
+                    data, told = data | {"signals": told | data.get("signals", {})}, None
                 if events or kind != "event":
                     self._send(kind, data)
 

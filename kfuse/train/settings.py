@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kfuse.comm.plan import CommOptions
 from kfuse.data.fetching import Loading
 from kfuse.data.given import TrainingData
+from kfuse.optim import DistributedOptimizer
+from kfuse.optim.batch_betas import Betas
 from kfuse.optim.scaling import check_clip_norm
-from kfuse.policies.signals import BATCH_MAX, Bounds
+from kfuse.policies.signals import BATCH_MAX, BasePolicy, Bounds
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
 from kfuse.train.precision import PRECISIONS
+from kfuse.train.refusals import Spelling, refuse_betas, refuse_fisher, refuse_modes, refuse_rates
 
 WORKERS_MAX = 2**20
 """Upper bound of workers for policies where no other is known: the supervisor applies the job's own limits."""
@@ -24,11 +28,13 @@ class Settings:
     batch_size: int
     """Samples per optimizer step, over all workers, at the start."""
     micro_batch: int
-    """Samples per forward and backward."""
+    """Samples per forward and backward, of a batch of the first size."""
     bounds: Bounds
+    max_micro_batch: int | None = None
+    """Micro-batches of a larger batch get larger too, up to this: see `micro_batch_of`. None: they stay as they are."""
     epochs: int | None = 1
     steps: int | None = None
-    """With `epochs`: whichever ends first."""
+    """With `epochs`: whichever ends first. With lr_scaling="adascale" scale-invariant steps: see `LRSchedule`."""
     target_accuracy: float | None = None
     """Training ends once an evaluation reaches it."""
     eval_every: int | None = None
@@ -38,6 +44,10 @@ class Settings:
     decay: Decay = "none"
     decay_fraction: float = 0.1
     """Of the run: the last part of it, in which decay="wsd" lowers the rate."""
+    change_warmup_steps: int = 0
+    """After a change of the batch size that raises the rate, in steps of the first batch size."""
+    lr_betas: Betas = "keep"
+    """How AdamW's betas follow the batch size: see `kfuse.optim.batch_betas`."""
     clip_norm: float | None = None
     """Largest norm of the mean gradient in this training; None: the optimizer's own."""
     precision: str = "fp32"
@@ -46,8 +56,6 @@ class Settings:
     """Of data order and of the micro-batches' random numbers."""
     base_lr: float | None = None
     """The configured learning rate, which wins over a checkpoint's; None: group["lr"] is the user's."""
-    sync_every: int = 1
-    """Steps between synchronisations of the workers: see kf.set_sync."""
     balance: bool = True
     """Give slower workers fewer micro-batches."""
     loading: Loading = field(default_factory=Loading)
@@ -55,11 +63,28 @@ class Settings:
     ledger: bool = False
     """Report each micro-batch's sample indices."""
 
+    def micro_batch_of(self, batch_size: int, workers: int) -> int:
+        """Samples of each micro-batch in a step of `batch_size` samples; the step's last one may have fewer.
+
+        A multiple of `micro_batch`, at most `max_micro_batch`. Of a batch that is at least the first one there are at
+        least as many micro-batches as of that one, so that the statistics stay as good; and as many on each worker,
+        where whole multiples allow it. workers: 1 where bits may not depend on their number.
+        """
+        unit, most = self.micro_batch, self.max_micro_batch or self.micro_batch
+        count = max(-(-self.batch_size // unit), -(-batch_size // most))
+        count = -(-count // workers) * workers
+        size = -(-batch_size // (count * unit)) * unit
+        if -(-batch_size // size) < count:  # rounded up, too few are left
+            size -= unit
+        return max(size, unit)
+
     def shared(self) -> dict[str, Any]:
         """The settings, by name, that must be equal on all workers: each computes its share of a step from them."""
-        sizes = ("seed", "batch_size", "micro_batch", "epochs", "steps", "eval_every", "target_accuracy", "precision")
-        rates = ("lr_scaling", "warmup_steps", "decay", "decay_fraction")
-        return {name: getattr(self, name) for name in sizes + rates} | {"max_batch_size": self.bounds.batch_max}
+        sizes = ("seed", "batch_size", "micro_batch", "max_micro_batch", "epochs", "steps")
+        others = ("eval_every", "target_accuracy", "precision")
+        rates = ("lr_scaling", "warmup_steps", "decay", "decay_fraction", "change_warmup_steps", "lr_betas")
+        values = {name: getattr(self, name) for name in sizes + others + rates}
+        return values | {"max_batch_size": self.bounds.batch_max}
 
     def schedule(self, samples: int | None) -> LRSchedule:
         """The learning rate's schedule over this training, of `samples` an epoch; None: a stream. Raises ValueError."""
@@ -70,8 +95,30 @@ class Settings:
             )
         length = None if self.epochs is None or samples is None else self.epochs * samples
         return LRSchedule(
-            self.lr_scaling, self.warmup_steps, self.decay, self.batch_size, length, self.steps, self.decay_fraction
+            self.lr_scaling,
+            self.warmup_steps,
+            self.decay,
+            self.batch_size,
+            length,
+            self.steps,
+            self.decay_fraction,
+            self.change_warmup_steps,
+            self.lr_betas,
         )
+
+    def check(self, policy: BasePolicy, opt: DistributedOptimizer, scheduler: str | None, comm: CommOptions) -> None:
+        """Raises ValueError where the policy or the optimizer does not go with these settings, or with one another.
+
+        scheduler: as in `refuse_rates`.
+        """
+        kind = type(opt)
+        spelling = Spelling(type(policy).__name__, type(getattr(opt, "inner", opt)).__name__)
+        # Read only of an optimizer whose betas follow: others may have none.
+        betas = ((float(group["betas"][0]), float(group["betas"][1])) for group in opt.param_groups)
+        refuse_rates(policy, self.lr_scaling, self.decay, scheduler, spelling)
+        refuse_betas(self.lr_betas, self.lr_scaling, kind, betas, self.batch_size, self.bounds.batch_max, spelling)
+        refuse_fisher(policy, kind, comm.sharded, spelling)
+        refuse_modes(policy, lambda mode: replace(comm, sync=mode), spelling)
 
 
 def user_settings(
@@ -82,6 +129,7 @@ def user_settings(
     epochs: int | None,
     steps: int | None,
     seed: int,
+    max_micro_batch: int | None = None,
     eval_every: int | None = None,
     **others: Any,
 ) -> Settings:
@@ -100,12 +148,15 @@ def user_settings(
         batch_size,
         micro_batch,
         Bounds(micro_batch, most, 1, WORKERS_MAX),
+        max_micro_batch=_optional("max_micro_batch", max_micro_batch, 1),
         epochs=1 if epochs is None and steps is None else _optional("epochs", epochs, 0),
         steps=_optional("steps", steps, 0),
         eval_every=_optional("eval_every", eval_every, 1),
         seed=whole("seed", seed),
         **others,
     )
+    if (largest := settings.max_micro_batch) is not None and largest % micro_batch:
+        raise ValueError(f"max_micro_batch={largest}: must be a multiple of micro_batch={micro_batch}")
     if settings.precision not in PRECISIONS:
         raise ValueError(f"precision={settings.precision!r}: must be one of {', '.join(PRECISIONS)}")
     if settings.target_accuracy is not None and not 0 < settings.target_accuracy <= 1:

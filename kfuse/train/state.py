@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +20,11 @@ from torch.nn import Parameter
 
 from kfuse.comm.chunks import cut, dense, gather, memory, scatter
 from kfuse.comm.group import Group
+from kfuse.comm.tail import Announcement
 from kfuse.optim import DistributedOptimizer
 
 _TRANSFER = "state of the most advanced worker"
+_LARGE = ("model", "trainable", "optimizer", "synchronisation")
 _PLAIN = frozenset((type(None), bool, int, float, str))
 
 
@@ -66,8 +69,34 @@ class TrainingState:
         self._parts = dict(parts)
 
     def capture(self) -> dict[str, Any]:
-        """The state of each part, by name. Tensors are the parts' own, not copies."""
+        """The state of each part, by name. Tensors are the parts' own, not copies.
+
+        With sharded optimizer state those are gathered: every worker calls it, and gets all. Raises CommError.
+        """
         return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def capture_on_leader(self) -> dict[str, Any]:
+        """As `capture`, but rank 0 alone gets the shards of the optimizer's state."""
+        return self._capture(lambda opt: opt.gathered_state(0))
+
+    def capture_common(self) -> dict[str, Any]:
+        """As `capture`, without the shards of the optimizer's state: no collective."""
+        return self._capture(lambda opt: opt.common_state())
+
+    def _capture(self, of_optimizer: Callable[[DistributedOptimizer], dict[str, Any]]) -> dict[str, Any]:
+        return {
+            name: of_optimizer(part) if isinstance(part, DistributedOptimizer) else part.state_dict()
+            for name, part in self._parts.items()
+        }
+
+    def capture_small(self) -> dict[str, Any]:
+        """As `capture`, without the model, the optimizer, and how the models are kept together."""
+        return {name: self._parts[name].state_dict() for name in self._parts if name not in _LARGE}
+
+    def restore_small(self, state: Mapping[str, Any]) -> None:
+        """Loads what `capture_small` returned, in the order of declaration."""
+        for name in state:
+            self._parts[name].load_state_dict(state[name])
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError where the state is of other parts: a learning-rate scheduler that only one of them has."""
@@ -86,20 +115,59 @@ class TrainingState:
             if isinstance(part, DistributedOptimizer) and name in state:
                 part.make_room(state[name])
         kinds = DistributedOptimizer | nn.Module
-        return {name: part.state_dict() for name, part in self._parts.items() if isinstance(part, kinds)}
+        return {
+            name: part.common_state() if isinstance(part, DistributedOptimizer) else part.state_dict()
+            for name, part in self._parts.items()
+            if isinstance(part, kinds)
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
 
+        Sharded optimizer state stays whole on this worker; the others get their shards by its `regroup`.
         Raises ValueError as `check` does, and for a part that does not take its state.
         """
+        self._restore(state, lambda opt, of_opt: opt.load_gathered_state(of_opt))
+
+    def restore_common(self, state: Mapping[str, Any], keeps_shards: bool) -> None:
+        """Loads what `capture_common` returned, as `restore` does.
+
+        keeps_shards: those of sharded optimizer state that this worker has are of the same step.
+        """
+        self._restore(state, lambda opt, of_opt: opt.load_common_state(of_opt, keeps_shards))
+
+    def _restore(self, state: Mapping[str, Any], load: Callable[[DistributedOptimizer, dict[str, Any]], None]) -> None:
         self.check(state)
         for name, part in self._parts.items():
             try:
-                part.load_state_dict(state[name])
+                if isinstance(part, DistributedOptimizer):
+                    load(part, state[name])
+                else:
+                    part.load_state_dict(state[name])
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(f"another program's state: its {name} does not fit: {why}") from error
+
+
+def with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, seed: int) -> dict[str, Any]:
+    """What `TrainingState.capture` returned of a training without a scheduler, with other settings, nothing pending.
+
+    batch_size, lr_scale, seed (of the data order): hold from the next step on. Left out is what the training had
+    decided, or was about to report: records of its last steps have announcements in them. The policy's state is empty.
+    The state that is given does not change; both share tensors.
+    """
+    silent: dict[str, Any] = {"in_flight": [], "unread": []}
+    at, optimizer = state["progress"], state["optimizer"]
+    settings = {"batch_size": batch_size, "lr_scale": lr_scale, "began_with": at["began_with"] | {"seed": seed}}
+    return {
+        **state,
+        "progress": {**at, **settings, "contexts": {}, "best": None},
+        "optimizer": {**optimizer, "kfuse": {**optimizer["kfuse"], **silent}},
+        "statistics": {**state["statistics"], **silent},
+        "decisions": {**state["decisions"], "workers_requested": 0, "requested": asdict(Announcement())},
+        "policy": {},
+        "records": {"recent": [], "told_before": {}},
+    }
 
 
 # -- from one worker to others ----------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
+from kfuse.comm.arrival import reads_are_noticed
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
@@ -25,19 +27,21 @@ from kfuse.optim.consistency import parameter_layout
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
-from kfuse.train import load_balance, running
-from kfuse.train.decisions import Decisions
+from kfuse.train import kept_sums, load_balance, running, user_stop
+from kfuse.train.decisions import Decisions, refuse_pair_alone
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
 from kfuse.train.loss import Objective
-from kfuse.train.lr_schedule import UserSchedule
+from kfuse.train.lr_schedule import UserSchedule, has_scheduler
 from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
+from kfuse.train.policy_calls import OnError, PolicyCalls
 from kfuse.train.progress import Progress, Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
 from kfuse.train.state import Stateful, Trainable, TrainingState
 from kfuse.train.step import Step, StepSamples
+from kfuse.train.synchronisation import Synchronisation
 
 _LOG = logging.getLogger("kfuse")
 
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from kfuse.checkpoint.saved_model import SavedModel
     from kfuse.train.audit import Audit
     from kfuse.train.output import Output
+    from kfuse.train.pair import PairAveraging
 
 
 class Trainer:
@@ -59,6 +64,7 @@ class Trainer:
         settings: Settings,
         *,
         policy: BasePolicy | None = None,
+        on_error: OnError = "stop",
         scheduler: UserSchedule | None = None,
         checkpoints: Checkpoints | None = None,
         saved_model: SavedModel | None = None,
@@ -70,7 +76,9 @@ class Trainer:
         user_loop: bool = False,
         several_backwards: bool = False,
     ) -> None:
-        """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
+        """on_error: what follows where the policy raises: see `kfuse.train.policy_calls`.
+
+        scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
         saved_model: writes the model when training is over, and the best one by evaluation; None: neither is written.
         output: of a script, in place of these two; its records go there.
@@ -93,16 +101,19 @@ class Trainer:
             raise ValueError("scheduler_interval='epoch': must be 'step', as a stream has no epochs")
         self._scheduler = scheduler
         self._saved_model = saved_model if output is None else output.saved_model
-        self._schedule = settings.schedule(self._sampler.length)
+        schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
+        of_user = "a torch scheduler that was made for this optimizer" if has_scheduler(opt) else None
+        given = of_user if scheduler is None else f"scheduler={type(scheduler.scheduler).__name__}"
+        settings.check(self.policy, opt, given, self.session.comm)
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
         self._forward = Forward(model, self._objective, opt, heldout, settings.precision, self.session.group.device)
         self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(
             settings.batch_size,
-            settings.sync_every,
+            self.session.comm.sync,
             began_with={
                 "batch_size": settings.batch_size,
                 "optimizer": type(getattr(opt, "inner", opt)).__name__.removeprefix("Fused"),
@@ -110,10 +121,13 @@ class Trainer:
                 "dataset size": self._sampler.length,
             },
         )
+        for mode in (self.progress.sync, *self.policy.modes):
+            refuse_pair_alone(self.session, mode)
+        kept_sums.refuse(self.session, settings)
+        self._synchronisation = Synchronisation(self.session, opt, self.progress, self._new_pair)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
-        self.decisions = Decisions(
-            self.session, self.policy, opt, self._schedule, settings, self.progress, self._reporter
-        )
+        self._calls = PolicyCalls(self.policy, on_error, self.session, self.progress, self._reporter)
+        self.decisions = Decisions(self.session, self._calls, opt, schedule, settings, self.progress, self._reporter)
         if several:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
@@ -131,8 +145,9 @@ class Trainer:
             "trainable": Trainable(opt),
             "optimizer": opt,
             "statistics": opt.statistics,
-            "policy": self.policy,
+            "policy": self._calls,
             "progress": self.progress,
+            "synchronisation": self._synchronisation,
             "decisions": self.decisions,
             "records": self._reporter,
         }
@@ -150,14 +165,21 @@ class Trainer:
             | {
                 "samples of data": self._sampler.length,
                 "comm.audit_every": self.session.comm.audit_every,
+                "comm.state": self.session.comm.state,
+                "elastic.keep_sums": self.session.comm.keep_sums,
                 "types and memory layouts of parameters": parameter_layout(
                     p for group in opt.param_groups for p in group["params"]
                 ),
             },
             base_lr=settings.base_lr,
+            record_update=self._record_finished_update,
         )
         self._under_way: tuple[Step, int] | None = None
         """The step whose body runs, and how many steps the engine had made before it."""
+        self._newest: Step | None = None
+        """The newest step."""
+        self._members: tuple[int, ...] = ()
+        """The numbers of the workers that make it, in rank order."""
         self._idle_is_told = False
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
@@ -200,8 +222,8 @@ class Trainer:
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
         prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
-        with prepared, decisions, running.active(self), fetching, recovery.guarded():
-            self.policy.before_train()
+        with user_stop.CtrlC(), prepared, decisions, running.active(self), fetching, recovery.guarded():
+            self._calls.hook("before_train")
             while not (self.over or self.session.left):
                 try:
                     recovery.join()
@@ -216,9 +238,9 @@ class Trainer:
                         step = self._next_step()  # its samples, its learning rate
                         yield from self._yielded(step)  # forward, backward (buckets are reduced meanwhile), update
                         at.once(Stage.UPDATE, partial(self._end_update, step))
-                    at.once(Stage.AFTER_STEP, self.policy.after_step)
+                    at.once(Stage.AFTER_STEP, partial(self._calls.hook, "after_step"))
                     at.once(Stage.DECIDE, self._report_and_decide)  # applies what was announced
-                    at.once(Stage.AVERAGE, self._average_models)
+                    at.once(Stage.AVERAGE, self._synchronise)
                     at.once(Stage.EVALUATE, self._evaluate_when_due)
                     at.once(Stage.AFTER_EPOCH, self._after_epoch_when_over)
                     at.once(Stage.END, self._end_epoch_when_over)
@@ -226,7 +248,8 @@ class Trainer:
                 except CommError as error:
                     recovery.recover(error)
         if self.over:
-            self.policy.after_train()
+            with user_stop.CtrlC():
+                self._calls.hook("after_train")
 
     def _new_fetcher(self, watch: GeneratorWatch | None) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
@@ -240,6 +263,16 @@ class Trainer:
             self._reporter.loader_lost(self.progress.step, pid, how)
 
         return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report, watch)
+
+    def _new_pair(self) -> PairAveraging:
+        """The rule of `comm.sync=pair`."""
+        from kfuse.train.pair import PairAveraging  # only where it is used
+
+        def agree() -> None:
+            self._report_and_decide(lag=0)
+            self._recovery.take_leaders_state()
+
+        return PairAveraging(self.session, self.opt, self.progress, self.decisions, self.settings.seed, agree)
 
     def _new_audit(self) -> Audit | None:
         """As `comm.audit_every` says. Raises ValueError where kfuse cannot run a micro-batch again."""
@@ -263,11 +296,15 @@ class Trainer:
             opt.statistics.begin_run()
             opt.engine.step = 0
             opt.loop_handles_lost_workers = self._user_loop and self.session.elastic
+            opt.engine.overlap(not self._user_loop and not self.session.elastic and reads_are_noticed(self.model))
             yield
         finally:
+            self._synchronisation.close()
             opt.loop_handles_lost_workers = False
+            opt.engine.overlap(False)
             opt.statistics.end_run()
             opt.lr_factor = 1.0
+            opt.set_batch_betas(None)
             if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
                 opt.clip_norm = own
 
@@ -277,13 +314,15 @@ class Trainer:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
         self.decisions.set_learning_rate()
         if self.progress.cursor == 0:
-            self.policy.before_epoch()
-        self.policy.before_step()
+            self._calls.hook("before_epoch")
+        self._calls.hook("before_step")
 
     def _next_step(self) -> Step:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, group = self.progress, self.session.group
-        samples = self._samples(at.epoch, at.cursor, at.batch_size)
+        workers = 1 if self.opt.engine.options.reproducible else group.size
+        micro_batch = self.settings.micro_batch_of(at.batch_size, workers)
+        samples = self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
         if -(-at.batch_size // samples.micro_batch) < samples.workers and not self._idle_is_told:
             self._tell_of_idle_workers(samples)
         self.decisions.set_learning_rate()
@@ -291,23 +330,57 @@ class Trainer:
             watch.before_step()
         if self._scheduler is not None:
             self._scheduler.before_step()
-        local = group.size > 1 and (at.sync_every > 1 or at.drifted > 0)  # a step of local SGD
+        self._synchronisation.before_step()
         weigh = None if self._objective.weight_fn is None else self._objective.weight
         audited = None if self._audit is None else self._audit.before_step(samples)
-        announcement, local_rank = self.decisions.announcement(), group.rank if local else None
-        self.opt.begin(samples.plan(announcement, local_rank, weigh is not None, audited))
+        kept, self._recovery.kept_sums = self._recovery.kept_sums, ()
+        if kept and audited is None:
+            samples = samples.going_on(kept)
+        if samples.kept:
+            count = sum(map(len, samples.kept))
+            self._reporter.event(at.step, "kept_sums", kept=count, run_again=len(samples.sizes) - count)
+        if self.session.apart:
+            plan = samples.plan_alone(group.rank, weigh is not None)
+        else:
+            local_rank = group.rank if group.size > 1 and at.is_local else None
+            own = self._times_before(samples.workers), self._fisher() if local_rank is None else None
+            plan = samples.plan(self.decisions.announcement(), local_rank, weigh is not None, audited, *own)
+        self.opt.begin(plan)
         self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
-        return Step(
+        self._members = tuple(self.session.workers)
+        self._newest = Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
         )
+        return self._newest
 
-    def _samples(self, epoch: int, cursor: int, count: int) -> StepSamples:
+    def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
         indices = self._sampler.indices(epoch, cursor, count)
         workers = self.session.workers
         relative = load_balance.relative_throughput(self.progress.throughput, workers)
-        shares = load_balance.shares(relative) if self.settings.balance else None
+        # Apart, each worker knows its own speed only: unequal shares would leave samples out.
+        balanced = self.settings.balance and not self.progress.is_apart
+        shares = load_balance.shares(relative) if balanced else None
         aligned = self.opt.engine.options.reproducible
-        return StepSamples(epoch, cursor, indices, self.settings.micro_batch, len(workers), shares, aligned)
+        return StepSamples(epoch, cursor, indices, micro_batch, len(workers), shares, aligned)
+
+    def _times_before(self, workers: int) -> tuple[float, float]:
+        """Seconds of the step before, and those of them that this worker waited for data; 0.0 where they do not stand
+        for steps with the present settings: it had others, was the shorter last one of its epoch, or is unknown.
+        """
+        at, length = self.progress, self._sampler.length
+        before = at.contexts.get(at.step - 1)
+        if before is None or (before.batch_size, before.workers) != (at.batch_size, workers):
+            return 0.0, 0.0
+        if length is not None and before.cursor + before.batch_size > length:
+            return 0.0, 0.0
+        return before.step_time_s, before.data_wait_s
+
+    def _fisher(self) -> Tensor | None:
+        """On rank 0, in the steps in which the policy needs it: trace and largest entry of the diagonal Fisher."""
+        every = self.policy.fisher_every
+        if every is None or self.progress.step % every or self.session.group.rank:
+            return None
+        return self.opt.fisher()
 
     def _tell_of_idle_workers(self, samples: StepSamples) -> None:
         """Warns once: some workers have nothing to do in a step."""
@@ -350,12 +423,21 @@ class Trainer:
         The reduction is over with the last micro-batch's backward, before opt.step().
         """
         engine = self.opt.engine
-        return engine.step == before + 1 and engine.reduced is None
+        return engine.step == before + 1 and engine.reduced is None and not self.opt.worker_is_lost
+
+    def _record_finished_update(self) -> None:
+        """A worker was lost in a step's update, and the others have ended it: as after opt.step()."""
+        assert self._newest is not None and self.opt.begun is not None
+        self.opt.take_statistics(self.opt.begun)
+        self.progress.once(Stage.UPDATE, partial(self._end_update, self._newest))
 
     def _end_update(self, step: Step) -> None:
         """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
         at, count = self.progress, len(step.samples.indices)
+        step_time_s, data_wait_s = _as_sent(step.seconds()), _as_sent(step.data_wait_s)
         self.decisions.announcement_sent()
+        self.decisions.count_update(count)
+        own = self.session.group.rank if self.session.apart else None
         at.contexts[at.step] = StepContext(
             epoch=at.epoch,
             cursor=at.cursor,
@@ -364,42 +446,44 @@ class Trainer:
             lr_scale=at.lr_scale,
             batch_size=at.batch_size,
             workers=step.samples.workers,
-            members=tuple(self.session.workers),
-            step_time_s=step.seconds(),
-            data_wait_s=step.data_wait_s,
-            data_bytes_per_s=step.data_bytes / step.seconds(),
+            done=self.decisions.done(at.samples + count),
+            members=self._members if own is None else (self.session.workers[own],),
+            share=(step.mine.start, step.mine.stop) if own is not None and isinstance(step.mine, range) else None,
+            step_time_s=step_time_s,
+            data_wait_s=data_wait_s,
+            data_bytes_per_s=step.data_bytes / step_time_s,
+            micro_batch=step.samples.micro_batch,
         )
-        at.schedule = self._schedule.advance(at.schedule, count, at.mean_grad_sq, at.mean_grad_variance)
         if self._scheduler is not None:
             self._scheduler.after_step()
         for watch in self._watches:
             watch.after_step(self.session.group.rank == 0)
         at.samples += count
         at.cursor += count
-        if at.sync_every > 1 or at.drifted > 0:
+        if at.is_local:
             at.drifted += 1
+            at.uneven |= any(not step.samples.range_of(rank) for rank in range(step.samples.workers))
 
     def _report_and_decide(self, lag: int = 1) -> None:
         """For each step whose statistics have arrived, but not the newest `lag`: reports it, decides, applies."""
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
-            self.decisions.update_progress(stats, context.members)
+            self.decisions.update_progress(stats, context)
             used = None
             if self.settings.ledger:
-                used = self._samples(context.epoch, context.cursor, round(stats.samples))
-            self._reporter.step(stats, context, used)
-            self.decisions.decide(stats, context)
+                count = round(stats.samples) if context.share is None else context.batch_size
+                micro_batch = context.micro_batch or self.settings.micro_batch
+                used = self._samples(context.epoch, context.cursor, count, micro_batch)
+            signals = self.decisions.signals(stats, context)
+            self._reporter.step(stats, context, signals, used)
+            self.decisions.decide(stats, context, signals)
 
-    def _average_models(self) -> None:
-        """Local SGD: averages the workers' models every `sync_every` steps, and whenever one common model is needed."""
-        at, view = self.progress, self.session.view
-        if not at.drifted:
-            return
-        over = at.stop > 0 or at.step + 1 == self.settings.steps
-        switches = view is not None and at.generation > view.generation
-        if at.drifted >= at.sync_every or self._epoch_is_over or self._evaluation_is_due or over or switches:
-            self.opt.average_models()
-            at.drifted = 0
+    def _synchronise(self) -> None:
+        """Beside synchronous SGD: brings the workers' models together, as the mode says."""
+        at = self.progress
+        over = at.is_last_step(self.settings, self._epoch_is_over)
+        saves = at.is_apart and self._recovery.checkpoint_is_due(at.step + 1)
+        self._synchronisation.after_step(self._epoch_is_over or self._evaluation_is_due or saves, over)
 
     @property
     def _epoch_is_over(self) -> bool:
@@ -423,21 +507,22 @@ class Trainer:
         if self._heldout is None or at.evaluated == steps:
             return
         group, precision = self.session.group, self.settings.precision
-        result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
+        with self._synchronisation.shown():
+            result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
+            is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
+            if is_best and self._saved_model is not None:
+                self._saved_model.save_best(self.model)
         target = self.settings.target_accuracy
         if target is not None and result.accuracy is None:
             raise ValueError(
                 f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "
                 "an integer target"
             )
-        is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
         self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
-        if is_best and self._saved_model is not None:
-            self._saved_model.save_best(self.model)
 
     def _after_epoch_when_over(self) -> None:
         if self._epoch_is_over:
-            self.policy.after_epoch()  # if a collective in it fails, it is called again
+            self._calls.hook("after_epoch")  # if a collective in it fails, it is called again
 
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -449,6 +534,7 @@ class Trainer:
 
     def _conclude(self) -> None:
         """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
+        self._synchronisation.finish()
         if not self.progress.stop:
             self._evaluate(self.progress.step)
         self._recovery.save_last()
@@ -503,3 +589,11 @@ class Trainer:
         Raises RuntimeError once training has begun, ValueError for another program's state.
         """
         self._recovery.begin_from(state)
+
+
+def _as_sent(seconds: float) -> float:
+    """Seconds with fp32's precision, as the next step's tail sends them.
+
+    So step_time_s in a line of metrics.jsonl is previous_step_time_s in the next step's signals, bit by bit.
+    """
+    return float(np.float32(seconds))

@@ -36,6 +36,7 @@ from kfuse.kernels import (
     triton_lamb,
     triton_norm,
     triton_pack,
+    triton_pull,
     triton_reduce,
     triton_updates,
     updates,
@@ -47,6 +48,7 @@ GPU = torch.device("cuda", 1)
 IMPLEMENTATIONS = {
     triton_pack: (packing, ["pack"]),
     triton_reduce: (reduction, ["reduce", "block_sumsq", "sum_partials"]),
+    triton_pull: (reduction, ["pull"]),
     triton_updates: (updates, ["adamw", "sgd"]),
     triton_lamb: (updates, ["lamb"]),
     triton_norm: (normalisation, ["norm_forward", "norm_backward"]),
@@ -223,7 +225,8 @@ def recorded(on: torch.device = GPU) -> Iterator[SeenLaunches]:
             for kernel in vars(module).values():
                 if isinstance(kernel, JITFunction):  # an empty cache, as in a new process
                     patch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
-        triton_reduce._uploaded_program.cache_clear()
+        for table in (triton_reduce._uploaded_program, triton_pull._uploaded_table):
+            table.cache_clear()
         yield seen
     _PINNED.clear()
 

@@ -314,6 +314,25 @@ class ProcessGroupNCCL:
         message = f"allgather {mine.numel()} {mine.dtype}"
         return self._enqueue(message, [mine], [out], lambda gloo: gloo._allgather_base(out, mine.clone()))
 
+    def _reduce_scatter_base(self, out: Tensor, tensor: Tensor, options: Any = None) -> Work:
+        """The rank's part of the sum, perhaps in place: NCCL allows `out` where the rank's part of `tensor` is, only.
+
+        Raises ValueError for another size, type or overlap.
+        """
+        if tensor.numel() != self.size * out.numel() or out.dtype != tensor.dtype:
+            raise ValueError("input tensor must be the same size as output size times world size")
+        start = out.data_ptr() - tensor.data_ptr()
+        if 0 <= start < tensor.nbytes and start != self.rank * out.nbytes:
+            raise ValueError("in place, the output must be this rank's part of the input")
+        message = f"reducescatter {out.numel()} {out.dtype}"
+        return self._enqueue(message, [tensor], [out], lambda gloo: gloo._reduce_scatter_base(out, tensor.clone()))
+
+    def reduce(self, tensors: list[Tensor], options: Any) -> Work:
+        """In place on options.rootRank. SUM."""
+        tensor, root = tensors[0], options.rootRank
+        message = f"reduce {tensor.numel()} {tensor.dtype} to {root}"
+        return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.reduce([tensor], options))
+
     def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int], options: Any) -> Work:
         """cut[r] elements go to rank r, into[r] come from it. Raises ValueError where the splits do not add up."""
         if sum(into) != out.numel() or sum(cut) != tensor.numel():

@@ -67,6 +67,16 @@ class StandInProcessGroup:
             out[: into[0]].copy_(tensor[: into[0]])
         return self._enqueue([tensor], [out])
 
+    def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> StandInWork:
+        """The sum of equal contributions."""
+        with _disable_current_modes():
+            out.mul_(self._size)
+        return self._enqueue([tensor], [out])
+
+    def reduce(self, tensors: list[Tensor], options: Any) -> StandInWork:
+        """In place: the tensors stay as they are; what ranks other than the root have after it is undefined."""
+        return self._enqueue(tensors, tensors)
+
     def broadcast(self, tensors: list[Tensor], options: Any) -> StandInWork:
         """The tensors stay as they are."""
         mine = options.rootRank == 0

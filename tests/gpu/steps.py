@@ -61,12 +61,13 @@ class Job:
     def __init__(self, recorder: Recorder, size: int, elastic: bool, model: Net) -> None:
         self.recorder, self.model = recorder, model
         self._size, self._check = size, (lambda: None) if elastic else None
-        self.group = self._form_group()
+        self.group = self.form_group()
         self.opt: Any = None
         dtype = model.first.weight.dtype
         self.x, self.y = (torch.ones(8, size, dtype=dtype, device=_DEVICE) for size in (6, 4))
 
-    def _form_group(self) -> Group:
+    def form_group(self) -> Group:
+        """A group of `size` workers."""
         if self._size == 1:
             return Group(device=_DEVICE)
         return NcclGroup(0, self._size, dist.HashStore(), _DEVICE, check=self._check)
@@ -122,19 +123,24 @@ class Job:
     def planned_step(self, ranges: Sequence[range], by_weight: bool = False, local: bool = False) -> None:
         """A step as kf.fit makes it. ranges: each worker's micro-batches."""
         own = 8 * len(ranges[0]) if local else None
-        self.opt.begin(StepPlan(8 * ranges[-1].stop, tuple(ranges), own, by_weight=by_weight))
-        for j in ranges[0]:
-            weight = 1.0 + j if by_weight else None
-            with self.opt.micro_batch(samples=8, last=j == ranges[0][-1], weight=weight) as micro_batch:
+        self.run(StepPlan(8 * ranges[-1].stop, tuple(ranges), own, by_weight=by_weight))
+        self.end_step()
+
+    def run(self, plan: StepPlan) -> None:
+        """Begins a step, and runs this worker's micro-batches of it."""
+        self.opt.begin(plan)
+        mine = plan.ranges[0]
+        for j in mine:
+            weight = 1.0 + j if plan.by_weight else None
+            with self.opt.micro_batch(samples=8, last=j == mine[-1], weight=weight) as micro_batch:
                 loss = self.loss()
                 micro_batch.loss = loss.detach()
                 loss.backward()
-        self.end_step()
 
     def next_group(self) -> None:
         """As after the loss of a worker: ends the group, and goes on with another."""
         self.group.abort()
-        self.group = session.current().group = self._form_group()
+        self.group = session.current().group = self.form_group()
         self.opt.engine.set_group(self.group)
         gc.collect()
 

@@ -10,7 +10,7 @@ from gpu.test_streams_training import Counts
 from torch import nn
 
 import kfuse as kf
-from kfuse.comm.engine import Engine
+from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.plan import StepPlan
 
 
@@ -25,11 +25,11 @@ def audited_step(it: Job, audited: int) -> None:
         with it.opt.micro_batch(samples=8, last=j == 2):
             it.loss().backward()
     if audited in ranges[0]:
-        assert it.opt.engine.gradient_digest().shape == ()
+        assert it.opt.engine.audited.digest().shape == ()
     kept = [p.grad for p in params]
     for p in params:
         p.grad = None
-    assert it.opt.engine.digest_again(it.loss().backward).shape == ()
+    assert it.opt.engine.audited.again(it.loss().backward).shape == ()
     for p, grad in zip(params, kept, strict=True):
         p.grad = grad
     assert it.recorder.host_waits == []
@@ -46,7 +46,7 @@ def test_digests_are_taken_in_order_and_without_a_wait(streams: int) -> None:
 
 
 def test_a_gradient_of_another_stream_that_is_dropped_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "_keep_here", lambda engine, tensors: None)
+    monkeypatch.setattr(AuditedGradient, "_keep_here", lambda engine, tensors: None)
     with job(lag=2, reproducible=True, all_used=True) as it:
         it.forwards_on_two_streams()
         for audited in (0, 4):

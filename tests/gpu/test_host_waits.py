@@ -10,7 +10,7 @@ from gpu.steps import OPTIMIZERS, job
 
 import kfuse as kf
 
-SCHEDULES = ("allreduce", "all_to_all", "tree")
+SCHEDULES = ("allreduce", "all_to_all", "reduce_scatter", "tree")
 ON_THE_DEVICE = [name for name in OPTIMIZERS if name != "wrapped adamw"]
 CASES = [(schedule, "adamw") for schedule in SCHEDULES] + [("allreduce", name) for name in ON_THE_DEVICE[1:]]
 AHEAD = 2  # steps that the host is ahead of the device, whatever it does

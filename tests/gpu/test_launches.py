@@ -23,14 +23,17 @@ from kfuse.data.sampler import worker_range
 from kfuse.kernels import (
     AdamOptions,
     Measures,
+    Merges,
     PackTable,
     SGDOptions,
     adamw,
+    balanced,
     block_sumsq,
     dispatch,
     lamb,
     num_blocks,
     pack,
+    pull,
     reduce,
     sgd,
     sum_partials,
@@ -59,6 +62,10 @@ def call_measured_reduce() -> None:
     reduce(torch.ones(2, 64), ((0, 1),), torch.zeros(64), measures=Measures(sumsq=torch.zeros(1)))
 
 
+def call_pull(count: int = 2, merges: Merges = ((0, 1),), numel: int = 64) -> None:
+    pull([torch.ones(numel) for _ in range(count)], merges, torch.zeros(numel), torch.zeros(num_blocks(numel)))
+
+
 def call_norm() -> None:
     y, mean, rstd = norm_forward(torch.ones(6, 32), torch.ones(32), torch.ones(32), eps=1e-5, centred=True)
     x = y.view(2, 3, 32)
@@ -80,6 +87,7 @@ CALLS: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
         ["sum_partials_kernel"],
     ),
     "adamw": (lambda: adamw(*torch.ones(4, 64), ADAM, step=torch.ones(())), ["adamw_kernel"]),
+    "pull": (call_pull, ["pull_kernel"]),
     "sgd": (
         lambda: sgd(*torch.ones(3, 64), SGDOptions(lr=0.1, momentum=0.9), first_step=True),
         ["sgd_kernel"],
@@ -160,7 +168,8 @@ class Steps:
     """Planned steps of a model on one rank of a group whose other ranks send zeros."""
 
     def __init__(self, make: Callable[[list[nn.Parameter]], Any], reproducible: bool) -> None:
-        current().comm = CommOptions(reproducible=reproducible, bucket_mb=0.004)
+        schedule = "all_to_all" if reproducible else "allreduce"
+        current().comm = CommOptions(schedule, reproducible=reproducible, bucket_mb=0.004)
         self.model = network()
         self.opt = make(list(self.model.parameters()))
 
@@ -220,6 +229,20 @@ def test_after_the_first_step_nothing_is_compiled(optimizer: str, reproducible: 
         check_devices(seen.started)
         assert {"pack_kernel", "sum_partials_kernel"} <= {each.kernel for each in seen.started}
         assert ("sum_rows_kernel" in {each.kernel for each in seen.started}) == reproducible
+
+
+def test_pull_is_compiled_once() -> None:
+    """Whatever the number of contributions, their order, their length and where they lie."""
+    with recorded() as seen:
+        call_pull()
+        compiled = list(seen.compiled)
+        assert compiled
+        for count in (1, 2, 3, 8, 29, 256):
+            call_pull(count, balanced(count), 64 * count - count % 2)
+        call_pull(5, tuple((0, k) for k in range(1, 5)))
+        assert seen.compiled == compiled
+        check_devices(seen.started)
+        assert all(device == GPU and pinned for device, pinned in seen.uploads)
 
 
 class Growing(kf.BasePolicy):

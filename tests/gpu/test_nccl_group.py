@@ -27,7 +27,8 @@ from kfuse.comm.nccl import NcclGroup, NcclPending
 from kfuse.comm.plan import CommOptions
 from kfuse.elastic.rendezvous import Rendezvous
 
-PLENTY_S = 20.0  # no test waits for it
+PLENTY_S = 60.0  # no test waits for it
+BRIEF_S = 5.0  # for those that wait until a timeout: longer than a busy machine delays a message
 
 
 def connect(timeout_s: float = PLENTY_S, name: str = "view", **arguments: Any) -> NcclGroup:
@@ -39,6 +40,16 @@ def connect(timeout_s: float = PLENTY_S, name: str = "view", **arguments: Any) -
 
 def rank() -> int:
     return int(os.environ["RANK"])
+
+
+def threads_left(prefix: str) -> list[str]:
+    """The threads with such names that do not end."""
+    deadline = time.monotonic() + PLENTY_S
+    while (left := [t.name for t in threading.enumerate() if t.name.startswith(prefix)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    return left
 
 
 def others_stay(seconds: float = 0.0) -> None:
@@ -85,7 +96,7 @@ def everything(log: Path) -> dict[str, Any]:
             "numbers": numbers,
             "shared": shared,
             "all_to_all": out.tolist(),
-            "threads": [t.name for t in threading.enumerate() if t.name.startswith("kfuse-nccl")],
+            "threads": threads_left("kfuse-nccl"),
             "environment": os.environ.get("TORCH_NCCL_BLOCKING_WAIT"),
         }
 
@@ -127,10 +138,14 @@ def test_shards_cover_the_buffer_and_are_equal_but_for_the_last(numel: int, size
 
 def late_barrier(log: Path) -> float:
     with installed(log):
-        group = connect()
+        group, waits = connect(), log / "rank 0 waits"
         if rank() == 1:
+            while not waits.exists():
+                time.sleep(0.01)
             time.sleep(0.5)
         began = time.monotonic()
+        if rank() == 0:
+            waits.touch()
         group.barrier()
         waited = time.monotonic() - began
         group.finish()
@@ -140,7 +155,7 @@ def late_barrier(log: Path) -> float:
 
 def test_a_barrier_waits_on_the_host(tmp_path: Path) -> None:
     waited = run_workers(2, late_barrier, tmp_path)
-    assert waited[0] > 0.3
+    assert waited[0] > 0.3  # rank 1 comes half a second after rank 0
 
 
 # -- options --------------------------------------------------------------------------------------------------------
@@ -189,7 +204,8 @@ def reduce_until_failure(log: Path, faults: Faults, timeout_s: float, elastic: b
     """A step's reductions; the error, the seconds until then, and what a later call says."""
     groups._LATE_GRACE_S = 0.3
     with installed(log, faults):
-        group = connect(timeout_s, check=(lambda: None) if elastic else None)
+        group = connect(check=(lambda: None) if elastic else None)
+        group.timeout_s = timeout_s
 
         def steps() -> None:
             for _ in range(20):
@@ -207,20 +223,20 @@ def reduce_until_failure(log: Path, faults: Faults, timeout_s: float, elastic: b
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "fixed"])
 def test_an_error_of_nccl_becomes_commerror_and_ends_the_group(tmp_path: Path, elastic: bool) -> None:
     """The failed work counts as completed; its data are not there. The other rank just waits, until the timeout."""
-    results = run_workers(2, reduce_until_failure, tmp_path, Faults(error_on={0: 6}), 1.0, elastic)
+    results = run_workers(2, reduce_until_failure, tmp_path, Faults(error_on={0: 6}), BRIEF_S, elastic)
     error, _, later = results[0]
     assert error.startswith("bucket 1: lost contact with rank 1: NCCL error: unhandled system error"), error
     assert ("incomplete sums" in error) is not elastic
     assert later == error
     error, seconds, _ = results[1]
-    assert "bucket 1: waited" in error and "for rank 0 (comm.timeout_s)" in error and seconds < 10
+    assert "bucket 1: waited" in error and "for rank 0 (comm.timeout_s)" in error and seconds < 10 * BRIEF_S
     assert not records(tmp_path, "unhandled error") and not records(tmp_path, "killed by the watchdog")
 
 
 def believe_what_is_completed(log: Path) -> tuple[str, float, str]:
     NcclPending.failed = lambda self: None  # type: ignore[method-assign]
     nccl_double.HOST_IS_STREAM = False
-    return reduce_until_failure(log, Faults(error_on={0: 6, 1: 6}), 1.0, True)
+    return reduce_until_failure(log, Faults(error_on={0: 6, 1: 6}), BRIEF_S, True)
 
 
 @pytest.mark.full
@@ -231,7 +247,7 @@ def test_the_double_finds_an_error_that_nobody_looked_at(tmp_path: Path) -> None
 
 
 def end_in_the_middle(log: Path, noticed: bool, elastic: bool) -> tuple[str, float, str]:
-    return reduce_until_failure(log, Faults(lost_in=(2, 9), loss_is_noticed=noticed), 1.5, elastic)
+    return reduce_until_failure(log, Faults(lost_in=(2, 9), loss_is_noticed=noticed), BRIEF_S, elastic)
 
 
 @pytest.mark.full
@@ -245,7 +261,7 @@ def test_a_killed_rank_ends_the_others_waits_within_the_timeout(tmp_path: Path, 
     reports = [line for line in records(tmp_path, "survived")]
     assert len(reports) == 2
     for report in reports:
-        assert "bucket" in report["error"] and report["seconds"] < 20, report
+        assert "bucket" in report["error"] and report["seconds"] < 10 * BRIEF_S, report
         assert "rank 2" in report["error"] or "the other 2 ranks" in report["error"]
 
 
@@ -270,7 +286,7 @@ def abort_that_hangs(log: Path) -> tuple[str, float, str]:
 @pytest.mark.full
 def test_an_abort_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     for error, seconds, retiring in run_workers(2, abort_that_hangs, tmp_path):
-        assert "lost contact" in error and seconds < 5 and float(retiring) < 2
+        assert "lost contact" in error and max(seconds, float(retiring)) < 10 * BRIEF_S  # it hangs for ever
 
 
 def shutdown_that_hangs(log: Path) -> float:
@@ -287,7 +303,7 @@ def shutdown_that_hangs(log: Path) -> float:
 
 @pytest.mark.full
 def test_a_shutdown_that_hangs_is_followed_by_an_abort(tmp_path: Path) -> None:
-    assert max(run_workers(2, shutdown_that_hangs, tmp_path)) < 5
+    assert max(run_workers(2, shutdown_that_hangs, tmp_path)) < 10 * BRIEF_S  # it hangs for ever
     assert len(records(tmp_path, "shutdown")) == 2 and len(records(tmp_path, "abort")) == 2
 
 
@@ -316,7 +332,9 @@ def as_torch_makes_it(log: Path) -> None:
     with installed(log, Faults(error_on={0: 4, 1: 4})):
         group = connect(check=lambda: None)
         failure_of(lambda: [group.barrier() for _ in range(4)])
-        time.sleep(0.3)
+        deadline = time.monotonic() + PLENTY_S
+        while len(records(log, "killed by the watchdog")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 @pytest.mark.full
@@ -342,9 +360,7 @@ def never_there(log: Path, gives_up: bool) -> tuple[str, float, list[str]]:
                 raise Given("another view")
 
         error, seconds = failure_of(lambda: connect(1.5, check=check))
-        deadline = time.monotonic() + 10
-        while (left := connecting()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        left = threads_left("kfuse-connect")
         others_stay()
         return error, seconds, left
 
@@ -358,7 +374,7 @@ def connecting() -> list[str]:
 def test_a_communicator_that_never_comes_up_leaves_no_thread_and_is_aborted(tmp_path: Path, gives_up: bool) -> None:
     results = run_workers(2, never_there, tmp_path, gives_up)
     for error, seconds, left in results:
-        assert seconds < 8 and left == []
+        assert seconds < 10 * BRIEF_S and left == []
         assert ("another view" in error) if gives_up else ("connect" in error)
     assert len(records(tmp_path, "abort")) == 2
 
@@ -392,8 +408,12 @@ def change_the_view(log: Path, aborts: bool) -> str:
     if aborts:
         NcclGroup.finish = NcclGroup.abort  # type: ignore[method-assign,assignment]
     groups._LATE_GRACE_S = 0.3
-    with installed(log, Faults(slow_s={1: 0.4})):
-        group = connect(2.0, check=lambda: None)
+    faults = Faults()
+    with installed(log, faults):
+        group = connect(check=lambda: None)
+        # With an abort rank 1 loses data only if rank 0 aborts earlier, and then it waits until the timeout.
+        faults.slow_s[1] = 2.0 if aborts else 0.4
+        group.timeout_s = BRIEF_S if aborts else PLENTY_S
 
         def change() -> None:
             group.all_reduce(torch.ones(5), "the last bucket").wait()
@@ -463,18 +483,19 @@ def test_the_host_waits_once_a_step_where_the_group_may_change_and_not_at_all_wh
 def stop_for_a_while(log: Path) -> str:
     """A message waits for a slow device, not for a rank: that is no failure."""
     with installed(log):
-        group = connect(0.5)
-        happened = time.monotonic() + 2.0
+        group, computed = connect(), log / "rank 1 has computed"
+        group.timeout_s = BRIEF_S
 
         class Late:
             def record(self, stream: Any = None) -> None: ...
 
             def query(self) -> bool:
-                return time.monotonic() > happened
+                return computed.exists()
 
         group._device.event = lambda timing=False: Late()  # type: ignore[method-assign,assignment,return-value]
         if rank() == 1:
-            time.sleep(2.2)  # its device computes as long
+            time.sleep(BRIEF_S + 1)  # its device computes as long
+            computed.touch()
         told, _ = failure_of(lambda: group.all_reduce(torch.ones(3), "bucket").wait())
         others_stay()
         return told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,12 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.nccl import NcclPending
+from kfuse.comm.plan import StepPlan
+from kfuse.comm.reduction import Reduction
 from kfuse.comm.transports.all_to_all import AllToAll
 from kfuse.comm.transports.tree import Tree
+
+pytestmark = pytest.mark.full
 
 
 def found(act: Callable[[Job], Any], *texts: str, **arguments: Any) -> None:
@@ -54,7 +58,21 @@ def test_a_missing_record_stream_in_an_abort(monkeypatch: pytest.MonkeyPatch) ->
         it.step()
 
     monkeypatch.setattr(RecordedDevice, "keep", lambda device, tensors, stream: None)
-    found(abort, "memory is dropped", "all_to_all.py", schedule="all_to_all")
+    found(abort, "memory is dropped", "all_to_all.py", schedule="all_to_all", state="sharded", width=2100)
+
+
+def test_kept_sums_that_are_added_to_while_messages_of_the_old_group_read_them() -> None:
+    """The old group is not ended."""
+
+    def go_on(it: Job) -> None:
+        engine = it.opt.engine
+        engine.on_last_micro_batch = lambda: None
+        it.run(StepPlan(48, (range(0, 3), range(3, 6))))
+        engine.abort()
+        engine.set_group(it.form_group())
+        it.run(StepPlan(48, ((3,), (4, 5)), kept=((0, 1, 2), ())))
+
+    found(go_on, "no order between a collective", "which reads", "add_", reproducible=True, keep_sums=True)
 
 
 def test_a_device_that_nobody_made_current() -> None:
@@ -83,7 +101,7 @@ def test_gradients_of_another_stream_that_are_dropped_at_once(monkeypatch: pytes
         it.step()
 
     monkeypatch.setattr(RecordedDevice, "keep", lambda device, tensors, stream: None)
-    found(on_two_streams, "memory is dropped", "engine.py", bucket_mb=25.0, all_used=True)
+    found(on_two_streams, "memory is dropped", "comm/steps.py", bucket_mb=25.0, all_used=True)
 
 
 def test_a_record_that_is_read_before_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +136,31 @@ def test_a_side_stream_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_receive_buffer_that_is_used_again_before_it_was_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = AllToAll._take
 
-    def take(self: AllToAll, numel: int, like: Tensor) -> Tensor:
-        taken = plain(self, numel, like)
+    def take(self: AllToAll, numel: int, dtype: torch.dtype) -> Tensor:
+        taken = plain(self, numel, dtype)
         self._free.append(taken)
         return taken
 
     monkeypatch.setattr(AllToAll, "_take", take)
     wide = {"size": 3, "width": 40, "bucket_mb": SMALL_BUCKETS}
     found(steps, "no order between", "all_to_all.py", "a collective", schedule="all_to_all", **wide)
+
+
+def test_an_exchange_that_does_not_wait_for_an_earlier_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is received where the side stream still reads: with sharded state no share comes between, which would wait.
+
+    The width: three layers have a shard for both ranks, of 4096 elements at least.
+    """
+
+    def exchange(self: Reduction, run: Any, outgoing: list[Tensor]) -> None:
+        self._transport_of[run.bucket.index].launch(run.bucket.index, outgoing, self._name(run.bucket))
+        run.flat = run.sum = outgoing[0]
+        run.at += 1
+
+    monkeypatch.setattr(Reduction, "_exchange", exchange)
+    found(
+        steps, "no order between", "all_to_all.py", "a collective", schedule="all_to_all", state="sharded", width=2100
+    )
 
 
 def test_only_the_first_of_a_messages_works_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +176,10 @@ def test_a_receive_buffer_of_another_stream_that_is_dropped_at_once(monkeypatch:
         it.forwards_on_two_streams("sometimes")
         it.step()
 
-    monkeypatch.setattr(Tree, "_add", _add_without_keeping)
+    monkeypatch.setattr(Tree, "_take", _take_without_keeping)
     found(on_two_streams, "memory is dropped", "nccl.py", schedule="tree", size=3, all_used=True)
 
 
-def _add_without_keeping(self: Tree, flat: Tensor, pending: Any, rows: Tensor) -> None:
-    pending.wait_on_stream()
-    for row in rows.view(-1, flat.numel()) if rows.numel() else ():
-        flat.add_(row)
+def _take_without_keeping(self: Tree, received: Tensor, places: Sequence[Tensor], parent: int) -> None:
+    for place, brought in zip(places, received.split([place.numel() for place in places]), strict=True):
+        place.add_(brought)

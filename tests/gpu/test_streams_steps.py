@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from gpu.steps import OPTIMIZERS, SMALL_BUCKETS, TINY_BUCKETS, job
 
 import kfuse as kf
+from kfuse.comm.plan import StepPlan
 
-SCHEDULES = ("allreduce", "all_to_all", "tree")
+SCHEDULES = ("allreduce", "all_to_all", "reduce_scatter", "tree")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,22 @@ def test_bare_loops_and_micro_batches(schedule: str, elastic: bool, optimizer: s
         for _ in range(2):
             it.step()
         it.step(several_backwards=True)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("width", [10, 2100], ids=["shards of the last rank alone", "shards of both"])
+@pytest.mark.parametrize("schedule", ["all_to_all", "reduce_scatter"])
+def test_sharded_state(schedule: str, width: int, reproducible: bool) -> None:
+    """Update, share of the parameters, next forward; and nothing waits on the host."""
+    if reproducible and schedule != "all_to_all":
+        return
+    with job(schedule=schedule, state="sharded", width=width, reproducible=reproducible, lag=2) as it:
+        for _ in range(3):
+            it.bare_step()
+        it.step()
+        it.planned_step([range(0, 3), range(3, 5)])
+        it.planned_step([range(0, 3), range(3, 5)], by_weight=True)
+        assert it.recorder.host_waits == []
 
 
 @pytest.mark.parametrize("options", [{}, {"elastic": True}, {"slots_on_host": True}], ids=str)
@@ -147,6 +165,33 @@ def test_an_aborted_step(where: str, schedule: str) -> None:
         torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
         it.next_group()
         it.step()
+
+
+@pytest.mark.parametrize(("bucket_mb", "batch_norm"), [(TINY_BUCKETS, True), (25.0, False)])
+@pytest.mark.parametrize("options", [{"reproducible": True}, *({"schedule": s} for s in SCHEDULES)], ids=str)
+def test_a_step_that_goes_on_from_kept_sums(options: dict[str, Any], bucket_mb: float, batch_norm: bool) -> None:
+    """The messages of the aborted step read the sums that the next attempt adds to. Nothing waits on the host."""
+    with job(bucket_mb=bucket_mb, batch_norm=batch_norm, keep_sums=True, lag=2, **options) as it:
+        for _ in range(2):
+            it.planned_step([range(0, 3), range(3, 6)])
+        kept: tuple[tuple[int, ...], ...] = ()
+        ranges: tuple[Sequence[int], ...] = (range(0, 3), range(3, 6))
+        engine = it.opt.engine
+        engine.on_last_micro_batch = lambda: None  # the wait that would follow fails
+        for run_again in (((3,), (4, 5)), ((4,), (5,)), ((), (5,))):
+            it.run(StepPlan(48, ranges, kept=kept))
+            engine.abort()
+            torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
+            kept, ranges = ((*(kept[0] if kept else ()), *ranges[0]), ()), run_again
+            assert it.recorder.host_waits == []
+            it.next_group()
+            it.recorder.host_waits.clear()  # until it is connected
+            assert engine.kept_sums.micro_batches == kept[0]
+        engine.on_last_micro_batch = it.opt.synchronize
+        it.run(StepPlan(48, ranges, kept=kept))
+        it.end_step()
+        it.planned_step([range(0, 3), range(3, 6)])
+        assert it.recorder.host_waits == []
 
 
 @pytest.mark.parametrize("layer", ["middle", "sometimes"])

@@ -1,0 +1,58 @@
+"""The worker processes of a benchmark: who they are, and what they tell the one that started them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+LIMIT_S = 1800.0
+"""Seconds from one message of the workers to the next one, and from the last one to their end."""
+
+
+def set_torchrun_variables(rank: int, workers: int, port: int, address: str = "127.0.0.1") -> None:
+    """The calling process is this rank, as torchrun would say. A store is there already, as its agent's."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(workers),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+
+
+def messages_from(workers: Any, messages: Any, limit_s: float = LIMIT_S) -> Iterator[tuple[str, Any]]:
+    """The (kind, value) pairs that workers put into the queue, as they come, until all workers have ended.
+
+    workers: what torch.multiprocessing.spawn(..., join=False) returned. messages: a multiprocessing Queue. However this
+    ends, no worker is left alive. Raises TimeoutError where nothing comes for `limit_s` seconds, and what the workers'
+    `join` raises where one of them fails.
+    """
+    try:
+        ended, heard = False, time.monotonic()
+        while not ended:
+            ended = workers.join(timeout=0.1)
+            while True:  # after the end too: the last message may have come with it
+                try:
+                    message = messages.get_nowait()
+                except queue.Empty:
+                    break
+                yield message
+                heard = time.monotonic()
+            if not ended and time.monotonic() - heard > limit_s:
+                raise TimeoutError(f"no message of the benchmark's workers for {limit_s:g} s")
+    finally:
+        for process in workers.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def outcome_of(workers: Any, messages: Any, limit_s: float = LIMIT_S) -> Any:
+    """The value of the one message ("outcome", value) of these workers. See `messages_from`."""
+    (outcome,) = (value for kind, value in messages_from(workers, messages, limit_s) if kind == "outcome")
+    return outcome

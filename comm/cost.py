@@ -1,0 +1,280 @@
+"""What a schedule costs: an alpha-beta-gamma model of its program, the model's fit to measured messages, the choice.
+
+    alpha   seconds a message: the network's latency and the hosts' work
+    beta    seconds a byte on the wire
+    gamma   seconds a byte of memory that is read or written: pack, reduce, measure, update
+
+The model of one message is Hockney's (1994), the counts of messages and bytes of the collectives are those of Thakur,
+Rabenseifner and Gropp (2005, "Optimization of Collective Communication Operations in MPICH"), for the ring all-reduce
+those of Patarasuk and Yuan (2009). alpha and beta are fitted for each kind of message by itself, since libraries send
+them at different speeds. All functions are pure: `probe` measures.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from kfuse.comm.schedule import FORWARD, GRADIENT, SHARD, Op, Program
+from kfuse.comm.topology import chunks, depths
+from kfuse.comm.transports import PROPERTIES
+
+PROBED = ("all_reduce", "all_to_all", "share")
+"""The kinds of messages that are measured: methods of `Group`. `Properties.message` has that of an exchange."""
+
+MARGIN = 0.1
+"""The part of the predicted time that a choice must save, for `auto` to leave its default. On a busy machine the fitted
+alpha and beta vary by about as much, and with the default nothing changes from run to run."""
+LEAST_S = 1e-3
+"""Seconds that a choice must save, too: a program of more messages has more threads that wake up, and more calls from
+Python, of which the model knows nothing."""
+
+_PACK, _REDUCE, _MEASURE = 8, 4, 4  # bytes an element, fp32: read and written; of each row read, and the sum; read
+UPDATE = 28
+"""Bytes an element of an AdamW update in fp32: parameter, gradient and two moments read, all but the gradient written.
+SGD moves less; then a sharded update saves less than is predicted."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one exchange of one bucket asks of the busiest worker."""
+
+    messages: float
+    """That follow one another."""
+    bytes: float
+    """Through its link, in the busier direction."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The fitted constants of a group."""
+
+    alpha: Mapping[str, float]
+    """Seconds a message, by kind (`PROBED`)."""
+    beta: Mapping[str, float]
+    """Seconds a byte, by kind."""
+    gamma: float
+    """Seconds a byte of memory work."""
+    largest_bytes: float = float("inf")
+    """Of the messages that were measured: nothing is known of much larger ones."""
+    probe_s: float = 0.0
+    """How long the measurement took."""
+
+    def seconds(self, kind: str, traffic: Traffic) -> float:
+        """What this traffic takes, if it is of this kind of message."""
+        return self.alpha[kind] * traffic.messages + self.beta[kind] * traffic.bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a program is priced for, beside the constants."""
+
+    buckets: tuple[int, ...]
+    """Elements of each bucket, in the order in which backward completes them."""
+    workers: int
+    parents: tuple[int, ...] = ()
+    """Of the exchange `tree`: each rank's parent (`transports.tree.parents`)."""
+    wire_bytes: int = 4
+    """Bytes an element in messages of gradients."""
+    backward_s: float = 0.0
+    """Seconds of the step's last backward, during which buckets become complete: each after its share of them."""
+    forward_s: float = 0.0
+    """Seconds of the next forward, which needs the buckets in the opposite order, for programs that overlap with it."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operation of a program, summed over all buckets of a job."""
+
+    op: Op
+    messages: float
+    wire_bytes: float
+    memory_bytes: float
+    seconds: float
+    """Its own time, whatever runs beside it."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a program costs a job, a step."""
+
+    lines: tuple[Line, ...]
+    seconds: float
+    """From the end of backward, as it would be without kfuse, to the end of the update; a program that overlaps with
+    the next forward: by how much that ends later."""
+    exposed_s: float
+    """The part of `seconds` that is not the worker's own memory work: communication that nothing hides."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """Through the busiest worker's link, in the busier direction."""
+        return sum(line.wire_bytes for line in self.lines)
+
+
+# -- what an operation asks for -------------------------------------------------------------------------------------
+
+
+def traffic(kind: str, numel_bytes: float, workers: int) -> Traffic:
+    """Of one message of a kind in `PROBED`, with a bucket of `numel_bytes` bytes."""
+    others = workers - 1
+    if kind == "all_reduce":  # a ring: reduce-scatter, then all-gather
+        return Traffic(2 * others, 2 * others / workers * numel_bytes)
+    return Traffic(others, others / workers * numel_bytes)  # a shard to, or from, each of the others
+
+
+def exchange(transport: str, numel_bytes: float, workers: int, parents: Sequence[int] = ()) -> tuple[str, Traffic]:
+    """Of one exchange of a bucket of `numel_bytes` bytes: the kind of its messages, and what they ask for.
+
+    parents: the tree's. Raises ValueError for a transport whose messages are not known.
+    """
+    if transport not in PROPERTIES:
+        raise ValueError(f"comm.schedule={transport!r}: its messages are not known, so it has no predicted time")
+    kind = PROPERTIES[transport].message
+    by_tree = transport == "tree"
+    return kind, traffic_of_tree(numel_bytes, parents) if by_tree else traffic(kind, numel_bytes, workers)
+
+
+def traffic_of_tree(numel_bytes: float, parents: Sequence[int]) -> Traffic:
+    """In rounds of chunks; in a round a parent takes its children's chunks one after another.
+
+    Several roots, one for each host, add up all between them by a ring.
+    """
+    roots, children, levels = _shape(tuple(parents))
+    count = chunks(int(numel_bytes)) if roots == 1 else 1
+    rounds, others = count + 2 * levels - 1 if levels else 0, roots - 1
+    return Traffic(rounds + 2 * others, (rounds / count * children + 2 * others / roots) * numel_bytes)
+
+
+@cache
+def _shape(parents: tuple[int, ...]) -> tuple[int, int, int]:
+    """A tree's roots, the most children that one of its workers has, and its levels."""
+    children = Counter(parent for rank, parent in enumerate(parents) if rank != parent)
+    roots = max(1, len(parents) - children.total())
+    return roots, max(children.values(), default=0), max(depths(parents), default=0)
+
+
+def _line(op: Op, elements: int, job: Job, costs: Costs, copies: int) -> Line:
+    """What `op` costs for one bucket, of whose shard so many workers repeat the update. Raises ValueError."""
+    here = elements / job.workers if op.place == SHARD else elements
+    memory, sent, kind = 0.0, Traffic(0, 0), ""
+    match op.kind:
+        case "pack":
+            memory = _PACK * elements
+        case "reduce" | "reduce+measure":  # the kernel measures the sum while it has it
+            memory = _REDUCE * here * (job.workers + 1)
+        case "measure":
+            memory = _MEASURE * here
+        case "update":
+            memory = UPDATE * here * copies
+        case "exchange" | "mirror" | "share" if job.workers == 1:
+            pass
+        case "exchange":
+            kind, sent = exchange(op.what, elements * job.wire_bytes, job.workers, job.parents)
+        case "mirror":  # fp32; an all-to-all with data for one rank: gloo waits for the others' empty messages too
+            kind, sent = "all_to_all", Traffic(job.workers - 1, 4 * here)
+        case "share":
+            kind, width = "share", job.wire_bytes if op.what == GRADIENT else 4
+            sent = traffic(kind, elements * width, job.workers)
+        case "wait" | "barrier":
+            pass
+        case _:
+            raise ValueError(f"{op.kind}: no operation whose cost is known")
+    seconds = costs.gamma * memory + (costs.seconds(kind, sent) if kind else 0.0)
+    return Line(op, sent.messages, sent.bytes, memory, seconds)
+
+
+# -- a whole step ---------------------------------------------------------------------------------------------------
+
+
+def price(program: Program, job: Job, costs: Costs) -> Price:
+    """What `program` costs `job` a step. Raises ValueError for an operation whose cost is not known."""
+    copies = 2 if program.has("mirror") and job.workers > 1 else 1
+    rows = [[_line(op, elements, job, costs, copies) for op in program.ops] for elements in job.buckets]
+    lines = tuple(_sum([row[k] for row in rows]) for k in range(len(program.ops)))
+    work = costs.gamma * sum(line.memory_bytes for line in lines)
+    seconds = _finish(rows, job) - job.backward_s - (job.forward_s if _in_forward(program) else 0.0)
+    return Price(lines, seconds, max(0.0, seconds - work))
+
+
+def _sum(lines: Sequence[Line]) -> Line:
+    return Line(
+        lines[0].op,
+        sum(line.messages for line in lines),
+        sum(line.wire_bytes for line in lines),
+        sum(line.memory_bytes for line in lines),
+        sum(line.seconds for line in lines),
+    )
+
+
+def _in_forward(program: Program) -> bool:
+    return any(op.what == FORWARD for op in program.ops)
+
+
+def _finish(rows: Sequence[Sequence[Line]], job: Job) -> float:
+    """When the last bucket has gone through all of its operations, counted from the start of backward.
+
+    Each stream does one operation at a time, the first that is ready. A bucket's operations follow one another. Behind
+    the program's barrier nothing begins until all buckets have come there; then the last one goes first, which the next
+    forward needs first. Where parameters are waited for in that forward: when it ends.
+    """
+    ops = [line.op for line in rows[0]]
+    whole, free = max(1, sum(job.buckets)), dict.fromkeys((op.stream for op in ops), 0.0)
+    barrier = [op.kind for op in ops].index("barrier")
+    at, updated, arrived = 0.0, 0.0, [0.0] * len(rows)
+    for first, last, sign in ((0, barrier, 1), (barrier, len(ops), -1)):
+        ready = [(at, sign * bucket, first) for bucket in range(len(rows))]
+        heapq.heapify(ready)
+        while ready:
+            since, place, k = heapq.heappop(ready)
+            bucket = abs(place)
+            seconds = rows[bucket][k].seconds
+            if k == 0:  # pack, behind this bucket's part of backward
+                seconds += job.backward_s * job.buckets[bucket] / whole
+            if seconds:
+                free[ops[k].stream] = since = max(since, free[ops[k].stream]) + seconds
+            at, arrived[bucket] = max(at, since), since
+            updated = max(updated, since) if ops[k].kind == "update" else updated
+            if k + 1 < last:
+                heapq.heappush(ready, (since, place, k + 1))
+    if ops[-1].what == FORWARD:
+        at = updated
+        for bucket in reversed(range(len(rows))):
+            at = max(at, arrived[bucket]) + job.forward_s * job.buckets[bucket] / whole
+    return at
+
+
+# -- the fit and the choice -----------------------------------------------------------------------------------------
+
+
+def fit(samples: Sequence[tuple[Traffic, float]]) -> tuple[float, float]:
+    """alpha and beta, neither below 0, of measured messages: pairs of what was sent and the seconds that it took.
+
+    Least squares of the relative errors. Raises ValueError without a sample.
+    """
+    if not samples:
+        raise ValueError("fit: no message was measured")
+    rows = [(sent.messages / seconds, sent.bytes / seconds) for sent, seconds in samples]
+    mm, mb, bb = sum(m * m for m, _ in rows), sum(m * b for m, b in rows), sum(b * b for _, b in rows)
+    m1, b1 = sum(m for m, _ in rows), sum(b for _, b in rows)
+    determinant = mm * bb - mb * mb
+    if determinant > 1e-12 * mm * bb:
+        alpha, beta = (m1 * bb - b1 * mb) / determinant, (b1 * mm - m1 * mb) / determinant
+        if alpha >= 0 and beta >= 0:
+            return alpha, beta
+    by_alpha, by_beta = (m1 / mm if mm else 0.0), (b1 / bb if bb else 0.0)
+
+    def error(alpha: float, beta: float) -> float:
+        return sum((alpha * m + beta * b - 1) ** 2 for m, b in rows)
+
+    return min((by_alpha, 0.0), (0.0, by_beta), key=lambda pair: error(*pair))
+
+
+def choose(seconds: Mapping[str, float], default: str) -> str:
+    """The name with the smallest predicted time, if it saves more than `MARGIN` of the default's and more than
+    `LEAST_S`; else the default.
+    """
+    best, most = min(seconds, key=lambda name: (seconds[name], name != default)), seconds[default]
+    return best if seconds[best] < min((1 - MARGIN) * most, most - LEAST_S) else default

@@ -1,0 +1,236 @@
+"""Measures a group's messages in a fraction of a second, and chooses the program that should be fastest.
+
+At the start, and after each change of the view, where `comm.schedule=auto` leaves a choice. Rank 0 measures, decides
+how large the messages may be for the time that is left, fits the model (`cost`) and sends its constants to all: one
+broadcast, from which each rank computes the same choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kfuse.comm import devices, transports
+from kfuse.comm.cost import LEAST_S, MARGIN, PROBED, Costs, Job, choose, fit, price, traffic
+from kfuse.comm.group import Group
+from kfuse.comm.plan import CommOptions
+
+BUDGET_S = 0.12
+"""How long a probe should take. It never begins messages that are expected to take longer than what is left."""
+AGAIN_S = 0.05
+"""The same for a later view: workers wait for it, perhaps after a loss, and the model's program is running already."""
+SMALL = 2**10
+"""Elements of the small messages: latency is most of their time."""
+_MOST_ROUNDS = 15  # of a size; the shortest is fitted: others wait for a core, on a busy machine twenty times as long
+_LEAST_ROUNDS = 3  # of the largest size
+_GROWTH = 16  # a larger message may be slower by more than its bytes: caches
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schedule and the bucket size that are taken by measured messages, and why."""
+
+    schedule: str
+    """A name in `transports.NAMES`."""
+    bucket_mb: float
+    workers: int
+    predicted_s: Mapping[str, float]
+    """Of each candidate, by name: seconds a step for communication and update, if backward hides nothing of it."""
+    probe_s: float
+    reason: str
+
+
+SCHEDULES = ("allreduce", "all_to_all")
+"""What `comm.schedule=auto` chooses from, its default first. A tree sends more bytes: it is for networks that its user
+knows."""
+BUCKETS_MB = (25.0, 10.0, 4.0)
+"""What `comm.bucket_mb=null` chooses from, its default first. No larger one: it would hide less."""
+_LARGER = 8
+"""A bucket may be so many times as large as the largest message that was measured; else nothing is predicted of it.
+Short messages lie in a link's queue as they are sent: they tell nothing of its rate."""
+
+
+def leaves_choice(options: CommOptions) -> bool:
+    """Whether `comm.schedule` or `comm.bucket_mb` leaves a choice that does not change what was promised.
+
+    The bits of reproducible sums depend on the buckets. Sharded state lies as its buckets do.
+    """
+    fixed = options.reproducible or options.sharded or options.schedule not in ("auto", *SCHEDULES)
+    fixed = fixed or options.synchronisation.mode == "pair"  # nobody waits for another worker there
+    return not fixed and (len(_candidates(options)) > 1 or options.bucket_mb is None)
+
+
+def _candidates(options: CommOptions) -> tuple[str, ...]:
+    """The default first. bf16 messages are added up in fp32 by all_to_all alone."""
+    if options.schedule == "auto" and options.dtype == "fp32":
+        return SCHEDULES
+    return (options.transport(),)
+
+
+def choose_program(costs: Costs, workers: int, options: CommOptions, buckets: Mapping[float, Sequence[int]]) -> Choice:
+    """A pure function of what a probe found: every rank computes the same.
+
+    buckets: elements of each, by the bucket sizes in MiB that may be chosen, the default first.
+
+    How long backward takes is not known before the first step. For the bucket size it is taken to be as long as the
+    messages: then the size matters most, as smaller buckets hide more of them and larger ones have fewer messages.
+    """
+    names = _candidates(options)
+    jobs = {size: Job(tuple(elements), workers, wire_bytes=options.wire_bytes) for size, elements in buckets.items()}
+    programs = {name: transports.program(name, sharded=False) for name in names}
+    default, default_mb = names[0], next(iter(jobs))
+    predicted = {name: price(each, jobs[default_mb], costs).seconds for name, each in programs.items()}
+    if 4 * max(jobs[default_mb].buckets) > _LARGER * costs.largest_bytes:
+        why = f"no message above {costs.largest_bytes:.0f} bytes could be measured in time"
+        return Choice(default, default_mb, workers, predicted, costs.probe_s, why)
+    chosen = choose(predicted, default)
+    backward_s = min(predicted.values())
+    by_size = {
+        str(size): price(programs[chosen], replace(job, backward_s=backward_s), costs).seconds
+        for size, job in jobs.items()
+    }
+    bucket_mb = float(choose(by_size, str(default_mb)))
+    why = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in predicted.items()) + " a step predicted"
+    if chosen == default and min(predicted.values()) < predicted[default]:
+        why += f"; the other saves less than {100 * MARGIN:.0f} %, or than {1e3 * LEAST_S:g} ms"
+    if len(jobs) > 1:
+        why += f"; buckets of {bucket_mb:g} MB, of " + ", ".join(
+            f"{1e3 * t:.2f} ms with {n}" for n, t in by_size.items()
+        )
+    return Choice(chosen, bucket_mb, workers, predicted, costs.probe_s, why)
+
+
+def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
+    """Measures the messages of a group of several workers: called on every rank at the same point.
+
+    elements: of the largest bucket; no larger message is sent. Raises CommError if a worker is lost.
+    """
+    started = time.perf_counter()
+    plan = Plan(max(SMALL, elements), budget_s)
+    messages = _Messages(group)
+    order = torch.zeros(2, dtype=torch.int64, device=group.device)
+    while True:  # rank 0 says of how many elements the next messages are, and how many rounds; 0: no more
+        if group.rank == 0:
+            order.copy_(torch.tensor(plan.next()))
+        group.broadcast(order, "probe (order)").wait()
+        size, rounds = order.tolist()
+        if not rounds:
+            break
+        messages.grow(size)
+        for _ in range(rounds):
+            plan.note(size, {kind: _seconds(messages.send, kind, size) for kind in PROBED})
+    # On all ranks at once, as in a step: those of one machine share its memory. Rank 0's figure is taken.
+    gamma, constants = messages.memory_seconds(), [0.0] * (2 * len(PROBED) + 3)
+    if group.rank == 0:
+        found = plan.shortest()
+        constants = [*_fit(found, group.size), gamma, 4.0 * max(found), time.perf_counter() - started]
+    sent = torch.tensor(constants, dtype=torch.float64, device=group.device)
+    group.broadcast(sent, "probe (result)").wait()
+    values = sent.tolist()
+    alpha, beta = (dict(zip(PROBED, part, strict=True)) for part in (values[:3], values[3:6]))
+    return Costs(alpha, beta, *values[6:])
+
+
+class Plan:
+    """Which messages come next; rank 0 asks it.
+
+    1) One round of small messages, which is dropped: connections and caches are cold.
+    2) Small ones, in a fifth of the time.
+    3) One round of ever larger ones, up to the largest, or to what fits several times into the time left.
+    4) More rounds of that size.
+    """
+
+    def __init__(self, largest: int, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        """largest: elements. budget_s: from now on, by `clock`."""
+        self._largest, self._budget, self._clock, self._end = largest, budget_s, clock, clock() + budget_s
+        self._rounds: dict[int, list[Mapping[str, float]]] = {}
+        self._asked: list[tuple[int, int]] = []
+
+    def note(self, size: int, seconds: Mapping[str, float]) -> None:
+        """One round of messages of `size` elements: the seconds of each kind."""
+        self._rounds.setdefault(size, []).append(seconds)
+
+    def next(self) -> tuple[int, int]:
+        """The next messages: elements and rounds."""
+        self._asked.append(self._decide())
+        return self._asked[-1]
+
+    def _decide(self) -> tuple[int, int]:
+        left = self._end - self._clock()
+        if not self._asked:
+            return SMALL, 1
+        size, rounds = self._asked[-1]
+        took = max(1e-9, min(sum(each.values()) for each in self._rounds[size]))
+        if len(self._asked) == 1:
+            wanted = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(self._budget / 5 / took)))
+            rounds = max(0, min(wanted, int(left / took)))
+            if rounds:
+                self._rounds.clear()
+            return SMALL, rounds
+        fits = int(size * left / ((_LEAST_ROUNDS + 1) * took))
+        following = min(self._largest, size * _GROWTH, fits)
+        if following > 2 * size or size < following == self._largest:
+            return following, 1
+        more = max(0, min(_MOST_ROUNDS, int(left / (2 * took))))
+        return (size, more) if size > SMALL and rounds == 1 else (size, 0)
+
+    def shortest(self) -> dict[int, dict[str, float]]:
+        """The least seconds of each kind of message, of the smallest and of the largest size."""
+        sizes = sorted({min(self._rounds), max(self._rounds)})
+        return {n: {kind: min(r[kind] for r in self._rounds[n]) for kind in PROBED} for n in sizes}
+
+
+def _fit(found: Mapping[int, Mapping[str, float]], workers: int) -> list[float]:
+    """alpha of each kind, then beta of each kind."""
+    pairs = [fit([(traffic(k, 4 * n, workers), times[k]) for n, times in found.items()]) for k in PROBED]
+    return [alpha for alpha, _ in pairs] + [beta for _, beta in pairs]
+
+
+def _seconds(act: Callable[[str, int], None], kind: str, size: int) -> float:
+    started = time.perf_counter()
+    act(kind, size)
+    return time.perf_counter() - started
+
+
+class _Messages:
+    """Buffers of zeros, and messages of them. The host waits for each."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._device = group, devices.of(group.device)
+        self._flat = self._received = torch.empty(0)
+
+    def grow(self, elements: int) -> None:
+        """Messages may have so many elements from now on."""
+        if elements > self._flat.numel():
+            shard = self._group.shards(elements)[0].stop
+            # Not `zeros`: pages that nothing has written are all one page, and quicker to read than a bucket.
+            self._flat = torch.empty(elements, device=self._group.device).fill_(0)
+            self._received = torch.empty(max(elements, shard * self._group.size), device=self._group.device).fill_(0)
+
+    def send(self, kind: str, elements: int) -> None:
+        """One message of a kind of `PROBED`; returns when it has arrived."""
+        group, flat = self._group, self._flat[:elements]
+        if kind == "all_reduce":
+            group.all_reduce(flat, "probe (all_reduce)").wait()
+        elif kind == "share":
+            group.share(flat, "probe (share)").wait()
+        else:
+            widths = [shard.stop - shard.start for shard in group.shards(elements)]
+            mine = widths[group.rank]
+            out = self._received[: mine * group.size]
+            group.all_to_all(out, [mine] * group.size, flat, widths, "probe (all_to_all)").wait()
+
+    def memory_seconds(self) -> float:
+        """Seconds a byte of a pass that reads two rows and writes one, as the kernels' passes do."""
+        flat, rows = self._flat, self._received[: self._flat.numel()]
+        taken = []
+        for _ in range(_LEAST_ROUNDS):
+            self._device.synchronize()
+            started = time.perf_counter()
+            flat.add_(rows)
+            self._device.synchronize()
+            taken.append(time.perf_counter() - started)
+        return min(taken) / (12 * flat.numel())

@@ -1,0 +1,321 @@
+"""Schedules: what a step does with one bucket, as a small program.
+
+A program is a tuple of operations. `Reduction` runs it for each bucket, up to its barrier during backward; the rest as
+the optimizer updates. The transformations are CoCoNeT's (Jangda et al. 2022, "Breaking the Computation and
+Communication Abstraction Barrier in Distributed Machine Learning Workloads"): each makes an equivalent program of
+another one, and raises ValueError where that one does not allow it.
+
+    allreduce        pack   exchange           wait                                barrier   measure   update
+    all_to_all       pack   exchange (shard)   wait   reduce   share   wait        barrier   measure   update
+    its sharded one  pack   exchange (shard)   wait   reduce+measure               barrier   update    share   wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+ALL, SHARD = "all", "shard"
+"""Places: the whole bucket, or this worker's part of it."""
+
+PULLED = "symmetric"
+"""The transport whose exchange is no message: contributions stay where they are, and `reduce` reads them there."""
+
+GRADIENT, PARAMETER = "gradient", "parameter"
+"""What is shared."""
+
+FORWARD = "forward"
+"""When a wait ends: as the next forward first reads a parameter of the bucket."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation on a bucket."""
+
+    kind: str
+    """One of `KINDS`, or several that one kernel does, joined by "+".
+
+    pack: gradients to the flat buffer. exchange: messages between all workers, by the transport. wait: for the bucket's
+    last message. reduce: adds up the contributions that the exchange brought. measure: sums of squares of the mean
+    gradient. mirror: the next worker gets this one's shard of the gradient. share: every worker gets all parts.
+    barrier: until all buckets have come here, on this worker; for sharded state the workers' sums of squares are shared
+    there. update: by the optimizer.
+    """
+    place: str = ALL
+    """What it leaves, works on or waits for."""
+    what: str = ""
+    """exchange: the transport's name. share: gradient | parameter. wait: "forward", or empty: at once."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What it does, one after the other."""
+        return tuple(self.kind.split("+"))
+
+    @property
+    def stream(self) -> str:
+        """Where a GPU does it: compute (the current stream), messages (the communicator's), or side (one for sums)."""
+        if self.kind in ("exchange", "mirror", "share") and self.what != PULLED:
+            return "messages"
+        on_shard = self.place == SHARD and self.kind != "update"
+        return "side" if on_shard else "compute"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a step does with one bucket."""
+
+    ops: tuple[Op, ...]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each worker updates its own part of the bucket, and keeps optimizer state for that part only."""
+        return self.ops[self.index("update")].place == SHARD
+
+    @property
+    def measures_shards(self) -> bool:
+        """Whether each worker measures its own part of the bucket."""
+        return self.ops[self.index("measure")].place == SHARD
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport that its exchange uses."""
+        return self.ops[self.index("exchange")].what
+
+    @cached_property
+    def pause(self) -> int:
+        """The number of the wait for the last message before the barrier, or of the barrier where none comes so late.
+
+        What is before it can be done while backward goes on.
+        """
+        barrier = self.index("barrier")
+        after_exchange = range(self.index("exchange") + 1, barrier)
+        return next((at for at in after_exchange if self.ops[at] == Op("wait", ALL)), barrier)
+
+    def index(self, kind: str, what: str = "") -> int:
+        """The number of the first operation that does this. Raises ValueError if there is none."""
+        if (kind, what) not in self._first:
+            raise ValueError(f"the program has no {kind} {what}".rstrip() + f": {self}")
+        return self._first[kind, what]
+
+    @cached_property
+    def _first(self) -> dict[tuple[str, str], int]:
+        """By what an operation does, with and without `Op.what`: the number of the first one. Steps look it up."""
+        found: dict[tuple[str, str], int] = {}
+        for index, op in enumerate(self.ops):
+            for kind in op.kinds:
+                found.setdefault((kind, ""), index)
+                found.setdefault((kind, op.what), index)
+        return found
+
+    def has(self, kind: str) -> bool:
+        """Whether some operation does this."""
+        return (kind, "") in self._first
+
+    def __str__(self) -> str:
+        return ", ".join(f"{op.kind}({', '.join(filter(None, (op.what, op.place)))})" for op in self.ops)
+
+
+def validate(program: Program) -> None:
+    """Raises ValueError unless the program makes one update by the mean gradient that all parameters get.
+
+    Each operation needs what earlier ones left. No message may be under way where its data are used, nor at the end.
+    """
+    state = _State()
+    for op in program.ops:
+        for kind in op.kinds:
+            reason = f"{kind!r} is no operation" if kind not in KINDS else KINDS[kind](state, op)
+            if reason:
+                raise ValueError(f"{op.kind} ({op.place}): {reason}: {program}")
+    if not state.updated or state.under_way or state.parameters != ALL:
+        raise ValueError(f"at its end all parameters must be updated, and no message under way: {program}")
+
+
+@dataclass
+class _State:
+    """What has been left by the operations so far."""
+
+    packed: bool = False
+    under_way: str = ""
+    """The place of what a message under way brings."""
+    brings: str = ""
+    """What it brings: contributions, gradient, parameter or mirror."""
+    contributions: bool = False
+    """Those of all workers to this one's shard are here."""
+    gradient: str = ""
+    """Where the mean gradient is."""
+    measured: str = ""
+    """What part of it has been measured here. Workers exchange the sums of squares of their shards."""
+    at_barrier: bool = False
+    updated: bool = False
+    parameters: str = ALL
+    """Where the parameters are those of the last update."""
+
+
+def _covers(has: str, place: str) -> bool:
+    return has in (place, ALL)
+
+
+def _pack(state: _State, op: Op) -> str:
+    if state.packed or op.place != ALL:
+        return "must be the first, of all gradients"
+    state.packed = True
+    return ""
+
+
+def _exchange(state: _State, op: Op) -> str:
+    if not state.packed or state.brings:
+        return "must follow pack, once"
+    state.under_way, state.brings = op.place, "contributions" if op.place == SHARD else GRADIENT
+    return ""
+
+
+def _wait(state: _State, op: Op) -> str:
+    if state.under_way != op.place:
+        return "no message under way brings that"
+    if op.what not in ("", FORWARD) or (op.what and state.brings != PARAMETER):
+        return "only parameters can be waited for in the next forward"
+    if state.brings == "contributions":
+        state.contributions = True
+        state.gradient = SHARD  # where the transport adds up itself: a reduce that follows does so here
+    elif state.brings == GRADIENT:
+        state.gradient = ALL
+    elif state.brings == PARAMETER:
+        state.parameters = ALL
+    state.under_way = ""
+    return ""
+
+
+def _reduce(state: _State, op: Op) -> str:
+    if not state.contributions or op.place != SHARD:
+        return "must follow the wait for an exchange that leaves this worker its shard"
+    state.contributions = False
+    return ""
+
+
+def _measure(state: _State, op: Op) -> str:
+    if state.under_way or not _covers(state.gradient, op.place):
+        return "the mean gradient is not there"
+    if state.measured or state.updated:
+        return "must come once, before the update"
+    state.contributions, state.measured = False, op.place
+    return ""
+
+
+def _mirror(state: _State, op: Op) -> str:
+    if state.under_way or state.gradient != SHARD or op.place != SHARD or state.at_barrier:
+        return "needs the mean gradient of this worker's shard, before the barrier"
+    state.under_way, state.brings, state.contributions = ALL, "mirror", False
+    return ""
+
+
+def _share(state: _State, op: Op) -> str:
+    if state.under_way:
+        return "a message is under way"
+    if op.what == GRADIENT and (state.gradient != SHARD or state.updated):
+        return "needs the mean gradient of this worker's shard, before the update"
+    if op.what == PARAMETER and (not state.updated or state.parameters != SHARD):
+        return "needs this worker's shard of the parameters, updated"
+    if op.what not in (GRADIENT, PARAMETER) or op.place != ALL:
+        return "of gradient or parameter, to all"
+    state.under_way, state.brings, state.contributions = ALL, op.what, False
+    return ""
+
+
+def _barrier(state: _State, op: Op) -> str:
+    if state.at_barrier or state.under_way or not state.gradient or op.place != ALL:
+        return "must come once, when the bucket's sum is there"
+    state.at_barrier, state.contributions = True, False
+    return ""
+
+
+def _update(state: _State, op: Op) -> str:
+    if state.updated:
+        return "must come once"
+    if not state.at_barrier:
+        return "must follow the barrier: clipping needs all buckets, and a failure must leave no bucket updated"
+    if not _covers(state.gradient, op.place) or not state.measured:
+        return "needs the mean gradient, measured"
+    state.updated, state.parameters = True, op.place
+    return ""
+
+
+KINDS: dict[str, Callable[[_State, Op], str]] = {
+    "pack": _pack,
+    "exchange": _exchange,
+    "wait": _wait,
+    "reduce": _reduce,
+    "measure": _measure,
+    "mirror": _mirror,
+    "share": _share,
+    "barrier": _barrier,
+    "update": _update,
+}
+"""The kinds of operations. Of each: whether it may come now, as a reason why not (empty: it may); what it leaves."""
+
+
+def all_reduce(transport: str) -> Program:
+    """The plain program: one exchange whose result is the sum, on every worker."""
+    exchange = Op("exchange", ALL, transport)
+    return Program((Op("pack"), exchange, Op("wait"), Op("barrier"), Op("measure"), Op("update")))
+
+
+def split(program: Program, transport: str, reduces: bool) -> Program:
+    """The exchange leaves each worker its shard of the sum, which is then shared: reduce-scatter and all-gather.
+
+    reduces: the exchange brings all workers' contributions, and the worker adds them up itself.
+    """
+    at = program.index("exchange")
+    if program.ops[at].place != ALL:
+        raise ValueError(f"split: the exchange must leave the whole sum: {program}")
+    parts = [Op("exchange", SHARD, transport), Op("wait", SHARD)]
+    if reduces:
+        parts.append(Op("reduce", SHARD))
+    parts.append(Op("share", ALL, GRADIENT))
+    return Program((*program.ops[:at], *parts, *program.ops[at + 1 :]))
+
+
+def reorder(program: Program) -> Program:
+    """Updates before the share: each worker its own shard, whose parameters are shared in place of the gradient."""
+    share = program.index("share", GRADIENT)
+    before, after = program.ops[:share], program.ops[share + 1 :]
+    if [op.kind for op in after] != ["wait", "barrier", "measure", "update"]:
+        raise ValueError(f"reorder: the share must be followed by wait, barrier, measure and update: {program}")
+    wait, barrier, measure, update = after
+    on_shard = (replace(measure, place=SHARD), barrier, replace(update, place=SHARD))
+    return Program((*before, *on_shard, Op("share", ALL, PARAMETER), wait))
+
+
+def measure_shards(program: Program) -> Program:
+    """Each worker measures its shard of the sum before it is shared: in fp32, where what is shared is rounded."""
+    share, measure = program.index("share", GRADIENT), program.index("measure")
+    if measure < share or program.ops[measure].kind != "measure":
+        raise ValueError(f"measure_shards: a measure of its own must follow the share: {program}")
+    rest = program.ops[share:measure] + program.ops[measure + 1 :]
+    return Program((*program.ops[:share], Op("measure", SHARD), *rest))
+
+
+def fuse(program: Program) -> Program:
+    """One kernel adds up the contributions and measures the sum, which it has in registers: no second pass over it."""
+    at = program.index("reduce")
+    ops = program.ops
+    if at + 1 == len(ops) or ops[at + 1].kind != "measure" or ops[at].kind != "reduce":
+        raise ValueError(f"fuse: a measure must follow the reduce: {program}")
+    if ops[at].place != ops[at + 1].place:
+        raise ValueError(f"fuse: reduce and measure must be of one place: {program}")
+    return Program((*ops[:at], Op("reduce+measure", ops[at].place), *ops[at + 2 :]))
+
+
+def overlap(program: Program) -> Program:
+    """The parameters are shared while the next forward runs, which waits for a bucket as it first reads it."""
+    if not program.ops or program.ops[-1].kind != "wait" or program.ops[-2] != Op("share", ALL, PARAMETER):
+        raise ValueError(f"overlap: the program must end with the share of the parameters, and its wait: {program}")
+    return Program((*program.ops[:-1], replace(program.ops[-1], what=FORWARD)))
+
+
+def mirror(program: Program) -> Program:
+    """The next worker gets a worker's shard of the gradient too, and so can repeat its update: see `Group.pass_on`."""
+    barrier = program.index("barrier")
+    if not program.sharded:
+        raise ValueError(f"mirror: each worker must update its own shard: {program}")
+    return Program((*program.ops[:barrier], Op("mirror", SHARD), Op("wait"), *program.ops[barrier:]))

@@ -1,0 +1,120 @@
+"""What `p.grad` is with sharded state: a tensor without memory, since no worker has a parameter's whole mean gradient.
+
+It says that some worker gave the parameter a gradient, has its shape, dtype and device, and answers GradScaler.
+Everything else raises an error: code that reads or changes gradients would work with numbers that are not there.
+
+One change has no effect instead: that of a backward which reaches the parameter while the last step's gradients are
+still there, as a GAN's generator loss reaches the discriminator. As with whole gradients `zero_grad` drops what it
+adds, and the engine refuses a step with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_REFUSED = (
+    "{op} of a p.grad: with comm.state=sharded each worker has the mean gradient of its shard only, and p.grad has no "
+    "values. To clip use clip_norm=..., for its norm opt.stats.grad_norm, to drop it opt.zero_grad(); all else needs "
+    "comm.state=replicated"
+)
+
+_TENSOR: Any = Tensor
+_ATTRIBUTES = (
+    "shape dtype device layout ndim itemsize nbytes grad grad_fn requires_grad is_cpu is_cuda is_leaf is_meta "
+    "is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu _base _version"
+)
+_METHODS = (
+    "size dim ndimension numel nelement stride element_size get_device is_contiguous is_complex is_floating_point "
+    "is_signed __len__ __format__ __dir__ __hash__"
+)
+_READ_NO_VALUE = {getattr(_TENSOR, name).__get__ for name in _ATTRIBUTES.split()}
+_READ_NO_VALUE |= {getattr(_TENSOR, name) for name in _METHODS.split()}
+_MOVES = "to cpu cuda float bfloat16 half double contiguous requires_grad_ detach_"
+_ALLOWED = {getattr(_TENSOR, name) for name in _MOVES.split()} | {torch._has_compatible_shallow_copy_type}
+"""Of nn.Module.to and the like: they return the tensor itself where there is nothing to do, and else come to
+`__torch_dispatch__`."""
+_ALLOWED |= _READ_NO_VALUE | {torch._amp_foreach_non_finite_check_and_unscale_}
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+_ADDING = torch.ops.aten.add_.Tensor
+_UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+Unscale = Callable[[Sequence[int], Tensor, Tensor], None]
+"""(buckets' numbers, found_inf, inv_scale): sets found_inf to 1 where a gradient of any worker is not finite, and
+multiplies this worker's shards of the buckets' gradients by inv_scale."""
+
+
+class Whose(Protocol):
+    """The bucket that a gradient is a part of."""
+
+    index: int
+    device: torch.device
+    unscale: Unscale | None
+    views: Sequence[Tensor]
+    """Of its parameters, the gradients that the last step was made with."""
+    added_to: bool
+    """A backward was to add to one of them."""
+
+
+class ShardedGradient(Tensor):
+    """A parameter's gradient of which this worker has a shard, or nothing. Any operation on it raises RuntimeError."""
+
+    _bucket: weakref.ref[Whose]
+    """Not a strong reference, since the bucket has one to this."""
+    _k: int
+    """Which of the bucket's views it is."""
+
+    @staticmethod
+    def __new__(cls, bucket: Whose, k: int, like: Tensor) -> ShardedGradient:
+        """The bucket's k-th. like: on any device, with the shape, strides and dtype that it is to have."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: ShardedGradient = make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=bucket.device)
+        made._bucket, made._k = weakref.ref(bucket), k
+        return made
+
+    def __init__(self, bucket: Whose, k: int, like: Tensor) -> None:
+        """See `__new__`."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Python's calls, some of which (`.data`, `.numpy()`, `pickle`) do not come to `__torch_dispatch__`."""
+        if func == _TENSOR.data.__set__ and args[0] is args[1]:
+            return None  # by nn.Module.to, where there is nothing to do
+        if func not in _ALLOWED:
+            slot = func.__name__ in ("__get__", "__set__", "__delete__")
+            raise RuntimeError(_REFUSED.format(op=func.__self__.__name__ if slot else func.__name__))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is _ADDING and isinstance(args[0], ShardedGradient) and args[0]._is_accumulated_into():
+            return args[0]
+        if func is not _UNSCALING:
+            raise RuntimeError(_REFUSED.format(op=func.overloadpacket.__name__))
+        gradients, found_inf, inv_scale = args
+        own = [gradient._bucket() if isinstance(gradient, ShardedGradient) else None for gradient in gradients]
+        buckets = [bucket for bucket in own if bucket is not None]
+        if len(buckets) < len(own) or (unscale := buckets[0].unscale) is None:
+            raise RuntimeError(_REFUSED.format(op="GradScaler's unscaling"))
+        unscale(sorted({bucket.index for bucket in buckets}), found_inf, inv_scale)
+        return None
+
+    def _is_accumulated_into(self) -> bool:
+        """Whether autograd adds to it, as to any gradient that is still there; its bucket is told.
+
+        The engine's hook, which autograd calls next, raises an error unless `zero_grad` can still drop what was added.
+        It knows the bucket's present gradients only: of another one, such as a closed engine's, this is False.
+        """
+        bucket, node = self._bucket(), torch._C._current_autograd_node()
+        if bucket is None or bucket.views[self._k] is not self or node is None or node.name() != _ACCUMULATES:
+            return False
+        bucket.added_to = True
+        return True

@@ -1,0 +1,150 @@
+"""Trees of workers, and what is known of the links between them: data and graph algorithms only, no messages.
+
+`latency.measure` measures the links; the transport `tree` sums along a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SAME = 1.5
+"""Times are alike within this factor: a measurement in a busy network is no more exact."""
+_MOST_CHUNKS, _CHUNK_BYTES = 8, 2**18
+
+
+@dataclass(frozen=True)
+class Links:
+    """The measured links of a view, by rank and rank. Both matrices are symmetric, and the same on every worker."""
+
+    latencies: tuple[tuple[float, ...], ...]
+    """Seconds that a message of a few bytes takes; 0.0 from a rank to itself."""
+    throughputs: tuple[tuple[float | None, ...], ...]
+    """Bytes a second beyond that; None from a rank to itself."""
+
+    def seconds(self, nbytes: int) -> list[list[float]]:
+        """By rank and rank: seconds that a message of `nbytes` takes, latency + bytes / throughput."""
+        return [
+            [0.0 if rate is None else latency + nbytes / rate for latency, rate in zip(*row, strict=True)]
+            for row in zip(self.latencies, self.throughputs, strict=True)
+        ]
+
+    def tree(self, nbytes: int) -> list[int]:
+        """Each rank's parent in the tree for buffers of `nbytes`: `spanning_tree` of times that `alike` made equal."""
+        return spanning_tree(alike(self.seconds(nbytes)), chunks(nbytes))
+
+
+def alike(times: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The times, where those that differ by a factor below SAME are equal: so that noise alone makes no deep tree.
+
+    The smallest time and all within SAME of it become the smallest; the next larger one begins the next class.
+    """
+    classes: dict[float, float] = {}
+    first = 0.0
+    for time in sorted({time for row in times for time in row if time > 0}):
+        if time >= SAME * first:
+            first = time
+        classes[time] = first
+    return [[classes.get(time, 0.0) for time in row] for row in times]
+
+
+def chunks(nbytes: int) -> int:
+    """In how many parts a buffer of `nbytes` goes along a tree, so that all levels are busy at once: up to 8."""
+    return max(1, min(_MOST_CHUNKS, nbytes // _CHUNK_BYTES))
+
+
+def spanning_tree(times: Sequence[Sequence[float]], count: int = 1) -> list[int]:
+    """Each rank's parent in a minimum spanning tree of `times` (symmetric, seconds), the root's being itself.
+
+    1) Prim's algorithm (1957), from the rank with the least time to all others. Among links that take the same time it
+       takes the one whose upper end is free first: the one with the least depth and children. On a network of equal
+       links that is a binomial tree.
+    2) The root is the rank from which the sum takes the least time (`duration`); of several, the lowest.
+    count: `chunks` of the buffer. Every rank computes the same tree from the same times.
+    """
+    ranks = range(len(times))
+    start = min(ranks, key=lambda r: sum(times[r]))
+    parents, depth, children = {start: start}, {start: 0}, dict.fromkeys(ranks, 0)
+    while len(parents) < len(times):
+        *_, above, nearest = min(
+            (times[r][p], depth[p] + children[p], p, r) for r in ranks if r not in parents for p in parents
+        )
+        parents[nearest], depth[nearest] = above, depth[above] + 1
+        children[above] += 1
+    tree = [parents[r] for r in ranks]
+    return min((rooted(tree, root) for root in ranks), key=lambda it: duration(it, times, count))
+
+
+def rooted(parents: Sequence[int], root: int) -> list[int]:
+    """The same tree with another root: the links on the way from `root` to the old one are turned."""
+    turned, at, above = list(parents), root, root
+    while True:
+        below, turned[at] = at, above
+        if parents[at] == at:
+            return turned
+        at, above = parents[at], below
+
+
+def duration(parents: Sequence[int], times: Sequence[Sequence[float]], count: int = 1) -> float:
+    """Seconds that the sum of a buffer takes, up the tree and down again, in `count` chunks.
+
+    times: of the whole buffer, by rank and rank. A chunk takes a link a round, and the next one follows a round behind:
+    count + 2 levels - 1 rounds. In a round a worker sends its chunks one after another, and takes others' one after
+    another, since they share its network card; the slowest worker counts.
+    """
+    depth, ranks = depths(parents), range(len(parents))
+    levels, links = max(depth), [(r, parents[r], times[r][parents[r]]) for r in ranks if r != parents[r]]
+    total = 0.0
+    for step in range(count + 2 * levels - 1 if levels else 0):
+        sends, takes = [0.0] * len(parents), [0.0] * len(parents)
+        for r, above, seconds in links:
+            if 0 <= step - levels + depth[r] < count:
+                sends[r] += seconds
+                takes[above] += seconds
+            if 0 <= step - levels - depth[above] < count:
+                sends[above] += seconds
+                takes[r] += seconds
+        total += max(*sends, *takes)
+    return total / count
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """By rank, the number of links to its root."""
+    out = []
+    for at in range(len(parents)):
+        out.append(0)
+        while at != parents[at]:
+            at, out[-1] = parents[at], out[-1] + 1
+    return out
+
+
+def check_parents(parents: Sequence[int], size: int) -> None:
+    """Raises ValueError unless parents[r] is the rank of r's parent in one tree of `size` ranks, the root's its own."""
+    what = f"tree {list(parents)}"
+    if len(parents) != size:
+        raise ValueError(f"{what}: must have {size} ranks, one parent for each worker, not {len(parents)}")
+    if wrong := [parent for parent in parents if parent not in range(size)]:
+        raise ValueError(f"{what}: each parent must be a rank from 0 to {size - 1}, not {wrong[0]}")
+    roots = [r for r, parent in enumerate(parents) if parent == r]
+    if len(roots) != 1:
+        found = f"ranks {', '.join(map(str, roots))} are" if roots else "none is"
+        raise ValueError(f"{what}: must have one root, a rank that is its own parent; {found}")
+    for rank in range(size):
+        at = rank
+        for _ in range(size):
+            at = parents[at]
+        if at != roots[0]:
+            raise ValueError(f"{what}: rank {rank} must lead to the root {roots[0]}, not into a circle")
+
+
+def rounds(size: int) -> list[list[tuple[int, int]]]:
+    """All pairs of `size` ranks in rounds of disjoint pairs: size - 1 of them, or size where that is odd.
+
+    The circle method: one rank stays (a dummy where the number is odd), the others move on around it.
+    """
+    even = size + size % 2
+    out = []
+    for k in range(even - 1):
+        pairs = [(k, even - 1)] + [((k + i) % (even - 1), (k - i) % (even - 1)) for i in range(1, even // 2)]
+        out.append([(min(pair), max(pair)) for pair in pairs if max(pair) < size])
+    return out

@@ -1,0 +1,255 @@
+"""Branches of a run: jobs that go on from one of its checkpoints with another batch size and learning rate.
+
+A branch is a job as any other of the command line, with the run's own configuration and the checkpoint's state.
+Only what a policy's decision would change is changed: the batch size, and the factor on the learning rate. Its files
+are in a directory of its own. The run's are read and never written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from kfuse import interrupt
+from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, steps_in
+from kfuse.cli.recorded_run import config_path, read_config, read_metrics
+from kfuse.cli.run import supervise
+from kfuse.config import instantiate
+from kfuse.config.check import validate
+from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
+from kfuse.elastic.job import Elasticity
+from kfuse.elastic.protocol import STOP_STATUS
+from kfuse.observe.display import Display
+from kfuse.observe.recorder import Recorder
+from kfuse.observe.run_dir import RunDirectory
+from kfuse.observe.whole_file import write_whole
+from kfuse.statistics.critical_batch import Plan, Trace
+from kfuse.train.lr_schedule import BatchChange, LRSchedule, Scaling, gain
+from kfuse.train.state import with_settings
+
+
+class BranchError(RuntimeError):
+    """A branch has failed. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch: what its result depends on, beside the run's configuration."""
+
+    checkpoint: str
+    """SHA-256 of the checkpoint's manifest, which has that of each file."""
+    step: int
+    """Steps of the run before the checkpoint."""
+    batch_size: int
+    seed: int
+    """Of the data order after the checkpoint."""
+    lr_scaling: str
+    steps: int
+    """Optimizer steps of the branch."""
+    workers: int
+
+
+class Run:
+    """A run of the command line, and what its branches need of it."""
+
+    config: dict[str, Any]
+    """As the run had it, plain values."""
+    checkpoints: dict[int, Path]
+    """By step, ascending."""
+    workers: int
+    """Worker processes of a branch."""
+    lr_scaling: Scaling
+    """f: how the learning rate follows the batch size in the branches."""
+
+    def __init__(self, path: Path, lr_scaling: str | None = None, workers: int | None = None) -> None:
+        """lr_scaling: sqrt, linear or none; None: linear for SGD, else sqrt.
+
+        workers: of a branch; None: the run's first ones.
+
+        Raises ConfigError for what is no run, has no checkpoint, or cannot have branches.
+        """
+        self.path = path
+        if not config_path(path).is_file():
+            raise ConfigError(f"run={path}: must be the directory of a run of `kfuse`; it has no .hydra/config.yaml")
+        self.config = read_config(path, {*SETTINGS, *CLASS_GROUPS})
+        self.checkpoints = steps_in(path / "checkpoints")
+        if not self.checkpoints:
+            raise ConfigError(f"run={path}: has no checkpoint: checkpoint.every_steps=N, checkpoint.keep=N write them")
+        if (sync := self.config["comm"]["sync"]) != "ssgd":
+            raise ConfigError(f"run={path}: comm.sync={sync}: must be ssgd; else workers have batches of their own")
+        kind = str(self.config["optimizer"]["_target_"])
+        self.lr_scaling = lr_scaling or ("linear" if "SGD" in kind else "sqrt")  # type: ignore[assignment]
+        self.workers = workers or self.config["workers"]["count"]
+
+    def check(self, largest_batch: int) -> None:
+        """Raises ConfigError where branches cannot run: what the run was given, such as its data, may have gone since.
+
+        Called before anything is trained.
+        """
+        try:
+            validate(OmegaConf.create(self.branch_config(largest_batch, self.config["seed"], None, 1)))
+        except ConfigError as error:
+            raise ConfigError(f"{config_path(self.path)}, as a branch has it: {error}") from error
+
+    def branch_config(self, batch_size: int, seed: int, start: Path | None, last_step: int) -> dict[str, Any]:
+        """The configuration of a branch that ends after `last_step` steps, those of the run included.
+
+        batch.size stays the run's first one, which learning rates (and lr.scaling) refer to: the branch's own batch
+        size is in the checkpoint `start`, as after a decision.
+        """
+        config = copy.deepcopy(self.config)
+        batch = config["batch"]
+        batch["min"], batch["max"] = min(batch["min"], batch_size), max(batch["max"], batch_size)
+        config["seed"] = seed
+        config["policy"] = {"_target_": "kfuse.policies.NoPolicy", "on_error": "stop"}
+        config["lr"] |= {"scaling": self.lr_scaling, "decay": "none", "warmup_steps": 0, "change_warmup_steps": 0}
+        config["workers"] |= {"count": self.workers, "min": self.workers, "max": self.workers}
+        config["train"] |= {"epochs": None, "steps": last_step, "target_accuracy": None, "eval_every": last_step}
+        config["train"]["save_model"] = False
+        config["checkpoint"] |= {"every_steps": None, "resume": "never" if start is None else str(start)}
+        config["observe"] |= {"progress": False, "tensorboard": False, "ledger": False, "every": 1}
+        if "Torchrun" in config["launcher"]["_target_"]:
+            config["launcher"] = {"_target_": "kfuse.elastic.launchers.LocalLauncher"}
+            if config["comm"]["schedule"] == "symmetric":  # under torchrun only
+                config["comm"]["schedule"] = "auto"
+        return config
+
+
+class Start:
+    """A checkpoint of a run, as the branches begin from it. Raises ConfigError where it cannot be used."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        self._run, self._path = run, run.checkpoints[step]
+        try:
+            self._state = load(self._path)
+        except CheckpointError as error:
+            raise ConfigError(f"run={run.path}: {error}") from error
+        self._sha256 = json.loads((self._path / "manifest.json").read_text())["sha256"]
+        at, config = self._state["progress"], run.config
+        self.step: int = at["step"]
+        self.batch_size: int = at["batch_size"]
+        """The run's batch size there, in samples."""
+        self.length: int | None = at["began_with"]["dataset size"]
+        """Samples of an epoch."""
+        self.cursor: int = at["cursor"]
+        if self.length is None:
+            raise ConfigError(f"run={run.path}: must train on data of a length: a stream has one order only")
+        lr, train = config["lr"], config["train"]
+        try:
+            schedule = LRSchedule(
+                lr["scaling"],
+                lr["warmup_steps"],
+                lr["decay"],
+                config["batch"]["size"],
+                None if train["epochs"] is None else train["epochs"] * self.length,
+                train["steps"],
+                lr["decay_fraction"],
+                lr["change_warmup_steps"],
+            )
+        except ValueError as error:  # of values that do not fit together
+            raise ConfigError(f"{config_path(run.path)}: lr: {error}") from error
+        done = schedule.done(at["schedule"] if lr["scaling"] == "adascale" else self.step, at["samples"])
+        change = None if at["batch_change"] is None else BatchChange(*at["batch_change"])
+        means = at["mean_grad_sq"], at["mean_grad_variance"]
+        factor = schedule.factor(at["schedule"], done, self.batch_size, at["lr_scale"], *means, change)
+        self.lr: float = lr["base"] * factor
+        """The run's learning rate at the checkpoint; 0 at the end of a decay."""
+        # The branches' own schedule multiplies by gain(f, batch size): at k = 1 the rate is the checkpoint's.
+        self._lr_scale = factor / gain(run.lr_scaling, self.batch_size, config["batch"]["size"])
+
+    def check(self, plan: Plan) -> None:
+        """Raises ConfigError for batches that are not whole micro-batches, or larger than an epoch."""
+        micro = self._run.config["batch"]["micro"]
+        for k in plan.factors:
+            if plan.batch(k) % micro:
+                raise ConfigError(
+                    f"factors: {k:g} makes a batch of {plan.batch(k)} samples at step {self.step}: must be whole "
+                    f"micro-batches of batch.micro={micro}, one at least"
+                )
+        try:
+            plan.steps(plan.factors[-1], self.cursor, self.length)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def branch(self, plan: Plan, k: float, repetition: int) -> Branch:
+        """The branch k of the plan. Its first repetition goes on in the run's own data order."""
+        seed = (self._run.config["seed"] + repetition) % 2**32
+        steps = plan.steps(k, self.cursor, self.length)
+        return Branch(self._sha256, self.step, plan.batch(k), seed, self._run.lr_scaling, steps, self._run.workers)
+
+    def train(self, branch: Branch) -> Trace:
+        """Trains a branch, unless that was done before.
+
+        Raises BranchError where it fails, KeyboardInterrupt where it is stopped.
+        """
+        folder = self._run.path / "cbs" / f"step-{branch.step:08d}" / f"batch-{branch.batch_size}-seed-{branch.seed}"
+        done = folder / "branch.json"
+        found = _read(done, branch)
+        if found is None:
+            if folder.exists():  # of a measurement that was killed, or with other settings
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            self._train(branch, folder)
+            try:
+                found = {"branch": asdict(branch), "steps": self._figures(folder)}
+            except ConfigError as error:
+                raise BranchError(str(error)) from error
+            text = json.dumps(found, allow_nan=False) + "\n"
+            write_whole(done, lambda to: to.write_text(text))  # a killed measurement leaves no part of a branch
+        trace = Trace()
+        for figures in found["steps"]:
+            trace.add(*figures)
+        return trace
+
+    def _train(self, branch: Branch, folder: Path) -> None:
+        """Runs the branch's job, in its directory."""
+        start = folder / "start"
+        failed: list[Mapping[str, Any]] = []
+        writer = Checkpointer(start, 1, lambda event: failed.append(event) if event["kind"] != "checkpoint" else None)
+        state = with_settings(self._state, branch.batch_size, self._lr_scale, branch.seed)
+        writer.save(branch.step, state)
+        writer.wait()
+        if failed:
+            raise BranchError(f"{start}: {failed[0]['why']}")
+        config = self._run.branch_config(branch.batch_size, branch.seed, start, branch.step + branch.steps)
+        config_path(folder).parent.mkdir()
+        OmegaConf.save(OmegaConf.create(config), config_path(folder))
+        with (folder / "output.log").open("w") as log:
+            recorder = Recorder(
+                RunDirectory(folder, tensorboard=False), Display(progress=False, console=Console(file=log, width=120))
+            )
+            launcher = instantiate.build(config["launcher"])
+            elasticity = Elasticity.configured(config, restart=False)
+            status = supervise(launcher, {**config, "run_dir": str(folder.absolute())}, recorder, elasticity)
+        if status in (*STOP_STATUS.values(), interrupt.STATUS):
+            raise KeyboardInterrupt
+        if status:
+            raise BranchError(f"a branch with batches of {branch.batch_size} has failed: {folder / 'output.log'}")
+        shutil.rmtree(start)
+
+    def _figures(self, folder: Path) -> list[list[float | None]]:
+        """By step of a branch: samples since the checkpoint, loss, S and G2."""
+        first = self._state["progress"]["samples"]
+        rows = read_metrics(folder)
+        return [[row["samples"] - first, row["loss"], row["grad_variance"], row["grad_sq"]] for row in rows]
+
+
+def _read(file: Path, branch: Branch) -> dict[str, Any] | None:
+    """The file of this branch, finished before; None where it is not there, is another's or is damaged."""
+    try:
+        found = json.loads(file.read_text())
+        rows = found["steps"] if found["branch"] == asdict(branch) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    of_a_step = tuple[int, float | None, float | None, float | None]
+    if not (isinstance(rows, list) and instantiate.fits(rows, list[of_a_step]) and instantiate.is_finite(rows)):
+        return None
+    return found if len(rows) == branch.steps else None

@@ -1,0 +1,305 @@
+"""`kfuse cbs run=RUN_DIR`: the critical batch size over a run, measured by branches from its checkpoints.
+
+docs/critical_batch.md has the method. Branches that are finished are kept in RUN_DIR/cbs: a measurement that was
+stopped or killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kfuse.cli.branches import BranchError, Run, Start
+from kfuse.cli.words import plain_value, read_words
+from kfuse.config.instantiate import fits, show
+from kfuse.config.schema import ConfigError
+from kfuse.observe.display import figure
+from kfuse.observe.whole_file import write_whole
+from kfuse.statistics.critical_batch import (
+    FACTORS,
+    REPETITIONS,
+    TOLERANCE,
+    WINDOW,
+    CriticalBatch,
+    Plan,
+    Trace,
+    calibration,
+    measure,
+)
+
+USAGE = f"""\
+kfuse cbs run=RUN_DIR [key=value ...]
+
+Measures the critical batch size B*: from checkpoints of a run of kfuse, branches train on at k times the batch size
+and f(k) times the learning rate. B* is the largest batch whose loss stays within a tolerance of the smallest one's.
+B* over the noise scale is the calibration that policy=gns takes as policy.factor. Results: RUN_DIR/cbs/cbs.json.
+Run it where the run was started. Stopped or killed, it goes on where it was.
+
+  run=DIR                     the run's directory; it needs checkpoints: checkpoint.every_steps=N checkpoint.keep=M
+  steps=null                  checkpoints to measure at, by step: [200,400]; null: all that are there
+  factors=[{",".join(f"{k:g}" for k in FACTORS)}]     values of k, ascending; the first is the reference
+  repetitions={REPETITIONS}               of each branch, with other data orders (2 to 31)
+  samples=null                samples of each branch; null: 16 steps of the largest batch
+  tolerance={TOLERANCE}              how far a loss may be above the reference's, as a part of it
+  window={WINDOW}                 part of a branch, at its end, whose mean loss counts
+  lr_scaling=null             f(k): sqrt, linear or none; null: linear for SGD, else sqrt
+  workers=null                worker processes of a branch; null: workers.count of the run
+
+Exit status 0; 1 where a branch fails; 2 for wrong arguments; 130 after Ctrl-C."""
+
+_WIDTH = 24
+"""Characters of a plot."""
+
+
+@dataclass
+class Arguments:
+    """The command's arguments, as `USAGE` has them."""
+
+    run: str | None = None
+    steps: list[int] | None = None
+    factors: Sequence[float] = FACTORS
+    repetitions: int = REPETITIONS
+    samples: int | None = None
+    tolerance: float = TOLERANCE
+    window: float = WINDOW
+    lr_scaling: str | None = None
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """The measurement at one checkpoint."""
+
+    step: int
+    lr: float
+    found: CriticalBatch
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for cbs.json."""
+        return {"step": self.step, "lr": self.lr, **self.found.as_dict()}
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status. Raises ConfigError for wrong arguments, KeyboardInterrupt."""
+    if {"-h", "--help"} & {*words}:
+        print(USAGE)
+        return 0
+    given = _parse(words)
+    run = Run(Path(given.run or "").expanduser(), given.lr_scaling, given.workers)
+    console = Console(highlight=False)
+    plans = _plans(run, given, console)
+    with _alone(run.path / "cbs"):
+        try:
+            points = [_measure(run, step, plan, console) for step, plan in plans]
+        except KeyboardInterrupt:
+            console.print("kfuse cbs: stopped; finished branches are kept, and the same command goes on from there")
+            raise
+        except BranchError as error:
+            console.print(f"kfuse cbs: {error}", markup=False, soft_wrap=True)
+            return 1
+        c = calibration([point.found for point in points])
+        checkpoints = [point.as_dict() for point in points]
+        result = {"run": str(run.path), "lr_scaling": run.lr_scaling, "c": c, "checkpoints": checkpoints}
+        text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+        write_whole(run.path / "cbs" / "cbs.json", lambda to: to.write_text(text))
+    _print_run(points, c, console)
+    return 0
+
+
+def _parse(words: Sequence[str]) -> Arguments:
+    """Raises ConfigError, which names the key."""
+    known = [each.name for each in fields(Arguments)]
+    plain, texts = read_words("kfuse cbs", words, known)
+    if plain:
+        raise ConfigError(f"kfuse cbs {plain[0]}: must be one of {', '.join(f'{name}=' for name in known)}")
+    values = {name: plain_value(name, text) for name, text in texts.items()}
+    values |= {name: texts[name] for name in {"run", "lr_scaling"} & texts.keys() if values[name] is not None}
+    allowed: dict[str, tuple[Any, str]] = {
+        "steps": (list[int] | None, "a list of whole numbers, or null"),
+        "factors": (list[float], "a list of numbers"),
+        "repetitions": (int, "a whole number"),
+        "samples": (int | None, "a whole number, or null"),
+        "tolerance": (float, "a number"),
+        "window": (float, "a number"),
+        "workers": (int | None, "a whole number, or null"),
+    }
+    for name, (kind, text) in allowed.items():
+        if name in values and not fits(values[name], kind):
+            raise ConfigError(f"{name}={show(values[name])}: must be {text}")
+    given = Arguments(**values)
+    if given.steps == []:
+        raise ConfigError("steps=[]: must have one checkpoint's step at least, or be null, for all")
+    if not given.run:
+        raise ConfigError("run=: must be the directory of a run of `kfuse`")
+    if given.lr_scaling not in (None, "sqrt", "linear", "none"):
+        raise ConfigError(f"lr_scaling={given.lr_scaling}: must be one of sqrt, linear, none")
+    for name in ("samples", "workers"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    return given
+
+
+def _plans(run: Run, given: Arguments, console: Console) -> list[tuple[int, Plan]]:
+    """The checkpoints to measure at, by step, each with its plan. Raises ConfigError before anything is trained."""
+    steps = [*run.checkpoints] if given.steps is None else sorted(set(given.steps))
+    if missing := [step for step in steps if step not in run.checkpoints]:
+        raise ConfigError(f"steps={show(missing)}: no such checkpoint; there are {show([*run.checkpoints])}")
+    found = []
+    for step in steps:
+        start = Start(run, step)
+        try:
+            plan = Plan(
+                start.batch_size,
+                tuple(given.factors),
+                given.repetitions,
+                given.samples,
+                given.tolerance,
+                given.window,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        start.check(plan)
+        if start.lr > 0:
+            found.append((step, plan))
+        else:
+            console.print(f"step {step}: left out, the learning rate is 0 there")
+    if not found:
+        raise ConfigError(f"run={run.path}: the learning rate is 0 at all of its checkpoints")
+    run.check(max(plan.batch(plan.factors[-1]) for _, plan in found))
+    return found
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Context: nobody else measures in this directory. Raises ConfigError where somebody does."""
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{folder}: another `kfuse cbs` is measuring there") from None
+        yield
+
+
+def _measure(run: Run, step: int, plan: Plan, console: Console) -> Point:
+    """Trains the branches from one checkpoint, and prints what they show."""
+    start = Start(run, step)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"step {start.step}", total=len(plan.factors) * plan.repetitions)
+
+        def branch(k: float, repetition: int) -> Trace:
+            what = f"step {start.step}: batch {plan.batch(k)}, repetition {repetition + 1} of {plan.repetitions}"
+            progress.update(task, description=what)
+            return start.train(start.branch(plan, k, repetition))
+
+        try:
+            found = measure(branch, plan, lambda k, repetition: progress.advance(task))
+        except ValueError as error:
+            raise BranchError(f"step {start.step}: {error}") from error
+    point = Point(start.step, start.lr, found)
+    _print_point(point, console)
+    return point
+
+
+def _print_point(point: Point, console: Console) -> None:
+    """The branches of one checkpoint: a table, with a plot of how far each loss is above the reference's."""
+    found, plan = point.found, point.found.plan
+    console.print(
+        f"step {point.step}: batch size {plan.batch_size}, learning rate {point.lr:.4g}, branches of "
+        f"{plan.branch_samples} samples, {plan.repetitions} repetitions",
+        soft_wrap=True,
+    )
+    excess = found.excess()
+    shown = [value for row in excess for value in row if math.isfinite(value)]
+    first, last = min(shown), max(min(max(shown), 4 * plan.tolerance), 2 * plan.tolerance)
+    marks = {0.0: "|", plan.tolerance: ":"}
+    table = _table("k", "batch", "loss", "excess %", "95 % interval", f": {100 * plan.tolerance:g} %, tolerated")
+    for k, losses, (mean, low, high) in zip(found.factors, found.losses, excess, strict=True):
+        cells = [f"{k:g}", str(plan.batch(k)), "diverged"]
+        if math.isfinite(mean):
+            interval = f"{100 * low:+.2f} to {100 * high:+.2f}"
+            cells[2:] = [f"{sum(losses) / len(losses):.4g}", f"{100 * mean:+.2f}", interval]
+            cells.append(_bar(mean, low, high, marks, first, last))
+        table.add_row(*cells)
+    console.print(table)
+    critical, interval = _texts(found)
+    text = f"  B* {'=' if found.critical else 'is'} {critical} samples ({interval})"
+    if found.critical is None:
+        text += ": try larger factors"
+    if found.noise_scale is not None:
+        text += "; noise scale {} ({} to {})".format(*map(figure, found.noise_scale))
+    if found.ratio is not None:
+        text += f"; c = {found.ratio:.3g}"
+    console.print(f"{text}\n", soft_wrap=True)
+
+
+def _print_run(points: Sequence[Point], c: float | None, console: Console) -> None:
+    """All checkpoints: a table, with a plot of B*, its interval and the noise scale on a logarithmic axis."""
+    every = [point.found for point in points]
+    values = [value for each in every for value in (each.critical, each.low, each.high, *(each.noise_scale or ())[:1])]
+    known = [math.log(value) for value in values if value]
+    table = _table("step", "noise scale", "B*", "95 % interval", "c", "o B*, n noise scale; log")
+    for point, found in zip(points, every, strict=True):
+        noise = None if found.noise_scale is None else found.noise_scale[0]
+        low, high = math.log(found.low), max(known) if found.high is None else math.log(found.high)
+        middle = high if found.critical is None else math.log(found.critical)
+        marks = {} if noise is None else {math.log(noise): "n"}
+        table.add_row(
+            str(point.step),
+            "unknown" if noise is None else figure(noise),
+            *_texts(found),
+            "" if found.ratio is None else f"{found.ratio:.3g}",
+            _bar(middle, low, high, marks, min(known), max(known)),
+        )
+    console.print(table)
+    if c is None:
+        console.print("c is unknown: at no checkpoint are both B* and the noise scale known", soft_wrap=True)
+    else:
+        console.print(f"c = {c:.3g} (geometric mean): policy=gns policy.factor={c:.3g}", soft_wrap=True)
+
+
+def _texts(found: CriticalBatch) -> tuple[str, str]:
+    """B* and its interval."""
+    critical = f"above {figure(found.low)}" if found.critical is None else figure(found.critical)
+    return critical, f"{figure(found.low)} to {'unknown' if found.high is None else figure(found.high)}"
+
+
+def _table(*columns: str) -> Table:
+    """An empty table, of numbers and, last, a plot."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in columns[:-1]:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(columns[-1], no_wrap=True)
+    return table
+
+
+def _bar(middle: float, low: float, high: float, marks: dict[float, str], first: float, last: float) -> str:
+    """A line of a plot from `first` to `last`: an interval with its middle, over `marks`."""
+
+    def place(value: float) -> int:
+        part = (value - first) / (last - first) if last > first else 0.0
+        return round(min(max(part, 0.0), 1.0) * (_WIDTH - 1))
+
+    cells = [" "] * _WIDTH
+    for at in range(place(low), place(high) + 1):
+        cells[at] = "-"
+    for value, mark in marks.items():
+        cells[place(value)] = mark
+    cells[place(middle)] = "o" if first <= middle <= last else ">"
+    return "".join(cells)

@@ -1,0 +1,197 @@
+"""`kfuse plan jobs.yaml workers=N`: how many workers, and which batch size, each of some jobs on one cluster gets."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kfuse.cli.recorded_run import read_config, read_metrics, read_yaml
+from kfuse.cli.words import read_words
+from kfuse.config.instantiate import did_you_mean, show
+from kfuse.config.schema import ConfigError
+from kfuse.plan.allocate import forecast, plan, service
+from kfuse.plan.jobs import Job, LinearStepTime, Option, fit, share
+
+USAGE = """\
+kfuse plan JOBS.yaml workers=N
+
+Prints how many of N workers, and which batch size, each job of the file gets, its time left with low and high ends, and
+worker-hours. docs/planning.md has an example of such a file."""
+
+MIN_STEPS = 5
+"""A setting (workers, batch size) with fewer steps in a run counts as not measured."""
+_MOST = 1e15
+"""Of samples a second, their inverse, and seconds: larger ones are mistakes, and would overflow."""
+
+
+def _numbers(values: Any, count: int, kind: Any = int | float, zero: bool = False) -> bool:
+    """Whether it is a list of so many numbers above 0, or at least 0 where `zero` is allowed; none above 1e30."""
+    fit = isinstance(values, list) and len(values) == count and all(isinstance(v, kind) for v in values)
+    return fit and all(not isinstance(v, bool) and (0 < v <= 1e30 or (zero and v == 0)) for v in values)
+
+
+def _words(value: Any) -> bool:
+    """Whether it is text that a line of the table can show."""
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "name": ("text in one line", _words),
+    "run": ("the path of a run directory", _words),
+    "samples_left": ("a number above 0", lambda v: _numbers([v], 1)),
+    "base_batch": ("a whole number, at least 1", lambda v: _numbers([v], 1, int)),
+    "batch": ("[smallest, largest], whole numbers", lambda v: _numbers(v, 2, int) and v[0] <= v[1]),
+    "micro": ("a whole number, at least 1", lambda v: _numbers([v], 1, int)),
+    "workers": ("[fewest, most], whole numbers", lambda v: _numbers(v, 2, int) and v[0] <= v[1]),
+    "noise_scale": ("[low, high], above 0, or null", lambda v: v is None or (_numbers(v, 2) and v[0] <= v[1])),
+    "throughput": (
+        "{workers: samples a second}",
+        lambda v: isinstance(v, dict) and v != {} and _numbers([*v], len(v), int) and _numbers([*v.values()], len(v)),
+    ),
+    "step_time": (
+        "[fixed, sample, worker], seconds, at least 0, sample above 0",
+        lambda v: _numbers(v, 3, zero=True) and v[1] > 0,
+    ),
+}
+"""The keys of a job: what a value must be, in words, and whether it is."""
+_OF_A_RUN = ("batch.size", "batch.min", "batch.max", "batch.micro", "workers.min", "workers.max")
+"""The settings that a run tells of its job."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints the plan. Returns the exit status. Raises ConfigError, one line, for wrong words and wrong files."""
+    if {"--help", "-h"} & {*words}:
+        print(USAGE)
+        return 0
+    files, given = read_words("kfuse plan", words, ("workers",))
+    if len(files) != 1:
+        raise ConfigError(f"{' '.join(['kfuse plan', *words])}: must be one file of jobs and workers=N")
+    path, count = files[0], given.get("workers", "")
+    if not (count.isascii() and count.isdecimal() and len(count) <= 5 and 1 <= int(count) <= 65536):
+        raise ConfigError(f"workers={count}: must be a whole number, 1 to 65536")
+    workers = int(count)
+    jobs, notes = read(path)
+    options = [job.options(range(1, workers + 1)) for job in jobs]
+    for job, each in zip(jobs, options, strict=True):
+        if not each:
+            why = f"none of them fits workers={workers}, batch={[*job.batch]} and {job.micro} samples each"
+            raise ConfigError(f"{path}: job {job.name}: workers={[*job.workers]}: {why}")
+        speeds = [speed for option in each for speed in (option.low, option.high)]
+        if not (min(speeds) >= 1 / _MOST and max(speeds) <= _MOST and job.samples_left / min(speeds) <= _MOST):
+            why = f"{min(speeds):.3g} to {max(speeds):.3g} samples a second for {job.samples_left:.3g} samples left"
+            raise ConfigError(f"{path}: job {job.name}: {why}: must be figures of a real job")
+    _print(jobs, options, workers)
+    print(*notes, sep="\n", end="\n" * bool(notes))
+    return 0
+
+
+def read(path: str) -> tuple[list[Job], list[str]]:
+    """The jobs of a file, and notes on what is not known of them. Raises ConfigError."""
+    found = read_yaml(Path(path))
+    if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+        raise ConfigError(f"{path}: must be a list of jobs, each with some of {', '.join(KEYS)}")
+    jobs, notes = list[Job](), list[str]()
+    for number, given in enumerate(found, 1):
+        name = " ".join(str(given.get("name", given.get("run", number))).split())
+        try:
+            jobs.append(_job(name, given, notes))
+        except ValueError as error:
+            raise ConfigError(f"{path}: job {name}: {' '.join(str(error).split())}") from error
+    return jobs, notes
+
+
+def _job(name: str, given: Mapping[Any, Any], notes: list[str]) -> Job:
+    """One job of the file, checked. Adds to the notes what is not known. Raises ValueError."""
+    for key, value in given.items():
+        if key not in KEYS:
+            raise ValueError(f"{key}: no such key{did_you_mean(str(key), KEYS)}; a job has {', '.join(KEYS)}")
+        if not KEYS[key][1](value):
+            raise ValueError(f"{key}={show(value)}: must be {KEYS[key][0]}")
+    if len({"run", "throughput", "step_time"} & {*given}) != 1:
+        raise ValueError("must have one of run, throughput, step_time")
+    about: dict[str, Any] = {**(_of_run(given["run"]) if "run" in given else {}), **given}
+    for key in ("samples_left", "base_batch", *(("workers",) if "step_time" in about else ())):
+        if not about.get(key) or (key == "samples_left" and not 0 < about[key] < math.inf):
+            why = "; a run tells it until its end, where train.epochs or train.steps is set" if "run" in given else ""
+            raise ValueError(f"{key}={show(about.get(key))}: must be given{why}")
+    batch = about.get("batch", 2 * [base := about["base_batch"]])
+    if not batch[0] <= base <= batch[1]:
+        raise ValueError(f"base_batch={base}: must be within batch={batch}")
+    micro = about.get("micro", 1)
+    times = about.get("times") or {(n, base): [base / speed] for n, speed in about.get("throughput", {}).items()}
+    measured = {setting: float(np.median(seconds)) for setting, seconds in times.items()}
+    step_time = LinearStepTime(*about["step_time"]) if "step_time" in about else fit(measured, micro)
+    counts = [n for n, _ in measured] or about["workers"]
+    wanted = about.get("workers", [min(counts), max(counts)])
+    workers = max(wanted[0], min(counts)), min(wanted[1], max(counts))
+    if step_time is None:
+        notes.append(f"{name}: only (workers, batch) {sorted(measured)} were measured: no others are planned")
+    elif [*workers] != wanted:
+        notes.append(f"{name}: only {min(counts)} to {max(counts)} workers were measured: no others are planned")
+    noise = about.get("noise_scale")
+    if noise is None:
+        notes.append(f"{name}: the noise scale is unknown: the batch size stays at {base}")
+    elif len(noise) == 2:
+        noise = (noise[0], math.sqrt(noise[0] * noise[1]), noise[1])
+    expected = {(n, b): step_time(n, share(n, b, micro)) for n, b in measured} if step_time else measured
+    ratios = [each / expected[setting] for setting, seconds in times.items() for each in seconds]
+    low, high = np.quantile(ratios or [1.0], (0.1, 0.9))
+    left, spread = about["samples_left"], (min(low, 1.0), max(high, 1.0))
+    return Job(name, left, base, tuple(batch), micro, workers, noise, step_time, measured, spread)
+
+
+def _of_run(folder: str) -> dict[str, Any]:
+    """What a run directory tells of its job, by the keys of a job, and `times`. Raises ValueError."""
+    path, done, times = Path(os.path.expanduser(folder)), None, dict[tuple[int, int], list[float]]()
+    try:
+        config, lines = read_config(path, _OF_A_RUN), read_metrics(path)
+    except ConfigError as error:
+        raise ValueError(f"run={folder}: must be a run directory of `kfuse`: {error}") from error
+    batch, workers = config["batch"], config["workers"]
+    for line in lines:
+        if line["step_time_s"] is not None:
+            times.setdefault((line["workers"], line["batch_size"]), []).append(line["step_time_s"])
+        done = line.get("signals", {}).get("done", done)  # a line has it where it has changed
+    times = {setting: seconds for setting, seconds in times.items() if len(seconds) >= MIN_STEPS}
+    if not times:
+        raise ValueError(f"run={folder}: must have {MIN_STEPS} steps or more with one batch size and number of workers")
+    last = lines[-1]
+    left = last["samples"] * (1 - done) / done if done else None
+    noise = tuple(last[key] for key in ("noise_scale_low", "noise_scale", "noise_scale_high"))
+    found = {"samples_left": left, "noise_scale": None if None in noise else noise, "times": times}
+    sizes = {"base_batch": batch["size"], "batch": [batch["min"], batch["max"]], "micro": batch["micro"]}
+    return {**found, **sizes, "workers": [workers["min"], workers["max"]]}
+
+
+def _print(jobs: Sequence[Job], options: Sequence[Sequence[Option]], workers: int) -> None:
+    """A table of the jobs, shortest expected service first, and what the cluster has to do."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    left = [job.samples_left for job in jobs]
+    given, (ends, busy_s) = plan(options, left, workers), forecast(options, left, workers)
+    table = Table("job", box=None, padding=(0, 1))
+    for column in ("workers", "batch", "hours left", "low to high", "worker-hours", "done in"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for j in sorted(range(len(jobs)), key=lambda j: (given[j] is None, service(options[j], left[j]))):
+        option = given[j] or options[j][0]
+        hours, low, high = (left[j] / goodput / 3600 for goodput in (option.goodput, option.high, option.low))
+        figures = (
+            f"{hours:.3g}",
+            f"{low:.3g} to {high:.3g}",
+            f"{hours * option.workers:.3g}",
+            f"{ends[j] / 3600:.3g} h",
+        )
+        workers_of = f"{'' if given[j] else 'waits for '}{option.workers}"
+        table.add_row(Text(jobs[j].name), workers_of, str(option.batch), *figures)
+    Console().print(table)
+    used, hours, busy = sum(option.workers for option in given if option), max(ends) / 3600, busy_s / 3600
+    print(f"{used} of {workers} workers have a job, {workers - used} are released. If each end brings a new plan, all")
+    saved = abs(round(workers * hours - busy, 9))  # no -0
+    print(f"is done in {hours:.3g} h with {busy:.3g} worker-hours; released workers save {saved:.3g}")

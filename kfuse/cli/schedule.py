@@ -1,0 +1,168 @@
+"""`kfuse schedule [override ...]`: the programs of a step's buckets, and what they should cost.
+
+The constants of the model are measured by processes of this machine, started as those of `kfuse doctor`: as many as the
+job has workers, or two, from whose messages those of more workers are computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from kfuse.comm.cost import Price
+    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.schedule import Program
+
+USAGE = """\
+kfuse schedule [override ...]
+
+Prints what a step does with the model's gradients, for workers.count workers, 2 at least: each operation of a bucket's
+program with its place, stream, bytes and predicted time, summed over all buckets. Overrides are those of a run
+(kfuse --help). Takes some seconds: processes of this machine measure messages between CPUs. Exit status 0, or 1 where
+they fail, or where no gradients are sent."""
+
+MOST_PROCESSES = 4
+"""At most this many processes measure, and at most one a core, but never fewer than two."""
+
+
+def main(config: dict[str, Any]) -> int:
+    """Prints the program for a checked configuration. Returns the exit status."""
+    from rich.console import Console
+
+    from kfuse.cli.trials import TIMEOUT_S, StoreError, ranks
+    from kfuse.comm import devices
+    from kfuse.comm.arrival import reads_are_noticed
+    from kfuse.comm.cost import Costs, Job, choose, price
+    from kfuse.comm.engine import make_programs
+    from kfuse.comm.transports.tree import parents
+    from kfuse.config import instantiate
+    from kfuse.elastic.launchers import TorchrunLauncher
+    from kfuse.train.build import comm_options
+
+    console, options, gpus = Console(), comm_options(config), devices.count()
+    workers = max(2, config["workers"]["count"])
+    if options.synchronisation.mode != "ssgd":
+        console.print(f"comm.sync={options.sync}: no gradients are sent: docs/synchronisation.md says what is")
+        return 1
+    candidates, further = _schedules(options)
+    if not candidates:
+        console.print(f"comm._target_={options.schedule}: the messages of your own transport are not known")
+        return 1
+    model = _model(config)
+    buckets = _buckets(model, options)
+    processes = workers if workers <= min(MOST_PROCESSES, os.cpu_count() or 1) else 2
+    arguments = {"options": asdict(options), "timeout_s": TIMEOUT_S, "elements": max(buckets)}
+    try:
+        with ranks("costs", arguments, processes, gpus=0) as started:
+            found, problem = started[0].result()
+    except StoreError as error:
+        found, problem = None, str(error)
+    if problem is not None:
+        console.print(f"measuring messages: {problem}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    costs = Costs(**found)
+    job = Job(tuple(buckets), workers, tuple(parents(options.tree, [""] * workers)), options.wire_bytes)
+    last = replace(job, buckets=(_elements_apart(model, options, workers),), wire_bytes=4)
+    elastic = instantiate.locate(config["launcher"]["_target_"]) is not TorchrunLauncher
+    mirrors = elastic and options.redundancy == "mirror"
+    overlaps = options.overlap_share and not elastic and not gpus and reads_are_noticed(model)
+    prices: dict[str, list[Price]] = {}
+    for name in (*candidates, *further):
+        program, apart = make_programs(options, name, gpus > 0, mirrors, overlaps)
+        prices[name] = [price(program, job, costs)]
+        if sum(last.buckets):
+            prices[name].append(price(_up_to_barrier(apart), last, costs))
+    chosen = choose({name: prices[name][0].seconds for name in candidates}, candidates[0])
+    several = "bucket" if len(buckets) == 1 else "buckets"
+    source = "measured by" if processes == workers else "computed from the messages of"
+    console.print(
+        f"{chosen}, {workers} workers: {sum(buckets) / 1e6:.3f} M parameters in {len(buckets)} {several}; {source} "
+        f"{processes} processes of this machine, in {costs.probe_s:.2f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if gpus:
+        said = "These are messages between CPUs, over gloo: the times say nothing of this machine's GPUs and NCCL."
+        console.print(said, highlight=False, soft_wrap=True)
+    _print(console, prices[chosen][0])
+    for each in prices[chosen][1:]:
+        said = f"The last bucket has no gradients: averaged buffers and the tail, {last.buckets[0]} numbers."
+        console.print(said, highlight=False, soft_wrap=True)
+        _print(console, each)
+    for name, both in prices.items():
+        seconds = sum(each.seconds for each in both)
+        console.print(f"{name:<15}{1e3 * seconds:10.3f} ms a step, if backward hides none of it", highlight=False)
+    return 0
+
+
+def _schedules(options: CommOptions) -> tuple[list[str], list[str]]:
+    """What `comm.schedule` leaves to choose from by messages, and what is shown beside; none for a user's own class."""
+    from kfuse.comm.probe import SCHEDULES
+
+    if "." in options.schedule:
+        return [], []
+    first = options.transport()
+    if options.schedule != "auto" or first not in SCHEDULES or options.reproducible or options.dtype != "fp32":
+        return [first], []
+    return [*SCHEDULES], ["tree"]
+
+
+def _up_to_barrier(program: Program) -> Program:
+    """Of a last bucket without gradients: nothing in it is measured or updated."""
+    return replace(program, ops=program.ops[: program.index("barrier") + 1])
+
+
+def _model(config: Mapping[str, Any]) -> torch.nn.Module:
+    """The configured model."""
+    from kfuse.config import instantiate
+    from kfuse.config.schema import class_arguments
+    from kfuse.train.precision import cast_parameters
+
+    node, _ = instantiate.initial_weights(config["model"])
+    model: torch.nn.Module = instantiate.build(node, **instantiate.build(class_arguments("data", config["data"])).spec)
+    if config["train"]["precision"] == "bf16-true":
+        cast_parameters(model)
+    return model
+
+
+def _buckets(model: torch.nn.Module, options: CommOptions) -> list[int]:
+    """Elements of each bucket of the model's gradients."""
+    from kfuse.comm.buckets import plan_parameters
+
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [layout.numel for layout in plan_parameters(params, [0] * len(params), options.bucket_elements())]
+
+
+def _elements_apart(model: torch.nn.Module, options: CommOptions, workers: int) -> int:
+    """Elements of the last bucket where that has no gradients, else 0."""
+    from kfuse.comm.tail import Tail
+    from kfuse.optim.consistency import averaged_buffers
+
+    buffers = averaged_buffers(model)
+    if not options.has_bucket_apart(buffers):
+        return 0
+    tail = Tail(len([p for p in model.parameters() if p.requires_grad]), 0, workers)
+    return sum(buffer.numel() for buffer in buffers) + tail.numel
+
+
+def _print(console: Console, price: Price) -> None:
+    """A table of the program's operations, summed over all buckets."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, padding=0)
+    for k, column in enumerate(("operation", "place", "stream", "messages", "MB sent", "MB of memory", "ms")):
+        table.add_column(column, justify="left" if k < 3 else "right", no_wrap=True)
+    for line in price.lines:
+        op = line.op
+        figures = (line.messages, line.wire_bytes / 1e6, line.memory_bytes / 1e6, 1e3 * line.seconds)
+        cells = [f"{value:.{3 if k else 0}f}" if value else "" for k, value in enumerate(figures)]
+        table.add_row(f"{op.kind} {op.what}".rstrip(), op.place, op.stream, *cells)
+    table.add_row("all", "", "", "", f"{price.wire_bytes / 1e6:.3f}", "", f"{1e3 * price.seconds:.3f}", style="bold")
+    console.print(table)

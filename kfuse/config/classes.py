@@ -1,0 +1,210 @@
+"""Checks the classes that a configuration names: those of its groups, with their arguments, are built once."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kfuse.config import instantiate
+from kfuse.config.instantiate import show
+from kfuse.config.schema import LOADING, OF_POLICY, ConfigError, class_arguments
+
+# The data sets that supply an argument of a model, and the models that take it.
+_SUPPLIED_BY = {
+    "vocab_size": "data=text",
+    "block_size": "data=text",
+    "input_shape": "data=digits|cifar10|image_folder",
+    "num_classes": "data=digits|cifar10|image_folder",
+}
+_TAKEN_BY = {"vocab_size": "model=gpt", "input_shape": "model=mlp|convnet"}
+_OURS = f"{', '.join(f'data.{name}' for name in LOADING)} are settings of the training loop"
+_SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
+
+
+def _check_class(
+    group: str, node: Any, supplied: Collection[str] = (), first: Collection[str] = (), always: Collection[str] = ()
+) -> Any:
+    """Returns the class or function that the group's `_target_` names, once its arguments are known to be right."""
+    if not isinstance(node, Mapping) or node.get("_target_") is None:
+        raise ConfigError(f"{group}._target_: must be the dotted path of a class or function")
+    try:
+        return instantiate.check_arguments(node, supplied, first, always)
+    except ValueError as error:
+        # Messages that start with an argument's name become the key.
+        dot = str(error).split("=", 1)[0] in node
+        missing = error.names if isinstance(error, instantiate.MissingArguments) else ()
+        fitting = dict.fromkeys(_SUPPLIED_BY[name] for name in missing if name in _SUPPLIED_BY)
+        hint = ""
+        if fitting:
+            takers = [_TAKEN_BY[name] for name in supplied if name in _TAKEN_BY]
+            hint = f"; it fits {', '.join(fitting)}" + "".join(f"; these data fit {model}" for model in takers)
+        raise ConfigError(f"{group}{'.' if dot else ': '}{error}{hint}") from error
+
+
+def make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> Any:
+    """Returns what the group's `_target_` makes of its arguments, of which some may be such nodes too."""
+    _check_class(group, node, supplied or {})
+    parts = {name: make(f"{group}.{name}", value) for name, value in node.items() if instantiate.is_node(value)}
+    try:
+        return instantiate.build({**node, **parts}, **(supplied or {}))
+    except Exception as error:  # a user's class may raise anything
+        raise _failed(group, node, error) from error
+
+
+def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
+    """The error of a call. It names the argument that the message is about, if that can be found."""
+    message = " ".join(str(error).split()) if isinstance(error, ValueError) else instantiate.one_line(error)
+    given = instantiate.arguments(node)
+    if message.startswith((f"{group}.", f"{group}=")):
+        return ConfigError(message)
+    # A policy's message names `policy.every`, also where the policy is a part: `policy.first.every`.
+    own = message.removeprefix(f"{group.split('.')[0]}.")
+    if re.split(r"[=.\[]", own)[0] in given:
+        return ConfigError(f"{group}.{own}")
+    for name, value in given.items():
+        names_value = isinstance(value, str) and value and value in message
+        if names_value or re.search(rf"\b{re.escape(name)}\b", message):
+            return ConfigError(f"{group}.{name}={show(value)}: {message}")
+    call = ", ".join(f"{name}={show(value)}" for name, value in given.items())
+    return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
+
+
+def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -> ConfigError:
+    return ConfigError(f"{group}._target_={node['_target_']}: must make a {needed}, not a {type(made).__name__}")
+
+
+def check_transport(path: str | None) -> None:
+    """Refuses a `comm._target_` that is no transport; None: kfuse's own are used."""
+    if path is None:
+        return
+    try:
+        factory = instantiate.locate(path)
+    except ValueError as error:
+        raise ConfigError(f"comm.{error}") from error
+    missing = ", ".join(name for name in ("plan", "launch", "wait") if not hasattr(factory, name))
+    if missing:
+        raise ConfigError(f"comm._target_={path}: must be a kfuse.comm.transports.Transport, which also has {missing}")
+
+
+def make_policy(node: Any) -> Any:
+    """Returns the policy that the group's values configure. Raises ConfigError where they make none."""
+    if isinstance(node, Mapping):
+        node = class_arguments("policy", node)
+    for name in instantiate.parameters(_check_class("policy", node)) or ():
+        if name in OF_POLICY:
+            why = f"its argument {name} must have another name: policy.{name} is a setting of the training loop"
+            raise ConfigError(f"policy._target_={node['_target_']}: {why}")
+    base: Any = instantiate.locate("kfuse.policies.BasePolicy")  # by its path: kfuse.config imports no policies
+    if not isinstance(policy := make("policy", node), base):
+        raise _wrong_result("policy", node, policy, "kfuse.BasePolicy")
+    return policy
+
+
+def check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
+    """Loads the data; returns the arguments that they supply to a model, and the number of training samples.
+
+    That is None for a stream. train: the section of the configuration.
+    """
+    loaders, node = node["workers"], class_arguments("data", node)
+    for name in instantiate.parameters(_check_class("data", node)) or ():
+        if name in LOADING:
+            raise ConfigError(f"data._target_={node['_target_']}: its argument {name} must have another name: {_OURS}")
+    split = make("data", node)
+    if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
+        raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
+    number_of_samples = instantiate.locate("kfuse.data.given.number_of_samples")  # by its path, as above
+    lengths = {}
+    for part in ("train", "heldout"):
+        try:
+            lengths[part] = number_of_samples(getattr(split, part), part == "heldout", loaders)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
+        if lengths[part] == 0:
+            raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
+    if lengths["train"] is None and (train["epochs"] is not None or train["steps"] is None):
+        raise ConfigError(
+            f"train.epochs={show(train['epochs'])}, train.steps={show(train['steps'])}: must be null and a number, as "
+            f"data._target_={node['_target_']} trains on a stream, which has no epochs"
+        )
+    return split.spec, lengths["train"]
+
+
+def check_model(node: Any, spec: Mapping[str, Any]) -> None:
+    """Makes the model, with the arguments that the data supply, and compares it with the weights of model.init."""
+    import torch  # after the cheap checks: it takes a second
+
+    path = None
+    with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
+        node, path = instantiate.initial_weights(node)
+    if not isinstance(path, str | None) or path == "":
+        raise ConfigError(f"model.init={show(path)}: must be the path of model.pt or model.safetensors, or null")
+    _check_class("model", node, spec)
+    model = None
+    with contextlib.suppress(Exception), torch.device("meta"):  # takes no memory; but not every model can be made so
+        model = instantiate.build(node, **spec)
+    if model is None:
+        model = make("model", node, spec)
+    if not isinstance(model, torch.nn.Module):
+        raise _wrong_result("model", node, model, "torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
+    if path is not None:
+        read_weights = instantiate.locate("kfuse.checkpoint.saved_model.read_weights")
+        mismatch = instantiate.locate("kfuse.checkpoint.saved_model.mismatch")
+        try:
+            why = mismatch(model, read_weights(path))
+        except ValueError as error:
+            raise ConfigError(f"model.init={error}") from error
+        if why:
+            raise ConfigError(f"model.init={path}: {why}")
+
+
+def check_optimizer(node: Any, lr: float, sharded: bool) -> None:
+    """Tries the arguments with one parameter, on the torch optimizer that the class is or is derived from.
+
+    sharded: only kfuse's own can keep a part of the state on each worker.
+    """
+    import torch
+
+    for name, where in _SET_ELSEWHERE.items():
+        if isinstance(node, Mapping) and name in node:
+            raise ConfigError(f"optimizer.{name}={show(node[name])}: not set here but by {where}")
+    factory = _check_class("optimizer", node, first=("params",), always=("lr",))
+    path = f"optimizer._target_={node['_target_']}"
+    if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
+        raise ConfigError(f"{path}: must be the class of a torch.optim.Optimizer")
+    if sharded and not getattr(factory, "shards_state", False):
+        raise ConfigError(f"{path}: must be kfuse.FusedAdamW, FusedSGD or FusedLAMB with comm.state=sharded")
+    if issubclass(factory, torch.optim.LBFGS | torch.optim.SparseAdam):
+        lbfgs = issubclass(factory, torch.optim.LBFGS)
+        why = "evaluates the loss several times a step" if lbfgs else "takes sparse gradients only"
+        raise ConfigError(f"{path}: must step once on dense gradients; this one {why}")
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    # Not torch's own add_param_group: its decorator imports torch's compiler, which takes seconds.
+    decorated = torch.optim.Optimizer.add_param_group  # against compiling it: a first call imports torch's compiler
+    quick = {"add_param_group": getattr(decorated, "__wrapped__", decorated)}
+    base = next(base for base in factory.__mro__ if base.__module__.startswith("torch.optim."))
+    try:
+        if base is not torch.optim.Optimizer:
+            type(base.__name__, (base,), quick)(params=[weight], lr=lr, **_known_to(base, node))
+        if check := getattr(factory, "check_arguments", None):
+            check(lr=lr, **_known_to(check, node))
+    except Exception as error:
+        raise _failed("optimizer", node, error) from error
+    # A class of the user's own may hand on **kwargs that its base refuses. Ours are not built in this process.
+    if not any(base.__module__.startswith("kfuse.") for base in factory.__mro__):
+        try:
+            instantiate.build(node, [weight], always={"lr": lr})
+        except TypeError as error:
+            raise _failed("optimizer", node, error) from error
+        except Exception:
+            return  # it may need more than this one weight
+
+
+def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:
+    """The node's arguments that are in the signature of `factory`."""
+    known = inspect.signature(factory).parameters
+    return {name: value for name, value in instantiate.arguments(node).items() if name in known}

@@ -1,0 +1,98 @@
+"""Where the workers of a view meet, while each is at a step of its own (pair averaging).
+
+A worker that is to meet the others stands still, and tells its step. Once all of its view have told theirs, each gets
+the same answer: the lowest and the highest of them. Where these are equal all are at one step, and meet. If not, those
+behind go on to the highest and tell it again, while the others stand still.
+
+The answer also says what the workers are to do at the meeting, so that all do the same: the view to go on with, why to
+stop, and which of the leader's announcements are to be applied. A worker that is lost ends a meeting by the view that
+is formed without it: those that wait go on with that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kfuse.elastic.job import Job
+from kfuse.elastic.processes import Processes, Worker
+
+
+@dataclass(frozen=True)
+class _Stands:
+    """What a worker that stands still has told."""
+
+    generation: int
+    """Its view's."""
+    step: int
+    members: list[int]
+    """The numbers of its view's workers."""
+    applied: int
+    """Number of the newest announcement that it has applied."""
+
+
+class Meetings:
+    """The meetings of one job's workers."""
+
+    def __init__(self, job: Job, processes: Processes) -> None:
+        self._job, self._processes = job, processes
+        self._waiting: dict[int, _Stands] = {}
+        """By worker that stands still."""
+        self._steps: dict[int, int] = {}
+        """By worker: the newest step that its heartbeats have told of."""
+        self._announced = 0
+        self._unapplied: dict[int, dict[str, Any]] = {}
+        """By number: announcements that some worker may still have to apply."""
+
+    def announce(self, announcement: dict[str, Any]) -> None:
+        """Passes on what the leader announces, numbered from 1, to all workers in the same order."""
+        self._announced += 1
+        self._unapplied[self._announced] = announcement
+        for worker in self._processes.alive():
+            worker.send("announce", number=self._announced, announcement=announcement)
+
+    def connected(self, worker: Worker) -> None:
+        """A new worker gets the announcements of before: after a loss it may be with the others before they meet."""
+        if not self._processes.members():  # those that were to apply them are lost
+            self._unapplied.clear()
+        for number, announcement in self._unapplied.items():
+            worker.send("announce", number=number, announcement=announcement)
+
+    def stand(self, worker: Worker, generation: int, step: int, members: list[int], applied: int) -> None:
+        """A worker stands still after `step` steps. Where it is the last of its view's `members`, all get the answer.
+
+        generation: the view's. applied: number of the newest announcement that the worker has applied.
+        """
+        self._waiting[worker.number] = _Stands(generation, step, members, applied)
+        waiting = [each for number in members if (each := self._waiting.get(number)) and each.generation == generation]
+        if len(waiting) < len(members):
+            return
+        steps, by_all = [each.step for each in waiting], min(each.applied for each in waiting)
+        self._unapplied = {number: each for number, each in self._unapplied.items() if number > by_all}
+        view = self._job.view
+        answer: dict[str, Any] = {
+            "view": generation,
+            "low": min(steps),
+            "high": max(steps),
+            "generation": 0 if view is None else view.generation,
+            "stop": self._job.stopping or "",
+            "announced": self._announced,
+        }
+        for number in members:
+            del self._waiting[number]
+            self._processes.workers[number].send("met", **answer)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a worker of the newest view stands still, and waits for others."""
+        view = self._job.view
+        return view is not None and any(each.generation == view.generation for each in self._waiting.values())
+
+    def moved(self, worker: Worker, step: int | None) -> None:
+        """A heartbeat tells how many steps a worker has made. Those that stand still learn that another one moves."""
+        if step is None or step == self._steps.get(worker.number):
+            return
+        self._steps[worker.number] = step
+        for number, each in self._waiting.items():
+            if worker.number in each.members and number != worker.number:
+                self._processes.workers[number].send("moving")

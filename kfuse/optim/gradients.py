@@ -1,0 +1,282 @@
+"""From micro-batches to `p.grad`: what a training loop calls before `step()`, and what that finds there.
+
+After the last micro-batch's backward the reduction is waited for and each `p.grad` is the mean gradient over the
+global batch (a view of its bucket), as with DistributedDataParallel; of a bf16 parameter rounded to bf16, as torch
+wants it, while the bucket has it in fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from kfuse.comm import devices
+from kfuse.comm.buckets import Bucket
+from kfuse.comm.engine import Engine
+from kfuse.comm.gradients import check_owner
+from kfuse.comm.group import CommError
+from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
+from kfuse.optim.parameters import ParameterGroups
+from kfuse.optim.refuse import refuse_fsdp, refuse_sharded
+from kfuse.optim.scaling import squared_norm_of, squared_norm_of_gradients, squared_norm_of_shards
+from kfuse.session import Session
+
+_LOG = logging.getLogger("kfuse")
+
+
+class ReducedGradients(ParameterGroups):
+    """Mix-in over a torch optimizer whose gradients an engine reduces."""
+
+    engine: Engine
+    """Reduces the gradients over the workers."""
+    loop_handles_lost_workers: bool = False
+    """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
+    _session: Session
+    _unit: str = "micro-batches"
+    """Of the statistics: samples or micro-batches."""
+    _had_gradients: bool = False
+    """Some parameter has ever had a gradient, or it was warned that none has."""
+    _in_doubt: set[int]
+    """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
+    _lost_worker_error: RuntimeError | None = None
+    """The lost worker, or supervisor, that aborted the current step; kept for the loop."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
+        check_owner(self.engine)
+        if self.engine.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.engine.parts}) is for bare backwards: kf.fit and kf.DataLoader cut a batch into "
+                "micro-batches themselves (micro_batch=), with the mean loss of each; call opt.accumulate(1) before"
+            )
+        self._unit = "samples"
+        self.engine.begin(plan)
+
+    def micro_batch(
+        self,
+        samples: int | None = None,
+        last: bool = True,
+        *,
+        weight: float | None = None,
+        several_backwards: bool = False,
+    ) -> MicroBatch:
+        """Context of one micro-batch's forward and backward; the loss must be the MEAN over its samples.
+
+        samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
+        last: whether it is this worker's last of the step; then the reduction starts as backward goes.
+        weight: kf.fit and kf.DataLoader pass it (`weight_fn`). In a loop of your own `samples` is the weight: where it
+        counts tokens, statistics are in units of tokens.
+        several_backwards: several losses, each with a backward of its own: their gradients add up in `p.grad` as torch
+        adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
+        Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
+        """
+        check_owner(self.engine)
+        if self.engine.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.engine.parts}) is for bare backwards of loss / {self.engine.parts}: in "
+                "opt.micro_batch the loss is the mean, undivided; call opt.accumulate(1) before"
+            )
+        if (weight is not None) != (self.engine.plan is not None and self.engine.plan.by_weight):
+            raise ValueError("opt.micro_batch(weight=...): kf.fit and kf.DataLoader pass it, where weight_fn= is given")
+        if samples is not None and samples < 1:
+            raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
+        unit = "micro-batches" if samples is None else "samples"
+        if self.engine.begun and unit != self._unit:
+            raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
+        self._unit = unit
+        counted = 1.0 if samples is None else float(samples)
+        return MicroBatch(self.engine, counted if weight is None else weight, last, several_backwards)
+
+    def accumulate(self, backwards: int) -> None:
+        """From now on a step is so many bare backwards on this worker, each of a loss DIVIDED by their number.
+
+            opt.accumulate(ACC)
+            for i, (x, y) in enumerate(batches):
+                (loss_fn(model(x), y) / ACC).backward()
+                if (i + 1) % ACC == 0:
+                    opt.step()
+                    opt.zero_grad()
+
+        Each backward is a micro-batch; the division is undone in the statistics, whose unit is the micro-batch. A step
+        after fewer backwards, and another backward after the last, are errors. `accumulate(1)` ends it. Without it, and
+        for micro-batches of unequal sizes: `micro_batch`, with the mean loss.
+        Raises ValueError for a number below 1, RuntimeError in the middle of a step.
+        """
+        if not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 1:
+            raise ValueError(f"opt.accumulate({backwards!r}): must be a whole number, at least 1")
+        if self.engine.begun or self.engine.plan is not None:
+            raise RuntimeError(
+                f"opt.accumulate({backwards}): call it between steps of a loop of bare backwards; kf.fit and "
+                "kf.DataLoader cut a batch into micro-batches themselves"
+            )
+        self.engine.parts = backwards
+
+    def synchronize(self) -> None:
+        """Waits for the reduction and sets each `p.grad`. Runs by itself after the last micro-batch's backward.
+
+        Raises CommError, and ControlError if the supervisor is lost, but neither in the body of kf.DataLoader's loop in
+        a job whose workers may change.
+        """
+        try:
+            self.engine.finish()
+        except RuntimeError as error:
+            if not self.leave_to_loop(error):
+                raise
+        reduced = self.engine.reduced
+        if reduced is None:
+            return
+        unused = self._unused_by_all(reduced)
+        self._had_gradients = self._had_gradients or len(unused) < len(self.engine.params)
+        self._show_gradients(unused)
+
+    def _show_gradients(self, unused: Collection[int] = ()) -> None:
+        """Sets each `p.grad` to what its bucket has, but for those that are `unused`."""
+        for bucket in self.engine.gradient_buckets:
+            bucket.show_mean()
+            bucket.put_back(bucket.displaced())
+            for index, view in zip(bucket.layout.params, bucket.views, strict=True):
+                if index not in unused:
+                    self.engine.params[index].grad = view
+
+    def _unused_by_all(self, reduced: Reduced) -> Collection[int]:
+        """The parameters that no worker gave a gradient, which keep no `.grad`; those in doubt are not among them.
+
+        In doubt is, on a GPU and with several workers, what this worker gave no gradient: only the device knows whether
+        another one did. An optimizer that can leave a parameter alone on the device takes zeros for it; with any other
+        the host waits.
+        """
+        self._in_doubt = set()
+        resumed = self.engine.kept is not None and self.engine.kept.resumed  # of a group of several
+        if reduced.used is None or (self._session.group.size == 1 and not resumed):
+            return reduced.unused
+        if devices.of(self.engine.device).asynchronous and self._skips_on_device:
+            self._in_doubt = set(reduced.unused)
+            return ()
+        return {index for index, count in enumerate(reduced.used.tolist()) if count == 0}
+
+    def _take_reduced(self) -> Reduced | None:
+        """The step's reduction, complete; None without gradients, or if a worker is lost and the loop handles that."""
+        if self.engine.reduced is None:
+            if self._lost_worker_error is None and any(p.grad is not None for p in self.engine.params):
+                self._take_gradients_set_by_hand()
+            self.synchronize()
+        reduced, self.engine.reduced = self.engine.reduced, None
+        if not self._had_gradients and self._lost_worker_error is None:
+            self._warn_of_no_gradients()
+        return reduced
+
+    def _take_gradients_set_by_hand(self) -> None:
+        if self.engine.begun:
+            return
+        refuse_sharded(self._named_parameters())
+        if self._session.group.size > 1 and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler has looked for infinities in this worker's gradients before they were reduced over all "
+                "workers: with several workers and a GradScaler, gradients must come from backward, not from p.grad = "
+            )
+        self.engine.take_gradients()
+
+    def _warn_of_no_gradients(self) -> None:
+        """Once: perhaps the loss is that of another model, or of a copy of this one."""
+        self._had_gradients = True
+        refuse_fsdp()
+        if self.engine.params:
+            _LOG.warning(
+                "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "
+                "Does the loss come from the model whose parameters it was given?",
+                type(self).__name__,
+                len(self.engine.params),
+            )
+
+    def _take_back_gradients(self) -> None:
+        """Where the user replaced a `p.grad` or its `.data` (it may also be changed in place), buckets get the values.
+
+        Raises RuntimeError where `.data` has another shape now, and where a further backward reached sharded gradients.
+        """
+        replaced: list[tuple[Bucket, int, Tensor]] = []
+        for bucket in self.engine.gradient_buckets:
+            if bucket.added_to:
+                raise RuntimeError(f"another backward before opt.step() reached its gradients: {REMEDY}")
+            displaced = bucket.displaced()
+            for k, (index, view) in enumerate(zip(bucket.layout.params, bucket.views, strict=True)):
+                p = self.engine.params[index]
+                if p.grad is None or (p.grad is view and k not in displaced):
+                    continue
+                if p.grad.shape != p.shape:
+                    name, found = self.engine.names[index], tuple(p.grad.shape)
+                    raise RuntimeError(f"{name} of shape {tuple(p.shape)}: its p.grad.data has shape {found}")
+                replaced.append((bucket, k, p.grad.clone()))  # gradients may lie in each other's places
+            bucket.put_back(displaced)
+        for bucket, k, gradient in replaced:
+            index = bucket.layout.params[k]
+            self.engine.params[index].grad = bucket.views[k]
+            bucket.view(bucket.visible)[k].copy_(gradient)
+            self._in_doubt.discard(index)
+
+    @property
+    def _skips_on_device(self) -> bool:
+        """Whether `_update` leaves parameters alone where the device says so, and the host need not ask it."""
+        return False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Sets every `p.grad` to None; else, as torch does, those that are there to zeros, which then count as used.
+
+        What came since the last step is dropped: what a backward reduced, also if it raised in the middle, and
+        micro-batches without a last one, with what they changed in the buffers of `sync_buffers`.
+        """
+        self.engine.drop()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:  # a new tensor: the bucket's is not to be accumulated into
+                    p.grad = None if set_to_none else torch.zeros_like(p)
+
+    # -- a lost worker --------------------------------------------------------------------------------------------
+
+    @property
+    def worker_is_lost(self) -> bool:
+        """Whether a lost worker has aborted the step under way, and the training loop is yet to take the error."""
+        return self._lost_worker_error is not None
+
+    def leave_to_loop(self, error: RuntimeError) -> bool:
+        """Whether the loop handles this error (a lost worker or supervisor). If so, aborts the step and keeps it.
+
+        The body goes on to its end, so each parameter has a gradient that it can read, which nothing is updated with.
+        """
+        if not self.loop_handles_lost_workers:
+            return False
+        from kfuse.elastic.client import ControlError  # when used: `import kfuse` is quick
+
+        if not isinstance(error, CommError | ControlError):
+            return False
+        self._lost_worker_error = error
+        self.engine.abort()
+        if not self.engine.options.sharded:  # else those that are reduced are kept, and none can be read
+            self._show_gradients()
+        return True
+
+    def take_lost_worker_error(self) -> RuntimeError | None:
+        """Returns the error that `leave_to_loop` kept, and forgets it; None if there is none."""
+        error, self._lost_worker_error = self._lost_worker_error, None
+        return error
+
+    # -- norms ----------------------------------------------------------------------------------------------------
+
+    def _squared_norm_exactly(self) -> Tensor:
+        """|gbar|^2 in float64, from the gradients as they are now. With sharded state every worker calls it."""
+        if self.engine.options.sharded:
+            return squared_norm_of_shards(self.engine)
+        return squared_norm_of_gradients(self.engine.params)
+
+    def _unscale(self, buckets: Sequence[int], found_inf: Tensor, inv_scale: Tensor) -> None:
+        """GradScaler's check of gradients that are sharded, the same on all workers. Nothing waits for a GPU."""
+        reduced = self.engine.reduced
+        if reduced is None:
+            raise RuntimeError("GradScaler looks at gradients that opt.step() has used: call opt.zero_grad() after it")
+        _, finite = squared_norm_of(reduced, self._squared_norm_exactly)
+        bad = ~torch.as_tensor(finite, device=found_inf.device)
+        torch.maximum(found_inf, bad.to(found_inf.dtype), out=found_inf)  # it is asked once for each dtype
+        for bucket in (self.engine.gradient_buckets[index] for index in buckets):
+            bucket.own.mul_(inv_scale.to(bucket.device))

@@ -1,0 +1,227 @@
+"""A bucket's parameters and optimizer state as flat buffers, and the pieces of them that one kernel call updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack
+
+from kfuse.comm.buckets import Bucket
+
+MASTER = "master"
+"""The name in a state_dict of a 16-bit parameter's fp32 weights."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part of a bucket's optimizer state that this worker has."""
+
+    place: slice
+    """Of the bucket, in elements."""
+    tensors: Mapping[str, Tensor]
+    """fp32, 1-D, each as long as the place: moments and masters, by name."""
+
+    def cut(self, name: str, place: slice) -> Tensor:
+        """The elements of a smaller place."""
+        return self.tensors[name][place.start - self.place.start : place.stop - self.place.start]
+
+
+class Extent(NamedTuple):
+    """Where a piece lies: this worker's part of a bucket, or of one parameter of it."""
+
+    place: slice
+    """Of the bucket."""
+    within: slice
+    """Of `Flat.place`."""
+    numels: tuple[int, ...]
+    """Of each parameter in it."""
+    offsets: tuple[int, ...]
+    """Where each one begins, counted from the start of `place`."""
+    tensors: tuple[int, ...]
+    """Which of the bucket's parameters they are; they follow each other."""
+
+
+@dataclass
+class Flat:
+    """A bucket's parameters and optimizer state. Tensors are flat, in the bucket's layout."""
+
+    param: Tensor
+    """[body], in the parameters' dtype: their own memory."""
+    place: slice
+    """The part of the bucket that `master` and `moments` are of: all of it, or with sharded state this worker's."""
+    master: Tensor | None
+    """The weights that are updated where `param` is 16-bit: fp32, of which `param` holds the rounded values."""
+    steps: Tensor
+    """fp32 [parameters]: updates each one has had. Whole on each worker, as are the corrections and the flags below."""
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    """State tensors shaped like the parameter, by torch's names; empty until an update needs them."""
+    known: list[bool] = field(default_factory=list)
+    """Whether the parameter has moments (torch makes them at the first update)."""
+    mastered: list[bool] = field(default_factory=list)
+    """Whether the parameter's master is a part of the state: from the first update on, or since it was loaded."""
+    corrections: Tensor | None = None
+    """fp64 [parameters, 2]: each one's `BIAS_CORRECTION`, where its betas have changed. None: follows from `steps`."""
+    together: bool = True
+    """All of the bucket's parameters have had the same updates, so that one call can do them all."""
+    others: list[Held] = field(default_factory=list)
+    """Parts that this worker keeps for others while the group changes."""
+    extents: dict[range, Extent | None] = field(default_factory=dict)
+    """By parameters, what `extent` has found: every step asks again. Empty where `place` has changed."""
+
+    @property
+    def width(self) -> int:
+        """Elements of `master` and of each moment."""
+        return int(self.place.stop - self.place.start)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`master` and the moments, by name."""
+        return self.moments if self.master is None else {**self.moments, MASTER: self.master}
+
+    def compare_updates(self) -> None:
+        """After `known`, `steps` and `corrections` were loaded: sets `together`. The host reads them."""
+        updates = [self.steps.tolist()] + ([] if self.corrections is None else self.corrections.T.tolist())
+        self.together = len(set(self.known)) == 1 and len(set(zip(*updates, strict=True))) == 1
+
+    def part(self, bucket: Bucket, k: int) -> slice:
+        """The elements of the k-th parameter that lie in `place`, counted from the bucket's start. Perhaps none."""
+        return intersection(bucket.layout.offsets[k], bucket.shapes[k].numel(), self.place)
+
+    def within(self, part: slice) -> slice:
+        """A part of the bucket that lies in `place`, counted from where that starts."""
+        return slice(part.start - self.place.start, part.stop - self.place.start)
+
+    def extent(self, bucket: Bucket, which: range) -> Extent | None:
+        """Where the piece of these parameters lies, one or all; None where nothing of them lies in `place`."""
+        if which not in self.extents:
+            self.extents[which] = self._find(bucket, which)
+        return self.extents[which]
+
+    def _find(self, bucket: Bucket, which: range) -> Extent | None:
+        every = [(k, self.part(bucket, k)) for k in which]
+        filled = [at for at, (_, part) in enumerate(every) if part.stop > part.start]
+        if not filled:
+            return None
+        parts = every[filled[0] : filled[-1] + 1]
+        place = self.place if len(which) > 1 or len(bucket.shapes) == 1 else parts[0][1]
+        return Extent(
+            place,
+            self.within(place),
+            numels=tuple(part.stop - part.start for _, part in parts),
+            offsets=tuple(part.start - place.start for _, part in parts),
+            tensors=tuple(k for k, _ in parts),
+        )
+
+
+class Piece(NamedTuple):
+    """What one call updates.
+
+    All tensors are flat and of one length, and fp32, but for 16-bit parameters, which have a master.
+    """
+
+    extent: Extent
+    param: Tensor
+    master: Tensor | None
+    grad: Tensor
+    moments: dict[str, Tensor]
+    step: Tensor
+    """0-dim fp32, the number of this update, from 1."""
+    corrections: Tensor | None
+    """fp64 [2]: as `Flat.corrections`, this update included."""
+    first: bool
+    """It is the first update of these parameters."""
+
+
+def piece_of(bucket: Bucket, flat: Flat, which: range, first: bool) -> Piece | None:
+    """The piece of these parameters, one or all; None where nothing of them is this worker's to update.
+
+    first: it is their first update.
+    """
+    extent = flat.extent(bucket, which)
+    if extent is None:
+        return None
+    return Piece(
+        extent,
+        param=_part(flat.param, extent.place),
+        master=None if flat.master is None else _part(flat.master, extent.within),
+        grad=_part(bucket.mean, extent.place),
+        moments={name: _part(moment, extent.within) for name, moment in flat.moments.items()},
+        step=flat.steps[extent.tensors[0]],
+        corrections=None if flat.corrections is None else flat.corrections[extent.tensors[0]],
+        first=first,
+    )
+
+
+def _part(tensor: Tensor, place: slice) -> Tensor:
+    """`tensor[place]`; where that is all of it the tensor itself, since a new view takes as long as a small kernel."""
+    return tensor if place.stop - place.start == tensor.numel() else tensor[place]
+
+
+def intersection(start: int, numel: int, place: slice) -> slice:
+    """Elements `start` to `start + numel` that lie in `place`; an empty slice where none do."""
+    first = max(start, place.start)
+    return slice(first, max(first, min(start + numel, place.stop)))
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage begins and ends with it (and keeps the whole buffer alive).
+
+    What writes a tensor writes its storage: torch.save of one layer would write the whole buffer.
+    """
+    if not view.numel():
+        return view
+    own = from_dlpack(view)  # which may set the stride of a dimension of one element to 1
+    return own if own.stride() == view.stride() else own.as_strided(view.shape, view.stride())
+
+
+def check_replaced(name: str, place: Tensor, p: Parameter) -> None:
+    """Raises RuntimeError where a parameter whose `.data` was replaced does not fit its place any more."""
+    was, now = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (place, p))
+    if was != now:
+        raise RuntimeError(f"{name} was {was} and is {now} now: change the model first, then make its optimizer")
+
+
+def refuse_overlaps(named: list[tuple[Parameter, str]]) -> None:
+    """Raises ValueError where two parameters lie in the same memory, as after `a.data = b.data`."""
+    ranges = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), i) for i, (p, _) in enumerate(named))
+    ranges = [(start, end, i) for start, end, i in ranges if end > start]
+    for (_, end, one), (start, _, other) in pairwise(ranges):
+        if start < end:
+            (p, first), (q, second) = (named[i] for i in sorted((one, other)))
+            raise ValueError(
+                f"{first} of shape {tuple(p.shape)} and {second} of shape {tuple(q.shape)} share their memory through "
+                ".data: to tie weights, give both modules the same Parameter (b.weight = a.weight)"
+            )
+
+
+def fill(places: Iterable[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Copies each value to its place; None: zeros. One that lies there already is not copied."""
+    for place, value in zip(places, values, strict=True):
+        if value is None:
+            place.zero_()
+        elif value.data_ptr() != place.data_ptr():
+            place.copy_(value)
+
+
+def fill_part(bucket: Bucket, flat: Flat, tensor: Tensor, values: Sequence[Tensor | None]) -> None:
+    """As `fill`, for `tensor`, which has the elements of `flat.place` only. values: of each parameter, whole."""
+    for k, value in enumerate(values):
+        part = flat.part(bucket, k)
+        if part.stop == part.start:
+            continue
+        if value is None:
+            tensor[flat.within(part)].zero_()
+        else:
+            offset = bucket.layout.offsets[k]
+            whole = bucket.laid_out(k, value).reshape(-1)
+            tensor[flat.within(part)].copy_(whole[part.start - offset : part.stop - offset])
+
+
+def number(value: Any) -> Tensor:
+    """A number, or a tensor of one, as a 0-dim fp32 tensor; one that is so is returned itself."""
+    return torch.as_tensor(value, dtype=torch.float32).reshape(())

@@ -1,0 +1,245 @@
+"""Moves shards of optimizer state between workers: to one place for a state_dict, and to new owners after a resize.
+
+A worker announces which parts of each bucket it holds, and takes those that it lacks from workers that hold them. So
+it does not matter which view the parts are from: only what has another owner travels, and a part may have several
+holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfuse.comm.buckets import Bucket
+from kfuse.comm.engine import Engine
+from kfuse.comm.group import Group
+from kfuse.kernels import BLOCK
+from kfuse.optim.layout import Flat, Held, intersection
+
+
+class ShardsLost(RuntimeError):
+    """Parts of the optimizer's state that no worker of the group has."""
+
+
+class Move(NamedTuple):
+    """Elements of a bucket that rank `source` has and rank `target` wants; both may be the same."""
+
+    source: int
+    target: int
+    place: slice
+
+
+def plan_moves(held: Sequence[Sequence[slice]], wanted: Sequence[Sequence[slice]]) -> list[Move]:
+    """Who gives what to whom, in the order of targets and places. Each argument: of every rank, places of one bucket.
+
+    What a rank holds itself it takes from there; else the first rank that has it gives it. A pure function: every rank
+    comes to the same plan. Raises ShardsLost, which names the elements that no rank has.
+    """
+    moves: list[Move] = []
+    missing: list[str] = []
+    edges = sorted({edge for places in held for place in places for edge in (place.start, place.stop)})
+    for target, places in enumerate(wanted):
+        for place in places:
+            cuts = [place.start, *(edge for edge in edges if place.start < edge < place.stop), place.stop]
+            for start, stop in pairwise(cuts):
+                if start == stop:
+                    continue
+                holders = [r for r, theirs in enumerate(held) if any(p.start <= start < p.stop for p in theirs)]
+                if not holders:
+                    missing.append(f"{start} to {stop}")
+                    continue
+                source = target if target in holders else holders[0]
+                moves.append(Move(source, target, slice(start, stop)))
+    if missing:
+        raise ShardsLost(f"elements {', '.join(missing)}")
+    return moves
+
+
+def move(
+    group: Group,
+    buckets: Sequence[Bucket],
+    held: Sequence[Sequence[Held]],
+    wanted: Sequence[Sequence[Sequence[slice]]],
+    names: Sequence[Sequence[str]],
+    what: str,
+) -> list[list[Held]]:
+    """Returns the parts that this worker wants, of each bucket. Every rank of the group calls it.
+
+    held: of each bucket what this worker has; it stays. wanted: of each bucket, of each rank. names: of each bucket's
+    tensors. Wanted and names are the same on all ranks. Raises CommError, and ShardsLost on every rank.
+    """
+    everywhere = _announce(group, held, what)
+    plans: list[list[Move]] = []
+    lost: list[str] = []
+    for bucket, theirs, wishes, of_bucket in zip(buckets, everywhere, wanted, names, strict=True):
+        try:
+            plans.append(plan_moves(theirs, wishes) if of_bucket else [])
+        except ShardsLost as error:
+            lost.append(f"{bucket.name}, {error}")
+    if lost:
+        raise ShardsLost(f"comm.state=sharded: no worker has this optimizer state any more: {'; '.join(lost)}")
+    moved: list[list[Held]] = []
+    for bucket, mine, plan, wishes, of_bucket in zip(buckets, held, plans, wanted, names, strict=True):
+        places = [place for place in wishes[group.rank] if place.stop > place.start]
+        tensors: dict[str, list[Tensor]] = {}
+        for name in of_bucket:
+            tensors[name] = [torch.zeros(place.stop - place.start, device=bucket.device) for place in places]
+            new = [Held(place, {name: tensor}) for place, tensor in zip(places, tensors[name], strict=True)]
+            _exchange(group, plan, mine, new, name, f"{what}, {bucket.name}")
+        moved.append([Held(place, {name: tensors[name][k] for name in of_bucket}) for k, place in enumerate(places)])
+    return moved
+
+
+def _announce(group: Group, held: Sequence[Sequence[Held]], what: str) -> list[list[list[slice]]]:
+    """Of each bucket, of each rank, the places that it holds."""
+    rows = [[index, part.place.start, part.place.stop] for index, parts in enumerate(held) for part in parts]
+    counts = group.all_gather(torch.tensor([len(rows)], device=group.device), what)
+    most = max(int(count) for count in counts)
+    padded = torch.tensor(rows + [[-1, 0, 0]] * (most - len(rows)), dtype=torch.int64, device=group.device)
+    everywhere: list[list[list[slice]]] = [[[] for _ in range(group.size)] for _ in held]
+    for rank, table in enumerate(group.all_gather(padded.view(most, 3), what)):
+        for index, start, stop in table.tolist():
+            if index >= 0:
+                everywhere[index][rank].append(slice(start, stop))
+    return everywhere
+
+
+def _exchange(
+    group: Group, plan: Sequence[Move], held: Sequence[Held], new: Sequence[Held], name: str, what: str
+) -> None:
+    """Fills the tensors of `new` with what the plan brings this rank."""
+    rank, ranks = group.rank, range(group.size)
+
+    def at(parts: Sequence[Held], place: slice) -> Tensor:
+        part = next(p for p in parts if p.place.start <= place.start and place.stop <= p.place.stop)
+        return part.cut(name, place)
+
+    for own in (m for m in plan if m.source == m.target == rank):
+        at(new, own.place).copy_(at(held, own.place))
+    travelling = [m for m in plan if m.source != m.target]
+    if not travelling:
+        return
+    sent = [[at(held, m.place) for m in travelling if (m.source, m.target) == (rank, r)] for r in ranks]
+    received = [[at(new, m.place) for m in travelling if (m.source, m.target) == (r, rank)] for r in ranks]
+    cut, into = ([sum(part.numel() for part in parts) for parts in by_rank] for by_rank in (sent, received))
+    nothing = torch.empty(0, device=group.device)
+    out = torch.empty(sum(into), device=group.device)
+    group.all_to_all(out, into, torch.cat([nothing, *(p for parts in sent for p in parts)]), cut, what).wait()
+    places = [part for parts in received for part in parts]
+    for place, values in zip(places, out.split_with_sizes([p.numel() for p in places]), strict=True):
+        place.copy_(values)
+
+
+def regroup(
+    engine: Engine, shards: Sequence[Sequence[Flat]], names: Sequence[Sequence[str]], has_state: bool
+) -> list[list[Held]]:
+    """Of each bucket this worker's shard in the engine's present group, and what it mirrors. Every rank calls it.
+
+    shards: of each bucket, what this worker has. names: of the tensors that each bucket's state has. has_state: this
+    worker's parts are of the newest state. Raises CommError and ShardsLost. Until all ranks have theirs each keeps what
+    another one may still lack: after an error that is among `Flat.others`.
+    """
+    buckets, group = engine.gradient_buckets, engine.group
+    held = [_held(flats) if has_state else [] for flats in shards]
+    wanted = []
+    for bucket in buckets:
+        cuts = group.shards(bucket.body, BLOCK)
+        mirrors = engine.mirrors and group.size > 1
+        wanted.append([[cut, cuts[rank - 1]] if mirrors else [cut] for rank, cut in enumerate(cuts)])
+    moved = move(group, buckets, held, wanted, names, "optimizer state to its new owners")
+    for (own, *_), new in zip(shards, moved, strict=True):
+        own.others += new
+    group.barrier("optimizer state is with its new owners")
+    return moved
+
+
+def hand_over(
+    engine: Engine,
+    shards: Sequence[Sequence[Flat]],
+    names: Sequence[Sequence[str]],
+    new_ranks: Sequence[int | None],
+    size: int,
+) -> None:
+    """Before the group changes: workers that leave it give their shards to those that stay (`hand_overs`).
+
+    Every rank calls it. Raises CommError and ShardsLost.
+    """
+    buckets, group = engine.gradient_buckets, engine.group
+    wanted = [hand_overs(group, bucket.body, new_ranks, size) for bucket in buckets]
+    moved = move(
+        group, buckets, [_held(flats) for flats in shards], wanted, names, "optimizer state of workers that leave"
+    )
+    for (own, *_), new in zip(shards, moved, strict=True):
+        own.others += new
+
+
+def collect(engine: Engine, shards: Sequence[Sequence[Flat]], rank: int) -> None:
+    """Rank `rank` gets all parameters, each from a worker that has updated it. Every rank calls it.
+
+    shards: of each bucket, the parts that this worker has updated, its own and what it mirrors; empty on one that has
+    no state. Raises CommError and ShardsLost.
+    """
+    group, buckets = engine.group, engine.gradient_buckets
+    held = [[Held(flat.place, {"param": flat.param[flat.place].float()}) for flat in flats] for flats in shards]
+    wanted = [[[slice(0, bucket.body)] if r == rank else [] for r in range(group.size)] for bucket in buckets]
+    names = [["param"]] * len(buckets)
+    for bucket, whole in zip(buckets, move(group, buckets, held, wanted, names, "updated parameters"), strict=True):
+        for part in whole:
+            assert bucket.parameters is not None
+            bucket.parameters.copy_(part.tensors["param"])
+
+
+def _held(shards: Sequence[Flat]) -> list[Held]:
+    return [part for flat in shards for part in (Held(flat.place, flat.tensors()), *flat.others)]
+
+
+def hand_overs(group: Group, numel: int, new_ranks: Sequence[int | None], size: int) -> list[list[slice]]:
+    """Of each rank of `group`, the parts of a bucket of `numel` elements that it takes from workers that leave.
+
+    new_ranks: of each rank of the group, its rank in the next group, of `size` workers; None: it leaves. What a worker
+    is to own that only joins then is kept by the first one that stays.
+    """
+    old, new = group.shards(numel, BLOCK), group.shards(numel, BLOCK, size)
+    stays = [rank for rank, later in enumerate(new_ranks) if later is not None]
+    joiners = set(range(size)) - {new_ranks[rank] for rank in stays}
+    taken: list[list[slice]] = [[] for _ in new_ranks]
+    for leaver in (rank for rank, later in enumerate(new_ranks) if later is None):
+        for rank in stays:
+            owned = {new_ranks[rank], *(joiners if rank == stays[0] else ())}
+            parts = [
+                intersection(new[later].start, new[later].stop - new[later].start, old[leaver])
+                for later in range(size)
+                if later in owned
+            ]
+            taken[rank] += [part for part in parts if part.stop > part.start]
+    return taken
+
+
+def gather(engine: Engine, flats: Sequence[Flat], only: int | None) -> list[dict[str, Tensor]]:
+    """The whole state tensors of each bucket, [body], on the host. Every rank calls it. Raises CommError.
+
+    only: the rank that gets them; the others get none. None: every rank does.
+    """
+    group, gathered = engine.group, list[dict[str, Tensor]]()
+    for bucket, flat in zip(engine.gradient_buckets, flats, strict=True):
+        whole: dict[str, Tensor] = {}
+        for name, tensor in flat.tensors().items():
+            what = f"optimizer state, {name} of {bucket.name}"
+            wanted = only in (None, group.rank)
+            full = torch.zeros(bucket.body if wanted else 0, device=bucket.device)
+            if only is None:
+                full[flat.place] = tensor
+                group.share(full, what, BLOCK).wait()
+            else:
+                sizes = [shard.stop - shard.start for shard in group.shards(bucket.body, BLOCK)]
+                into = sizes if wanted else [0] * group.size
+                cut = [flat.width if rank == only else 0 for rank in range(group.size)]
+                group.all_to_all(full, into, tensor, cut, what).wait()
+            if wanted:
+                whole[name] = full.cpu()
+        gathered.append(whole)
+    return gathered

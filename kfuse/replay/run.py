@@ -1,0 +1,116 @@
+"""Runs a policy over a replay's steps.
+
+The run's own policy follows the recorded steps, and so makes the recorded decisions again. Another policy makes steps
+of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals, checked_decision
+from kfuse.replay.steps import DecidedSettings, Gain, StepSource
+
+_AT_PRESENT = ("sync", "topology", "tree", "replace")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A decision that changes something, as it is applied after a step."""
+
+    step: int
+    """The step after which it is applied, as in events.jsonl; 0 for what the policy begins with."""
+    samples: int
+    """Samples used up to there."""
+    before: DecidedSettings
+    after: DecidedSettings
+    others: Mapping[str, Any]
+    """sync, topology, tree and replace, where the decision has them and they are new."""
+    notes: tuple[str, ...]
+    """What was clipped to the bounds."""
+    seen: Signals | None
+    """The signals that the policy decided on; None for what it begins with."""
+    means: tuple[float | None, float | None]
+    """The running means of G2 and S as it is applied: of the newest step whose statistics have been read."""
+
+    def rate_factors(self, gain: Gain) -> tuple[float, float]:
+        """Returns the factor on the learning rate before and after, of batch size and lr_scale."""
+        before, after = (gain(each.batch_size, *self.means) * each.lr_scale for each in (self.before, self.after))
+        return before, after
+
+
+@dataclass
+class ReplayResult:
+    """What a policy did on a recorded run."""
+
+    changes: list[Change] = field(default_factory=list)
+    steps: int = 0
+    samples: int = 0
+    """Of these steps."""
+    curve: list[tuple[int, int, int]] = field(default_factory=list)
+    """(samples so far, batch size, workers) of the first step, and of each step where one of the two is another."""
+    seconds: float | None = 0.0
+    """Of all steps; None where some have a batch size and worker count that the run did not have."""
+    cut_off: bool = False
+    """The recorded run's end was not reached: the replay would take too many steps."""
+
+
+def run(
+    policy: BasePolicy, source: StepSource, begin: DecidedSettings, bounds: Bounds, sync: str | None = None
+) -> ReplayResult:
+    """Asks the policy after each step, and applies what it decides as training does: DECISION_LAG steps later.
+
+    begin: what the run is configured with. sync: `comm.sync` of the run, if it is known. Workers come at once.
+    Raises TypeError if the policy returns what is no decision, and whatever the policy raises.
+    """
+    out, now, used, name = ReplayResult(), begin, source.samples, type(policy).__name__
+    first, asked, others = source.next_step, begin.workers, dict.fromkeys(_AT_PRESENT) | {"sync": sync}
+    pending: deque[tuple[int, Decision, Signals | None]] = deque()
+    newest: deque[Signals] = deque(maxlen=2)  # the latest first
+    if first == 0 and (decision := checked_decision(policy.initial(), f"{name}.initial")) is not None:
+        pending.append((0, decision, None))
+
+    def apply_until(step: int) -> None:
+        """Applies the decisions that are in force at this step."""
+        nonlocal now, asked
+        while pending and pending[0][0] <= step:
+            start, decision, seen = pending.popleft()
+            granted, notes = decision.clipped(bounds)
+            scale = now.lr_scale if granted.lr_scale is None else granted.lr_scale
+            after = DecidedSettings(
+                granted.batch_size or now.batch_size,
+                granted.workers if granted.workers not in (None, asked) else now.workers,
+                now.lr_scale if math.isclose(scale, now.lr_scale, rel_tol=1e-12) else scale,
+            )
+            asked = granted.workers or asked
+            wanted = {name: value for name in _AT_PRESENT if (value := getattr(granted, name)) is not None}
+            new = {name: value for name, value in wanted.items() if value != others[name]}
+            others.update(wanted, replace=wanted.get("replace"))
+            if new or after != now:
+                read = next((each for each in newest if each.step <= start - 2), None)
+                means = (None, None) if read is None else (read.mean_grad_sq, read.mean_grad_variance)
+                applied = max(start - 1, 0)
+                out.changes.append(Change(applied, source.samples, now, after, new, tuple(notes), seen, means))
+            now = after
+
+    while True:
+        apply_until(source.next_step)
+        seen = source.step(now)
+        if seen is None:
+            break
+        now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
+        if not out.curve or out.curve[-1][1:] != (now.batch_size, now.workers):
+            out.curve.append((seen.samples, now.batch_size, now.workers))
+        newest.appendleft(seen)
+        took = source.seconds()
+        out.seconds = None if took is None or out.seconds is None else out.seconds + took
+        decision = checked_decision(policy.decide(seen), f"{name}.decide")
+        if decision is not None:
+            pending.append((seen.in_force_at, decision, seen))
+    apply_until(source.next_step + 1)  # announced with the last step
+    out.steps, out.samples, out.cut_off = source.next_step - first, source.samples - used, source.cut_off
+    return out

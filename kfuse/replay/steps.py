@@ -1,0 +1,190 @@
+"""A replay's steps: the recorded ones (`RecordedSteps`), or those that another policy makes (`SimulatedSteps`)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kfuse.policies.signals import Bounds, Signals
+from kfuse.replay.recorded import Recorded, progress_of
+
+Gain = Callable[[int, float | None, float | None], float]
+"""By batch size and the running means of G2 and S: the learning rate's factor, as `lr.scaling` says."""
+
+_MOST_STEPS = 10
+"""A replayed run that takes more than so many times the recorded steps is cut off."""
+
+
+@dataclass(frozen=True)
+class DecidedSettings:
+    """What a step is made with, of what a policy decides."""
+
+    batch_size: int
+    workers: int
+    lr_scale: float = 1.0
+
+
+class StepSource(Protocol):
+    """Where a replay's steps come from."""
+
+    next_step: int
+    """The number of the step that comes."""
+    samples: int
+    """Samples used before it."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the steps have ended before the recorded run's end, since they were too many."""
+
+    def step(self, now: DecidedSettings) -> Signals | None:
+        """Makes the step, and returns its signals; None where the recorded run ends."""
+
+    def seconds(self) -> float | None:
+        """How long the step that was made last takes; None where that is unknown."""
+
+
+class RecordedSteps:
+    """The steps that the run made, with what it made them with."""
+
+    cut_off = False
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded, self._line = recorded, 0
+        first = recorded.signals[0]
+        self.next_step, self.samples = first.step, first.samples - first.batch_size
+
+    def step(self, now: DecidedSettings) -> Signals | None:
+        """The next recorded step; what the policy has decided changes nothing."""
+        if self._line == len(self._recorded.signals):
+            return None
+        seen = self._recorded.signals[self._line]
+        self._line += 1
+        following = self._recorded.signals[self._line : self._line + 1]
+        self.next_step, self.samples = following[0].step if following else seen.step + 1, seen.samples
+        return seen
+
+    def seconds(self) -> float | None:
+        """As recorded."""
+        return self._recorded.seconds[self._line - 1]
+
+
+class SimulatedSteps:
+    """Steps with other settings than the run's, up to the progress that the run made.
+
+    Signals are those of the recorded step at the same progress, but for what the settings decide:
+
+    1) S, G2, their means, the noise scale and its interval are per-sample quantities: they are taken as they are.
+       The norm of the mean gradient follows from them: its square is G2 + S / B. A step of one micro-batch measures
+       none of these.
+    2) The learning rate is the recorded one, by the factors of the other batch size and lr_scale.
+    3) Figures of workers (throughputs, links, interference, corrupt ones) are kept where the number of workers is the
+       same, step times where the batch size is the same too. Elsewhere they are unknown.
+    4) loss and eval_accuracy are those at this progress.
+    """
+
+    def __init__(self, recorded: Recorded, gain: Gain, bounds: Bounds) -> None:
+        self._recorded, self._gain, self._bounds = recorded, gain, bounds
+        first, last = recorded.signals[0], recorded.signals[-1]
+        self.next_step, self.samples = first.step, first.samples - first.batch_size
+        self._noise, self._epoch = recorded.noise_scales(), recorded.samples_an_epoch()
+        self._reached: list[float] = []  # the progress after each line
+        total = 0.0
+        for progress in recorded.progress():
+            total += progress
+            self._reached.append(total)
+        self._line, self._done = 0, 0.0
+        self._last_step = first.step + _MOST_STEPS * (last.step - first.step + 1)
+        times: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for each, took in zip(recorded.signals, recorded.seconds, strict=True):
+            if took is not None:
+                times[each.batch_size, each.workers].append(took)
+        self._times = {key: statistics.median(values) for key, values in times.items()}
+        self._made: DecidedSettings | None = None
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the steps were too many."""
+        return not self._is_over and self.next_step >= self._last_step
+
+    @property
+    def _is_over(self) -> bool:
+        return self._done >= self._reached[-1] * (1 - 1e-12)
+
+    def step(self, now: DecidedSettings) -> Signals | None:
+        """A step with these settings."""
+        if self._is_over or self.cut_off:
+            return None
+        while self._reached[self._line] <= self._done and self._line + 1 < len(self._reached):
+            self._line += 1
+        count, epoch = now.batch_size, None
+        if self._epoch is not None:
+            epoch, cursor = divmod(self.samples, self._epoch)
+            count = min(count, self._epoch - cursor)
+        self._done += count if self._noise is None else progress_of(count, self._noise[self._line])
+        at = self._line
+        while self._reached[at] < self._done * (1 - 1e-12) and at + 1 < len(self._reached):
+            at += 1
+        self.samples += count
+        seen = self._signals(self._recorded.signals[at], now, count, epoch)
+        self.next_step, self._made = self.next_step + 1, now
+        return seen
+
+    def _signals(self, there: Signals, now: DecidedSettings, count: int, epoch: int | None) -> Signals:
+        """The signals of a step with `now` and `count` samples, at the progress of the recorded step `there`."""
+        micro_batches = -(-count // there.micro_batch)
+        same_workers = there.workers == now.workers
+        same = same_workers and there.batch_size == now.batch_size
+        factor = self._gain(now.batch_size, there.mean_grad_sq, there.mean_grad_variance) * now.lr_scale
+        recorded = self._gain(there.batch_size, there.mean_grad_sq, there.mean_grad_variance) * there.lr_scale
+        changed: dict[str, Any] = {
+            "step": self.next_step,
+            "epoch": there.epoch if epoch is None else epoch,
+            "samples": self.samples,
+            "lr": there.lr if factor == recorded else there.lr * factor / recorded,
+            "lr_scale": now.lr_scale,
+            "batch_size": now.batch_size,
+            "workers": now.workers,
+            "micro_batches": micro_batches,
+            "bounds": self._bounds,
+        }
+        if not same_workers:
+            changed |= _UNKNOWN_ELSEWHERE | {"throughput": (None,) * now.workers}
+        if not same:
+            changed |= _OF_THE_STEP
+        if micro_batches < 2:
+            changed |= _UNMEASURED
+        elif there.batch_size != now.batch_size:
+            changed["grad_norm"] = _norm(there, count)
+        return Signals(**{**vars(there), **changed})
+
+    def seconds(self) -> float | None:
+        """The median of the recorded steps with this batch size and these workers."""
+        assert self._made is not None
+        return self._times.get((self._made.batch_size, self._made.workers))
+
+
+_UNKNOWN_ELSEWHERE: dict[str, Any] = {
+    "corrupt_workers": (),
+    "under_interference": None,
+    "link_latencies": None,
+    "link_throughputs": None,
+}
+"""Signals of the workers: unknown for another number of them."""
+_OF_THE_STEP: dict[str, Any] = {"previous_step_time_s": None, "previous_data_wait_s": None}
+"""Signals of a step's times: unknown for another batch size or number of workers."""
+_UNMEASURED: dict[str, Any] = {
+    name: None for name in ("grad_sq", "grad_variance", "noise_scale", "noise_scale_low", "noise_scale_high")
+}
+"""Signals that compare the micro-batches of a step."""
+
+
+def _norm(there: Signals, count: int) -> float | None:
+    """Expected norm of the mean gradient of `count` samples, from the recorded step's S and G2."""
+    if there.grad_sq is None or there.grad_variance is None:
+        return None
+    square = there.grad_sq + there.grad_variance / count
+    return math.sqrt(square) if square >= 0 else None

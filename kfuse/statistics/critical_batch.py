@@ -1,0 +1,312 @@
+"""The critical batch size, measured by branches of one training: the estimate and its interval.
+
+Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv 2505.23971): from one checkpoint, training goes on in
+several branches. The branch k has the batch size k B and the learning rate f(k) times that of the checkpoint. All train
+on the same number of samples. The critical batch size B* is the largest k B whose smoothed loss stays within a
+tolerance of the smallest batch's.
+
+Here each branch is repeated with several orders of the data. A repetition has the same order for all k, so that the
+differences between branches, which are all that counts, are free of the noise that they share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kfuse.statistics.student import MOST_VALUES, t_of_mean
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Trace:
+    """What a branch measured, by step; NaN where it is unknown."""
+
+    samples: list[float] = field(default_factory=list)
+    """Samples used by the end of the step, since the checkpoint."""
+    losses: list[float] = field(default_factory=list)
+    """Mean loss over the step's batch, before its update."""
+    grad_variance: list[float] = field(default_factory=list)
+    """S, unbiased for tr(Sigma)."""
+    grad_sq: list[float] = field(default_factory=list)
+    """G2, unbiased for |G|^2."""
+
+    def add(self, samples: float, *figures: float | None) -> None:
+        """A step: its samples, loss, S and G2. None is unknown."""
+        self.samples.append(float(samples))
+        for values, figure in zip((self.losses, self.grad_variance, self.grad_sq), figures, strict=True):
+            values.append(math.nan if figure is None else figure)
+
+
+Branch = Callable[[float, int], Trace]
+"""branch(k, repetition): trains a branch. Repetitions count from 0."""
+
+FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+REPETITIONS = 5
+TOLERANCE = 0.01
+WINDOW = 0.25
+STEPS = 16
+"""Steps of the branch with the largest batch, where the number of samples is not given."""
+
+_POINTS = 256  # of a curve, between two measured k
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: which branches, over how many samples, and by which tolerance.
+
+    Raises ValueError for values out of range. Messages have the names of the fields.
+    """
+
+    batch_size: int
+    """B: the batch size of k = 1, in samples."""
+    factors: tuple[float, ...] = FACTORS
+    """The values of k, ascending. The first is the reference, which all others are compared with."""
+    repetitions: int = REPETITIONS
+    """Of each branch, each with a data order of its own; 2 to 31."""
+    samples: int | None = None
+    """Samples that each branch is to train on; None: 16 steps of the largest batch."""
+    branch_samples: int = field(init=False)
+    """Samples that each branch trains on."""
+    tolerance: float = TOLERANCE
+    """By which part of the reference's smoothed loss that of a branch may be above it."""
+    window: float = WINDOW
+    """The part of the samples, at the end of a branch, whose mean loss is its smoothed loss; above 0, at most 1."""
+
+    def __post_init__(self) -> None:
+        factors = tuple(float(k) for k in self.factors)
+        if len(factors) < 2 or not all(math.isfinite(k) and k > 0 for k in factors):
+            raise ValueError(f"factors={_list(factors)}: must be at least two finite numbers above 0")
+        if sorted(set(factors)) != [*factors]:
+            raise ValueError(f"factors={_list(factors)}: must ascend")
+        object.__setattr__(self, "factors", factors)
+        for k in factors:
+            if not float(k * self.batch_size).is_integer():
+                raise ValueError(f"factors={_list(factors)}: {k:g} times the batch size {self.batch_size} is not whole")
+        if not 2 <= self.repetitions <= MOST_VALUES:
+            raise ValueError(f"repetitions={self.repetitions}: must be 2 to {MOST_VALUES}")
+        for name, most in (("tolerance", math.inf), ("window", 1.0)):
+            value = getattr(self, name)
+            if not 0 < value <= most or not math.isfinite(value):
+                raise ValueError(f"{name}={value}: must be above 0" + (", at most 1" if most == 1 else ", and finite"))
+        samples = STEPS * self.batch(factors[-1]) if self.samples is None else self.samples
+        object.__setattr__(self, "branch_samples", samples)
+        least = math.ceil(self.batch(factors[-1]) / self.window)
+        if samples < least:
+            raise ValueError(
+                f"samples={samples}: must be at least {least}: the last {self.window:g} of them must be a step of "
+                f"the largest batch, {self.batch(factors[-1])}"
+            )
+
+    def batch(self, k: float) -> int:
+        """The batch size of branch k, in samples."""
+        return round(k * self.batch_size)
+
+    def steps(self, k: float, cursor: int = 0, length: int | None = None) -> int:
+        """Steps after which branch k has trained on all of its samples.
+
+        An epoch's last step is shorter. cursor: samples of the epoch that were used before. length: samples of an
+        epoch; None: a stream. Raises ValueError where the batch is larger than an epoch.
+        """
+        batch = self.batch(k)
+        if length is None:
+            return math.ceil(self.branch_samples / batch)
+        if batch > length:
+            raise ValueError(f"factors: {k:g} makes a batch of {batch} samples: must be at most the data's {length}")
+        steps = used = 0
+        while used < self.branch_samples:
+            count = min(batch, length - cursor % length)
+            steps, used, cursor = steps + 1, used + count, cursor + count
+        return steps
+
+
+def smoothed(trace: Trace, total: float, window: float) -> float:
+    """The mean loss over the last `window` of the first `total` samples of a branch: each step counts by its samples
+    there. NaN where a loss there is unknown or not finite.
+    """
+    ends = np.asarray(trace.samples, dtype=np.float64)
+    starts = np.concatenate([[0.0], ends[:-1]])
+    first = total * (1 - window)
+    weights = np.clip(np.minimum(ends, total) - np.maximum(starts, first), 0.0, None)
+    used = weights > 0
+    values = np.asarray(trace.losses, dtype=np.float64)[used]
+    if not (weights.sum() >= (total - first) * (1 - 1e-9) and np.isfinite(values).all()):
+        return math.nan
+    return float(values @ weights[used] / weights.sum())
+
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """The critical batch size at one point of a training, with its 95 % interval, in samples."""
+
+    plan: Plan
+    factors: tuple[float, ...]
+    """The values of k that were measured: none after the first one whose loss is significantly above the
+    tolerance (one-sided test at 2.5 %)."""
+    losses: tuple[tuple[float, ...], ...]
+    """Smoothed loss by k and repetition; NaN where a branch diverged."""
+    critical: float | None
+    """B*; None where no branch was beyond the tolerance: it is larger than all batches that were tried."""
+    low: float
+    """The interval's lower end. Where no upper end is known, B* may be anything from here on."""
+    high: float | None
+    """The interval's upper end; None where no loss is significantly above the tolerance (one-sided test at 2.5 %)."""
+    noise_scale: tuple[float, float, float] | None = None
+    """tr(Sigma) / |G|^2 over the branches of the reference, and its 95 % interval; None where it has no upper end."""
+
+    @property
+    def ratio(self) -> float | None:
+        """c = B* / noise scale; None where one of them is unknown."""
+        return self.critical / self.noise_scale[0] if self.critical and self.noise_scale else None
+
+    def excess(self) -> list[tuple[float, float, float]]:
+        """By k: how far the smoothed loss is above the reference's, over the reference's, with its 95 % interval.
+
+        (mean, low, high); NaN where a branch diverged. Compare it with the tolerance.
+        """
+        losses = np.array(self.losses)
+        scale = float(np.abs(losses[0]).mean())
+        differences = (losses - losses[0]) / scale
+        half = _half_widths(differences)
+        return [(float(m), float(m - h), float(m + h)) for m, h in zip(differences.mean(1), half, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; what is not finite is None."""
+        known = [[value if math.isfinite(value) else None for value in row] for row in self.losses]
+        found = {name: getattr(self, name) for name in ("critical", "low", "high", "noise_scale", "ratio")}
+        rows = [[value if math.isfinite(value) else None for value in row] for row in self.excess()]
+        return asdict(self.plan) | found | {"measured": list(self.factors), "losses": known, "excess": rows}
+
+
+def measure(branch: Branch, plan: Plan, after_branch: Callable[[float, int], None] | None = None) -> CriticalBatch:
+    """Trains the branches, from the smallest k to the largest, and estimates the critical batch size.
+
+    It ends with the first k whose loss is significantly above the tolerance (one-sided test at 2.5 %): larger ones
+    would not change the result. after_branch(k, repetition): called after each one. Raises ValueError where a branch of
+    the reference diverges.
+    """
+    losses: list[list[float]] = []
+    reference: list[Trace] = []
+    for k in plan.factors:
+        row = []
+        for repetition in range(plan.repetitions):
+            trace = branch(k, repetition)
+            row.append(smoothed(trace, plan.branch_samples, plan.window))
+            if not losses:
+                reference.append(trace)
+            if after_branch is not None:
+                after_branch(k, repetition)
+        losses.append(row)
+        if not np.isfinite(losses[0]).all():
+            raise ValueError(f"the branch of the smallest batch, {plan.batch(k)}, diverges: nothing to compare with")
+        if not np.isfinite(row).all() or _bounds(_over(losses, plan.tolerance)[-1:])[1][0] > 0:
+            break
+    return replace(estimate(losses, plan), noise_scale=noise_scale(reference))
+
+
+def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
+    """mean S / mean G2 over repeated branches, and its 95 % interval by Fieller's theorem; None where that is not
+    bounded, or the statistics are unknown (one micro-batch a step).
+
+    The interval is the set of r that a t-test over the branches does not refuse: the mean of S - r G2 is 0. Steps in
+    which S and G2 are unknown, such as an epoch's last one where it is a single micro-batch, are left out.
+    """
+    moments = [np.array([trace.grad_variance, trace.grad_sq]) for trace in traces]
+    moments = [each[:, np.isfinite(each).all(axis=0)] for each in moments]
+    if not all(each.size for each in moments):
+        return None
+    means = np.array([each.mean(axis=1) for each in moments])
+    s, g = means.mean(axis=0)
+    error = t_of_mean(len(means)) ** 2 * np.cov(means.T) / len(means)
+    leading, middle, last = g * g - error[1, 1], s * g - error[0, 1], s * s - error[0, 0]
+    root = middle * middle - leading * last
+    if not (leading > 0 and g > 0 and s > 0 and root >= 0):
+        return None
+    half = math.sqrt(root)
+    return float(s / g), float((middle - half) / leading), float((middle + half) / leading)
+
+
+def estimate(losses: Sequence[Sequence[float]], plan: Plan) -> CriticalBatch:
+    """The critical batch size from smoothed losses [k][repetition] of the first values of plan.factors.
+
+    With d_s(k) = L_s(k) - L_s(reference) - tolerance |L_s(reference)| of repetition s, and linear in k between measured
+    values:
+
+        B* / B     where the mean of d over the repetitions first rises above 0
+        interval   the k at which a t-test over the repetitions, at the 5 % level, does not refuse a mean d of 0
+
+    A test that is inverted in this way covers the true crossing in 95 % of the cases, if d_s is normal at that one k,
+    whatever the shape of the curve. (Normal: d_s is a mean over many steps.) A branch that diverged is beyond.
+    """
+    finite = [k for k, row in zip(plan.factors, losses, strict=False) if np.isfinite(row).all()]
+    over = _over(losses[: len(finite)], plan.tolerance)
+    parts = [np.linspace(a, b, _POINTS, endpoint=False) for a, b in pairwise(finite)]
+    grid = np.concatenate([*parts, finite[-1:]])
+    curves = np.stack([np.interp(grid, finite, over[:, s]) for s in range(plan.repetitions)], axis=1)
+    mean, lower, upper = _bounds(curves)
+    critical, low, high = _first_above(grid, mean), _first_above(grid, upper), None
+    if lower[-1] > 0:
+        high = _crossing(grid, lower, int(np.flatnonzero(lower <= 0)[-1]))
+    elif len(finite) < len(losses):  # a branch diverged: B* is below its batch, and nothing tells how far
+        critical, high = critical or finite[-1], plan.factors[len(finite)]
+    base = plan.batch_size
+    return CriticalBatch(
+        plan,
+        plan.factors[: len(losses)],
+        tuple(tuple(map(float, row)) for row in losses),
+        critical=None if critical is None else base * critical,
+        low=base * (low or finite[-1]),
+        high=None if high is None else base * high,
+    )
+
+
+def calibration(found: Sequence[CriticalBatch]) -> float | None:
+    """c over several checkpoints of a run: the geometric mean of B* / noise scale where it is known; None without any.
+
+    Logarithms are averaged, since a ratio is known up to a factor.
+    """
+    known = [each.ratio for each in found if each.ratio is not None]
+    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
+
+
+def _over(losses: Sequence[Sequence[float]], tolerance: float) -> Floats:
+    """d [k, repetition]: above 0 where the loss is beyond the tolerance."""
+    values = np.array(losses, dtype=np.float64)
+    return np.asarray(values - values[0] - tolerance * np.abs(values[0]))
+
+
+def _half_widths(values: Floats) -> Floats:
+    """Of the 95 % interval of each row's mean."""
+    repetitions = values.shape[1]
+    return np.asarray(t_of_mean(repetitions) * values.std(axis=1, ddof=1) / math.sqrt(repetitions))
+
+
+def _bounds(values: Floats) -> tuple[Floats, Floats, Floats]:
+    """Each row's mean, and the ends of its 95 % interval."""
+    mean, half = values.mean(axis=1), _half_widths(values)
+    return mean, mean - half, mean + half
+
+
+def _first_above(grid: Floats, curve: Floats) -> float | None:
+    """Where the curve first rises above 0; None where it does not."""
+    above = np.flatnonzero(curve > 0)
+    if not len(above):
+        return None
+    return _crossing(grid, curve, int(above[0]) - 1) if above[0] else float(grid[0])
+
+
+def _crossing(grid: Floats, curve: Floats, i: int) -> float:
+    """Where the curve, at most 0 at point i and above 0 at the next, crosses 0."""
+    part = -curve[i] / (curve[i + 1] - curve[i])
+    return float(grid[i] + part * (grid[i + 1] - grid[i]))
+
+
+def _list(values: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{value:g}" for value in values) + "]"

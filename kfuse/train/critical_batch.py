@@ -1,0 +1,204 @@
+"""`kf.critical_batch`: the critical batch size of a script's own training, measured by branches that leave no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfuse.checkpoint.snapshot import snapshot
+from kfuse.data import Stream
+from kfuse.data.dataset import Collate
+from kfuse.data.given import training_data
+from kfuse.optim import DistributedOptimizer, refuse_wrapped
+from kfuse.optim.batch_betas import Betas
+from kfuse.policies.signals import BATCH_MAX, BasePolicy, Decision, Signals
+from kfuse.session import current
+from kfuse.statistics.critical_batch import (
+    FACTORS,
+    REPETITIONS,
+    TOLERANCE,
+    WINDOW,
+    CriticalBatch,
+    Plan,
+    Trace,
+    measure,
+)
+from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
+from kfuse.train.lr_schedule import Scaling
+from kfuse.train.precision import check_parameters
+from kfuse.train.settings import user_loading, user_settings, whole
+from kfuse.train.trainer import Trainer
+
+
+def critical_batch(
+    model: nn.Module,
+    data: Any,
+    opt: DistributedOptimizer,
+    *,
+    batch_size: int | None = None,
+    micro_batch: int | None = None,
+    factors: Sequence[float] = FACTORS,
+    repetitions: int = REPETITIONS,
+    samples: int | None = None,
+    tolerance: float = TOLERANCE,
+    window: float = WINDOW,
+    lr_scaling: Scaling = "sqrt",
+    lr_betas: Betas = "keep",
+    seed: int = 0,
+    clip_norm: float | None = None,
+    loss_fn: LossFunction | None = None,
+    step_fn: StepFunction | None = None,
+    weight_fn: WeightFunction | None = None,
+    precision: str = "fp32",
+    collate_fn: Collate | None = None,
+    num_workers: int | None = None,
+    prefetch_factor: int | None = None,
+    pin_memory: bool | None = None,
+    worker_init_fn: Callable[[int], object] | None = None,
+    after_branch: Callable[[float, int], None] | None = None,
+) -> CriticalBatch:
+    """Measures the critical batch size where the model is now; model, optimizer and random state stay as they are.
+
+    Branches of the training are run one after the other, each from the present parameters and optimizer state: for each
+    k of `factors` and each of `repetitions` data orders, on `samples` samples in batches of k * batch_size, at the
+    present learning rate (group["lr"], which no schedule changes meanwhile) times f(k). docs/critical_batch.md has
+    the method (Merrill et al. 2025, arXiv 2505.23971), how the interval comes about, and what to do with the result.
+
+    model, data, opt: as kf.fit's; data must have a length. All parameters are without gradients: call it between steps,
+        after opt.zero_grad(). Not inside of kf.fit or a kf.DataLoader's loop, and not under kfuse-run.
+    batch_size: samples of an optimizer step at k = 1, over all workers. Default: that of a DataLoader, else 32.
+    micro_batch: samples of one forward and backward, for all k. Default: a quarter of the smallest batch.
+    factors: the values of k, ascending. The first one is the reference.
+    repetitions: of each branch, 2 to 31. Repetition r has the data order of the seed `seed` + r, r from 0.
+    samples: of each branch. Default: 16 steps of the largest batch.
+    tolerance: how far a smoothed loss may be above the reference's, as a part of the latter.
+    window: the part of a branch's samples, at its end, whose mean loss is its smoothed loss.
+    lr_scaling: f: sqrt (for Adam-like optimizers), linear (for SGD) or none.
+    lr_betas: how AdamW's betas follow the batch size, as kf.fit's.
+    after_branch: called as after_branch(k, repetition) after each branch, with the repetition from 0.
+    The other arguments are as kf.fit's.
+
+    All values are restored bit for bit, parameters in place; the optimizer's param_groups and state tensors are new
+    objects, as after opt.load_state_dict. A torch scheduler is not stepped.
+
+    Under torchrun every rank calls it, and gets the same result. The time is that of training on at most
+    samples * repetitions * len(factors) samples. Parameters and optimizer state are copied to the host's memory
+    meanwhile.
+
+    Raises TypeError, ValueError as kf.fit does, ValueError also where the branches of the smallest batch diverge, and
+    RuntimeError under kfuse-run.
+    """
+    if current().elastic:
+        raise RuntimeError(
+            "kf.critical_batch: must run in one process or under torchrun; under kfuse-run workers may change"
+        )
+    if not isinstance(opt, DistributedOptimizer):
+        raise TypeError(f"kf.critical_batch takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
+    if lr_scaling not in ("none", "linear", "sqrt"):
+        raise ValueError(f"lr_scaling={lr_scaling}: must be one of none, linear, sqrt")
+    refuse_wrapped(model)
+    check_parameters(model, precision)
+    given = training_data(data, collate_fn, batch_size, num_workers, prefetch_factor, pin_memory, worker_init_fn)
+    if isinstance(given.data, Stream):
+        raise ValueError("data: must have a length: a stream has one order only, and branches are repeated in others")
+    plan = Plan(
+        whole("batch_size", given.batch_size, 1),
+        tuple(factors),
+        whole("repetitions", repetitions),
+        None if samples is None else whole("samples", samples, 1),
+        tolerance,
+        window,
+    )
+    if plan.batch(plan.factors[-1]) > BATCH_MAX:
+        raise ValueError(f"factors={list(plan.factors)}: the largest batch must be at most {BATCH_MAX}")
+    steps = {k: plan.steps(k, length=len(given.data)) for k in plan.factors}
+    smallest = plan.batch(plan.factors[0])
+    micro_batch = max(1, smallest // 4) if micro_batch is None else whole("micro_batch", micro_batch, 1)
+    if micro_batch > smallest:
+        raise ValueError(f"micro_batch={micro_batch}: must be 1 to {smallest}, the smallest batch")
+    objective = Objective(loss_fn, step_fn, weight_fn)
+
+    def branch(k: float, repetition: int) -> Trace:
+        settings = user_settings(
+            batch_size=plan.batch_size,
+            micro_batch=micro_batch,
+            max_batch_size=max(plan.batch_size, plan.batch(k)),
+            epochs=None,
+            steps=steps[k],
+            seed=seed + repetition,
+            lr_scaling=lr_scaling,
+            lr_betas=lr_betas,
+            clip_norm=clip_norm,
+            precision=precision,
+            loading=user_loading(given, persistent_workers=True),
+        )
+        recording = _Recording(plan.batch(k))
+        start.restore()
+        Trainer(model, given.data, opt, settings, policy=recording, objective=objective).run()
+        return recording.trace
+
+    with _kept(model, opt) as start:
+        return measure(branch, plan, after_branch)
+
+
+class _Recording(BasePolicy):
+    """Changes the batch size of a branch from its first step on, and keeps what each step measured."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self.trace = Trace()
+
+    def initial(self) -> Decision:
+        return Decision(batch_size=self._batch_size)
+
+    def decide(self, signals: Signals) -> None:
+        self.trace.add(signals.samples, signals.loss, signals.grad_variance, signals.grad_sq)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class _Start:
+    """What the branches begin from: copies of parameters, buffers and optimizer state, on the host."""
+
+    def __init__(self, model: nn.Module, opt: DistributedOptimizer) -> None:
+        self._model, self._opt = model, opt
+        self._modes = {module: module.training for module in model.modules()}
+        self._model_state = snapshot(model.state_dict(), "the model's state")
+        self._optimizer_state = snapshot(opt.state_dict(), "the optimizer's state")
+        # A state dict has no buffers that are not persistent.
+        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts all of it back, in place where that is possible."""
+        self._model.load_state_dict(self._model_state)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(self._buffers[name])
+        # A copy of the copy: a torch optimizer takes over the tensors themselves, and its updates change them.
+        self._opt.load_state_dict(copy.deepcopy(self._optimizer_state))
+        for module, training in self._modes.items():
+            module.training = training
+
+
+@contextlib.contextmanager
+def _kept(model: nn.Module, opt: DistributedOptimizer) -> Iterator[_Start]:
+    """Context of the branches: on exit, also by an error, model and optimizer are as they were.
+
+    (Random state is: each training restores it.) Raises ValueError where parameters have gradients: a training begins
+    by dropping them.
+    """
+    params = [*model.parameters(), *(p for group in opt.param_groups for p in group["params"])]
+    if any(p.grad is not None for p in params):
+        raise ValueError("parameters have gradients: call kf.critical_batch between steps, after opt.zero_grad()")
+    start = _Start(model, opt)
+    with opt.unrecorded():
+        try:
+            yield start
+        finally:
+            start.restore()

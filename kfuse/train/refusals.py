@@ -1,0 +1,129 @@
+"""Policies, optimizers and settings of the learning rate that do not go together: refused before training.
+
+A script's training and the check of a configuration call the same functions. A message names the settings as its reader
+has written them: see `Spelling`. What an optimizer can do is an attribute of its class: `follows_batch_by_betas`,
+`tells_fisher`, `shards_state`. A class without the attribute, as torch's own, cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kfuse.optim.batch_betas import Betas, largest_batch
+
+if TYPE_CHECKING:
+    from kfuse.policies.signals import BasePolicy
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What messages call the policy, the optimizer and the settings. The defaults are those of a script."""
+
+    policy: str
+    """Its class."""
+    optimizer: str
+    """The torch optimizer's class, where kfuse's wraps one."""
+    scaling: str = "lr_scaling"
+    decay: str = "decay"
+    betas: str = "lr_betas"
+    batch_size: str = "batch_size"
+    batch_max: str = "max_batch_size"
+    taker_of_betas: str = "kf.FusedAdamW alone"
+    """The optimizer that takes other betas in each update."""
+    no_moments: str = "{policy} needs the second moments of kf.FusedAdamW or kf.FusedLAMB; {optimizer} gives none"
+    """The whole message: `{policy}` and `{optimizer}` stand for these two."""
+
+
+def command_line(policy: str, optimizer: str) -> Spelling:
+    """That of the command line. policy, optimizer: the dotted paths of the classes."""
+    return Spelling(
+        f"policy._target_={policy}",
+        f"optimizer._target_={optimizer}",
+        "lr.scaling",
+        "lr.decay",
+        "lr.betas",
+        "batch.size",
+        "batch.max",
+        "optimizer=adamw",
+        "{optimizer}: must be kfuse.FusedAdamW or kfuse.FusedLAMB with {policy}",
+    )
+
+
+def refuse_rates(policy: BasePolicy, scaling: str, decay: str, scheduler: str | None, spelling: Spelling) -> None:
+    """Raises ValueError where the policy is not right with these settings of the learning rate.
+
+    scheduler: what messages call the torch scheduler; None: there is none. A policy that is a decay would be one beside
+    it, and the rate would fall twice.
+    """
+    allowed = policy.lr_settings()
+    for name, key, value in (("scaling", spelling.scaling, scaling), ("decay", spelling.decay, decay)):
+        if name in allowed and value not in allowed[name]:
+            raise ValueError(f"{key}={value}: must be one of {', '.join(allowed[name])} with {spelling.policy}")
+    if scheduler is not None and "decay" in allowed:
+        raise ValueError(f"{scheduler}: must be None with {spelling.policy}, a decay of its own")
+
+
+def refuse_betas(
+    rule: Betas,
+    scaling: str,
+    optimizer: type,
+    betas: Iterable[tuple[float, float]],
+    batch_size: int,
+    batch_max: int,
+    spelling: Spelling,
+) -> None:
+    """Raises ValueError where AdamW's betas cannot follow the batch size as `rule` says.
+
+    betas: of each parameter group, as far as they are known; read only where they are to follow.
+    """
+    if rule == "keep":
+        return
+    given = f"{spelling.betas}={rule}"
+    if not getattr(optimizer, "follows_batch_by_betas", False):
+        raise ValueError(f"{given}: must be keep with {spelling.optimizer}; {spelling.taker_of_betas} takes it")
+    if rule == "malladi" and scaling != "sqrt":
+        key = spelling.scaling
+        raise ValueError(f"{given}: must be keep or marek with {key}={scaling}; it needs {key}=sqrt")
+    most = largest_batch(rule, betas, batch_size)
+    if batch_max > most:
+        raise ValueError(
+            f"{spelling.batch_max}={batch_max}: must be at most {most} with {given} and "
+            f"{spelling.batch_size}={batch_size}, since 1 - k (1 - beta) would be negative beyond"
+        )
+
+
+def refuse_fisher(policy: BasePolicy, optimizer: type, sharded: bool, spelling: Spelling) -> None:
+    """Raises ValueError where the policy needs the Fisher information, and the optimizer's state does not tell it."""
+    if policy.fisher_every is None:
+        return
+    if not getattr(optimizer, "tells_fisher", False):
+        raise ValueError(spelling.no_moments.format(policy=spelling.policy, optimizer=spelling.optimizer))
+    if sharded:
+        raise ValueError(
+            f"comm.state=sharded: must be replicated with {spelling.policy}, which needs all second moments"
+        )
+
+
+def refuse_modes(policy: BasePolicy, check: Callable[[str], object], spelling: Spelling) -> None:
+    """Raises ValueError where the policy asks for a mode of synchronisation that other settings rule out.
+
+    check: raises ValueError for such a mode.
+    """
+    for mode in policy.modes:
+        try:
+            check(mode)
+        except ValueError as error:
+            raise ValueError(f"{spelling.policy}: it sets {error}") from error
+
+
+def decay_refusal(decay: str, warmup_steps: float, total: float | None, decay_fraction: float) -> str | None:
+    """Why a run of `total` steps has no room for this warm-up and decay; None if it has."""
+    if decay in ("none", "constant"):
+        return None
+    if total is None or not total > warmup_steps:
+        return f"must be more than warmup_steps={warmup_steps}"
+    if decay == "wsd" and warmup_steps > (1 - decay_fraction) * total:
+        return f"must be at least warmup_steps={warmup_steps} and the decay, {decay_fraction:g} of the run"
+    return None

@@ -1,0 +1,322 @@
+"""How the workers' models are kept together in a training, as `comm.sync` says, and what a change of mode does.
+
+With ssgd there is nothing to do: all workers make the same update. In every other mode each worker updates with its own
+gradients, and a `Rule` brings the models together. docs/synchronisation.md says what each mode promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Parameter
+
+from kfuse.comm.sync import Sync
+from kfuse.comm.sync.central import CentralModel
+from kfuse.comm.sync.outer import OuterMomentum
+from kfuse.optim import DistributedOptimizer
+from kfuse.session import Session
+from kfuse.train.progress import Progress
+
+
+class Rule(Protocol):
+    """What a mode does beside each worker's own update. Its methods may raise CommError: then nothing has changed."""
+
+    keeps_weights: bool
+    """Whether it keeps weights of the trained parameters, which must stay the same ones then."""
+
+    def before_step(self) -> None:
+        """Before forward: may start messages. Called again where the step is repeated after a worker was lost."""
+
+    def after_step(self, every: int, common: bool, over: bool) -> None:
+        """After the update. every: steps between synchronisations. common: all workers need one model now, to evaluate
+        it or to let one join. over: this was the last step.
+        """
+
+    def meet(self, every: int) -> None:
+        """In place of `after_step`, as the mode ends: all workers have one model, optimizer state and buffers from now
+        on.
+        """
+
+    def finish(self) -> None:
+        """Training is over: this worker has the model that is the result. Without messages."""
+
+    def shown(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the module has the weights that are evaluated, the same on all workers."""
+
+    def close(self) -> None:
+        """The mode is over, or this worker takes over another one's state of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is the same on all workers, and needed to go on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over another worker's, or a checkpoint's, once the model and the optimizer have."""
+
+
+class LocalSGD:
+    """local:N: the models are averaged every N steps (Stich 2019), and whenever one common model is needed.
+
+    With `comm.outer_momentum` or `comm.outer_lr` the average is followed by an outer step (DiLoCo), every N steps. As
+    in DiLoCo the state of the workers' own optimizers then stays with them: averaging it did not help there, and with
+    Adam it sends two more models' bytes, so three times as many. Where one model is needed within a round the models
+    are averaged without an outer step, and the round goes on.
+    """
+
+    def __init__(self, session: Session, opt: DistributedOptimizer, progress: Progress) -> None:
+        self._opt, self._progress, self._comm = opt, progress, session.comm
+        self._outer = OuterMomentum(opt.weights()) if session.comm.has_outer_step else None
+        self.keeps_weights = self._outer is not None
+        self._round_began = progress.step
+        """The step at which the round began, where there is an outer step."""
+
+    def before_step(self) -> None:
+        """Nothing."""
+
+    def after_step(self, every: int, common: bool, over: bool) -> None:
+        """Averages, if it is time, or if one model is needed now."""
+        at = self._progress
+        if self._outer is None:
+            if at.drifted >= every or common or over:
+                self.meet(every)
+        elif self._round_is_complete(every):
+            self._opt.average_models(states=False)
+            self._outer_step()
+            at.drifted = 0
+        elif (common or over) and at.drifted:
+            self._opt.average_models(states=False)
+            at.drifted = 0
+
+    def meet(self, every: int) -> None:
+        """Averages models, buffers and optimizer states, unless that has just been done. Where a round is complete its
+        outer step follows.
+        """
+        if self._progress.drifted:
+            if self._progress.uneven:
+                self._opt.agree_on_state()
+            self._opt.average_models()
+            if self._round_is_complete(every):
+                self._outer_step()
+            self._progress.drifted, self._progress.uneven = 0, False
+
+    def _round_is_complete(self, every: int) -> bool:
+        return self._outer is not None and self._progress.step + 1 - self._round_began >= every
+
+    def _outer_step(self) -> None:
+        """The workers' models are their mean: the outer step, and the next round begins."""
+        assert self._outer is not None
+        self._outer.step(self._opt.weights(), self._comm.outer_lr, self._comm.outer_momentum)
+        self._opt.weights_changed()
+        self._round_began = self._progress.step + 1
+
+    def finish(self) -> None:
+        """Nothing: the last step, or the evaluation that ended training, has left one model."""
+
+    def shown(self) -> contextlib.AbstractContextManager[None]:
+        """The models are the same: `after_step` was told."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer step's state."""
+        outer = None if self._outer is None else self._outer.state_dict()
+        return {"outer": outer, "round_began": self._round_began}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where only one of both trainings has an outer step."""
+        if (state["outer"] is None) != (self._outer is None):
+            raise ValueError("comm.outer_lr, comm.outer_momentum: only one of both trainings has outer steps")
+        self._round_began = state["round_began"]
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+
+
+class ModelAveraging:
+    """sma: synchronous model averaging (CROSSBOW): each worker's model is drawn to a central one, at every step.
+
+    The central model is the result: it is evaluated, and at the end all workers have it. A worker that joins, or takes
+    another one's state, begins from it. One worker alone has no central model and trains as with ssgd.
+    """
+
+    keeps_weights = True
+
+    def __init__(self, session: Session, opt: DistributedOptimizer, progress: Progress) -> None:
+        self._session, self._opt, self._progress = session, opt, progress
+        self._centre: CentralModel | None = None
+
+    def before_step(self) -> None:
+        """Starts the message of this worker's difference from the central model."""
+        if self._session.group.size == 1:
+            self.finish()  # the others have left, or were lost
+            return
+        weights = self._opt.weights()
+        self._centre = self._centre or CentralModel(weights)
+        self._centre.begin_step(weights, self._session.group)
+
+    def after_step(self, every: int, common: bool, over: bool) -> None:
+        """Corrects this worker's model, and moves the central one."""
+        if over:
+            self.meet(every)
+        else:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._centre is not None:
+            group, comm = self._session.group, self._session.comm
+            alpha = 1.0 / group.size if comm.sma_alpha is None else comm.sma_alpha
+            self._centre.end_step(self._opt.weights(), group, alpha, comm.sma_momentum)
+            self._opt.weights_changed()
+
+    def meet(self, every: int) -> None:
+        """All workers have the central model, and the mean of their optimizer states and buffers."""
+        if self._centre is not None:
+            # The central model moves last: if a worker is lost before, all workers that have not ended this stage begin
+            # it again, and average once more what is equal by then.
+            if self._progress.uneven:
+                self._opt.agree_on_state()
+            self._opt.average_models(weights=False)
+            self._end_step()
+            self.finish()
+        self._progress.drifted, self._progress.uneven = 0, False
+
+    def finish(self) -> None:
+        """This worker has the central model."""
+        self._take_centre()
+        self._centre = None
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """The central model, with the mean of the workers' buffers."""
+        if self._centre is None:
+            yield
+            return
+        self._opt.average_models(weights=False, states=False)
+        weights = self._opt.weights()
+        own = [weight.clone() for weight in weights]
+        self._take_centre()
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(weights, own)
+            self._opt.weights_changed()
+
+    def _take_centre(self) -> None:
+        if self._centre is not None:
+            self._centre.write_to(self._opt.weights())
+            self._opt.weights_changed()
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The central model and its momentum."""
+        return {"centre": None if self._centre is None else self._centre.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """This worker begins from the central model."""
+        self._centre = None
+        if state["centre"] is not None:
+            weights = self._opt.weights()
+            self._centre = CentralModel(weights)
+            self._centre.load_state_dict(state["centre"], weights)
+            self._opt.weights_changed()
+
+
+_RULES: dict[str, type[LocalSGD | ModelAveraging]] = {"local": LocalSGD, "sma": ModelAveraging}
+
+
+class Synchronisation:
+    """Keeps the workers' models together, as `Progress.sync` says. A part of the training state.
+
+    A decision changes the mode on all workers after the same step. Then the models meet in one, as the former mode
+    says, and the new mode begins from it.
+    """
+
+    def __init__(
+        self, session: Session, opt: DistributedOptimizer, progress: Progress, new_pair: Callable[[], Rule]
+    ) -> None:
+        """new_pair: makes the rule of the mode `pair`, which needs more of the training."""
+        self._session, self._opt, self._progress, self._new_pair = session, opt, progress, new_pair
+        self._sync = Sync()
+        """In force in the step under way, up to the meeting at its end."""
+        self._rule: Rule | None = None
+        """Of the mode in force; None with ssgd, and until the first step of another mode."""
+        self._params: list[Parameter] = []
+        """Those that were trained as the rule began: what it keeps is laid out as they are."""
+
+    @property
+    def _wanted(self) -> Sync:
+        return Sync.parse(self._progress.sync)
+
+    def before_step(self) -> None:
+        """Before forward. Raises CommError, and RuntimeError where the trained parameters must stay, and did not."""
+        wanted = self._wanted
+        if self._sync.mode != wanted.mode:
+            self._begin(wanted.mode)
+        self._sync = wanted
+        self._refuse_other_parameters()
+        if self._rule is not None:
+            self._rule.before_step()
+
+    def after_step(self, common: bool, over: bool) -> None:
+        """After the update, and after decisions are applied, which count from the next step on.
+
+        common, over: see `Rule.after_step`. Raises as `before_step`.
+        """
+        self._refuse_other_parameters()
+        view, every = self._session.view, self._sync.every
+        if self._rule is not None and self._wanted.mode == self._sync.mode:
+            view_changes = view is not None and self._progress.generation > view.generation
+            self._rule.after_step(every, common or view_changes, over)
+        elif self._rule is not None:
+            self._rule.meet(every)
+            self._begin("ssgd")
+
+    def _refuse_other_parameters(self) -> None:
+        if self._rule is None or not self._rule.keeps_weights:
+            return
+        params = self._opt.engine.params
+        if len(params) == len(self._params) and all(p is q for p, q in zip(params, self._params, strict=True)):
+            return
+        raise RuntimeError(
+            f"comm.sync={self._progress.sync}: the trained parameters have changed since this mode began: call "
+            "kf.set_sync('ssgd') first, change them, then set the mode again"
+        )
+
+    def finish(self) -> None:
+        """Training is over: this worker has the model that is the result. Without messages."""
+        if self._rule is not None:
+            self._rule.finish()
+
+    def shown(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the module has the weights that are evaluated, the same on all workers. Raises CommError."""
+        return contextlib.nullcontext() if self._rule is None else self._rule.shown()
+
+    def close(self) -> None:
+        """Training is over, or has failed."""
+        self._begin("ssgd")
+
+    def _begin(self, mode: str) -> None:
+        if self._rule is not None:
+            self._rule.close()
+        self._sync, self._rule, self._params = Sync(mode), None, list(self._opt.engine.params)
+        if mode == "pair":
+            self._rule = self._new_pair()
+        elif mode in _RULES:
+            self._rule = _RULES[mode](self._session, self._opt, self._progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mode in force, and its rule's state."""
+        rule = None if self._rule is None else self._rule.state_dict()
+        return {"mode": self._sync.mode, "every": self._sync.every, "rule": rule}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what another worker, or a checkpoint, has. Raises ValueError where it does not fit."""
+        self._begin(state["mode"])
+        self._sync = Sync(state["mode"], state.get("every", 1))
+        if self._rule is not None:
+            self._rule.load_state_dict(state["rule"])

@@ -1,0 +1,291 @@
+"""comm.schedule=symmetric over doubles of NCCL and of symmetric memory, between real processes: no GPU has run it.
+
+The kernel is `pull` in its PyTorch form; `test_kernels_symmetric.py` has its Triton form in the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any, cast
+
+import pytest
+import sharded as s
+import support
+import symmetric_double
+import torch
+from distributed import WorkersFailed, run_workers
+from omegaconf import OmegaConf
+from support_page import SUPPORTED
+from torch import nn
+
+import kfuse as kf
+from kfuse import session
+from kfuse.cli import app
+from kfuse.comm import devices, symmetric_memory
+from kfuse.comm.group import CommError
+from kfuse.comm.symmetric_memory import SymmetricMemory
+from kfuse.comm.transports.symmetric import Symmetric
+from kfuse.config.schema import ConfigError
+from kfuse.session import current
+
+PARTS, STEPS = 7, 5
+STATES = ("replicated", "sharded")
+
+
+def full(*arguments: Any) -> Any:
+    return pytest.param(*arguments, marks=pytest.mark.full)
+
+
+def train(schedule: str, state: str, kind: str = "adamw", late: int | None = None, **options: Any) -> dict[str, Any]:
+    """Parameters, optimizer state and norm after some planned steps. late: the rank that is late in each of them."""
+    symmetric_double.install()
+    s.init(state, schedule=schedule, **options)
+    model = s.net()
+    opt = s.optimizer(kind, model, clip_norm=0.5)
+    for step in range(STEPS):
+        if late == current().group.rank:
+            time.sleep(0.02)
+        s.planned_step(opt, model, step, PARTS + step % 2, aligned=False)
+    found = {"params": s.values(model), "state": s.tensors(opt.state_dict()), "norm": opt.stats.grad_norm}
+    kf.barrier()
+    return found
+
+
+def reproducible(schedule: str, state: str, late: int | None = None) -> dict[str, Any]:
+    return train(schedule, state, "adamw", late, reproducible=True)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return s.same(a["params"], b["params"]) and s.same(a["state"], b["state"]) and a["norm"] == b["norm"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "state"),
+    [(2, "sharded"), full(2, "replicated"), *(full(n, state) for n in (1, 3, 4) for state in STATES)],
+)
+def test_the_same_bits_as_all_to_all(workers: int, state: str) -> None:
+    """In reproducible mode, with a number of micro-batches for which a worker exchanges several slots, and another from
+    step to step. One rank is late, so that the others' memory is read long after they have packed.
+    """
+    expected = run_workers(1, reproducible, "all_to_all", "replicated")[0]
+    for late in (0, workers - 1):
+        for found in run_workers(workers, reproducible, "symmetric", state, late):
+            assert same(found, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["lamb", "nesterov"])
+def test_other_optimizers(kind: str) -> None:
+    expected = run_workers(1, trained, "all_to_all", "replicated", kind)[0]
+    for found in run_workers(3, trained, "symmetric", "sharded", kind):
+        assert same(found, expected)
+
+
+def trained(schedule: str, state: str, kind: str) -> dict[str, Any]:
+    return train(schedule, state, kind, reproducible=True)
+
+
+def without_the_barrier() -> dict[str, Any]:
+    SymmetricMemory.barrier = lambda self: None  # type: ignore[method-assign]
+    return reproducible("symmetric", "sharded", 0)
+
+
+def test_without_the_barrier_the_bits_differ() -> None:
+    """Negative: rank 0 is late, and rank 1 reads what it has not packed yet."""
+    expected = run_workers(1, reproducible, "all_to_all", "replicated")[0]
+    assert not same(run_workers(2, without_the_barrier)[1], expected)
+
+
+# -- beside other settings -------------------------------------------------------------------------------------------
+
+
+def pairs_of_combinations(count: int) -> list[str]:
+    """Trains with some combinations over all_to_all and over symmetric memory: those whose parameters differ."""
+    symmetric_double.install()
+    group = s.init().group
+    fitting = [
+        case
+        for case in SUPPORTED
+        if (case.schedule, case.workers) == ("all_to_all", "fixed") and case.precision != "bf16 messages"
+    ]
+    wrong = []
+    for case in random.Random(5).sample(fitting, count):
+        both = [support.train(case._replace(schedule=name), group) for name in ("all_to_all", "symmetric")]
+        if not s.same(*(s.values(model) for model in both)):
+            wrong.append(str(case))
+    group.barrier()
+    return wrong
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [2, 3])
+def test_what_goes_with_all_to_all_goes_with_it(workers: int) -> None:
+    """Local SGD, autocast, bf16 parameters, clipping, a loss scale, torch's optimizers: the same bits."""
+    assert run_workers(workers, pairs_of_combinations, 16) == [[]] * workers
+
+
+# -- a loop of bare backwards ----------------------------------------------------------------------------------------
+
+
+def beside_ddp(state: str) -> dict[str, float]:
+    symmetric_double.install()
+    s.init(state, schedule="symmetric")
+    found = s.beside_ddp("adamw")
+    kf.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "state"),
+    [(2, "sharded"), *(full(n, state) for n in (1, 3, 4) for state in STATES)],
+)
+def test_as_ddp_with_torchs_optimizer(workers: int, state: str) -> None:
+    for found in run_workers(workers, beside_ddp, state):
+        assert found["params"] < 2e-6 and found["norm"] < 1e-5
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def slots_of_a_job() -> list[tuple[int, list[bool]]]:
+    """After steps of 3, 12 and 7 micro-batches: allocations, and which slots of the first bucket lie in one of them."""
+    allocator = symmetric_double.install()
+    s.init(schedule="symmetric", reproducible=True)
+    model, found = s.net(), []
+    opt = s.optimizer("adamw", model)
+    numel = sum(bucket.body for bucket in opt.engine.gradient_buckets)
+    for parts in (3, 12, 7):
+        s.planned_step(opt, model, 0, parts, aligned=False)
+        transport = opt.engine._reduction._transports[0]
+        assert isinstance(transport, Symmetric) and set(allocator.allocated) == {numel}
+        held = [memory.own.untyped_storage().data_ptr() for memory in transport._memories]
+        slots = [slot.untyped_storage().data_ptr() for slot in opt.engine.gradient_buckets[0].slots]
+        found.append((len(allocator.allocated), [slot in held for slot in slots]))
+    kf.barrier()
+    return found
+
+
+def test_only_slots_that_are_exchanged_lie_in_symmetric_memory() -> None:
+    """On three workers: 12 micro-batches are one sum on each, which is formed in two slots; 7 are two sums on each."""
+    for found in run_workers(3, slots_of_a_job):
+        assert found == [(1, [True]), (1, [True, False]), (2, [True, True])]
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def loses_rank_1(state: str) -> str:
+    symmetric_double.install()
+    s.reset()
+    group = kf.init(kf.CommOptions(schedule="symmetric", state=state, bucket_mb=s.BUCKET_MB, check_every=None)).group
+    symmetric_memory.GRACE_S = 15.0 - group.timeout_s  # kernels end after 15 s, long after the host has noticed
+    model = s.net()
+    opt = s.optimizer("adamw", model)
+    begun = time.monotonic()
+    try:
+        for step in range(20):
+            if group.rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == 3:
+                group.timeout_s = 2.0  # the first steps, as processes come up, may take longer
+            begun = time.monotonic()
+            s.loss_of(model, step, group.rank).backward()
+            opt.step()
+            opt.zero_grad()
+            kf.barrier()
+    except CommError as error:
+        return f"{time.monotonic() - begun:.1f} s: {error}"
+    return "nothing was noticed"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_a_lost_worker_is_noticed_within_the_timeout(state: str) -> None:
+    """The error says what was waited for, for how long, and for whom."""
+    with pytest.raises(WorkersFailed) as failed:
+        run_workers(2, survivor, state)
+    said = str(failed.value)
+    assert "step 3, bucket" in said and "(symmetric, packed by all): waited 2." in said and "for rank 1" in said, said
+    seconds = float(said.rpartition("after ")[2].partition(" s")[0])
+    assert 2.0 <= seconds < 40.0  # it asks for some seconds which ranks are silent
+
+
+def survivor(state: str) -> None:
+    raise AssertionError(f"after {loses_rank_1(state)}")
+
+
+def refused(case: str) -> str:
+    """What is said on a worker of two."""
+    rank = int(os.environ["RANK"])
+    changes: dict[str, Any] = {
+        "cpu": {"number": None},
+        "one gpu": {"number": 0},
+        "no link": {"reads": lambda number: rank != 0},
+    }.get(case, {})
+    symmetric_double.install(**changes)
+    group = s.init("replicated", schedule="symmetric").group
+    if case == "hosts":
+        group.hosts = ["a", "b"]
+    if case == "elastic":
+        group.fixed = False
+    try:
+        s.optimizer("adamw", s.net())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("cpu", "comm.schedule='symmetric': parameters lie on the CPU"),
+        full("one gpu", "comm.schedule='symmetric': ranks 0 and 1 use the same GPU"),
+        full("no link", "comm.schedule='symmetric': cuda:0 (rank 0) cannot read the memory of cuda:1 (rank 1)"),
+        full("hosts", "comm.schedule='symmetric': the workers are on 2 hosts"),
+        full("elastic", "comm.schedule='symmetric': the number of workers may change"),
+    ],
+)
+def test_where_it_cannot_be_it_is_refused_on_every_worker(case: str, said: str) -> None:
+    for found in run_workers(2, refused, case):
+        assert found.startswith(said) and "\n" not in found, found
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, "auto, allreduce, all_to_all, reduce_scatter, tree"),
+        ({"reproducible": True}, "auto, all_to_all"),
+        ({"state": "sharded"}, "auto, all_to_all, reduce_scatter"),
+    ],
+)
+def test_what_is_recommended_goes_with_the_other_settings(options: dict[str, Any], left: str) -> None:
+    session.reset()
+    kf.init(kf.CommOptions(schedule="symmetric", **options))
+    with pytest.raises(ValueError, match=f"on the CPU, and symmetric memory is GPUs': must be one of {left}$"):
+        kf.FusedSGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def test_a_supervisors_worker_is_refused() -> None:
+    with pytest.raises(ValueError, match="number of workers may change"):
+        session.connect_to_supervisor(cast(Any, None), kf.CommOptions(schedule="symmetric"), 1.0)
+
+
+def test_the_command_line_needs_a_fixed_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are GPUs; tests/test_cli_errors.py has it where there are none."""
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    cfg = OmegaConf.create({"comm": {"schedule": "symmetric"}})
+    app._check_symmetric(cfg, fixed=True)
+    with pytest.raises(ConfigError, match="must be used under torchrun"):
+        app._check_symmetric(cfg, fixed=False)
+
+
+def test_torch_has_what_is_used() -> None:
+    """Names and parameters of torch's own, in the version that is installed."""
+    real = torch._C._distributed_c10d._SymmetricMemory
+    for name in ("empty_strided_p2p", "rendezvous", "set_group_info", "get_buffer", "barrier"):
+        assert hasattr(real, name)
+    assert "timeout_ms" in real.barrier.__doc__ and "channel" in real.barrier.__doc__
+    assert callable(torch.distributed._symmetric_memory.rendezvous)

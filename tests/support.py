@@ -1,0 +1,336 @@
+"""Combinations of settings: how a script and the command line are refused them, and training with them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeVar
+from unittest.mock import patch
+
+import hydra
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse import session
+from kfuse.comm.group import Group
+from kfuse.config.check import drop_replaced_arguments, validate
+from kfuse.config.schema import ConfigError
+from kfuse.data import DataSplit
+from kfuse.elastic.protocol import Member, View
+
+
+class Case(NamedTuple):
+    """A combination: one value of each axis."""
+
+    sync: str = "ssgd"
+    state: str = "replicated"
+    schedule: str = "auto"
+    workers: str = "fixed"
+    reproducible: str = "no"
+    precision: str = "fp32"
+    clip: str = "none"
+    optimizer: str = "adamw"
+
+
+AXES: dict[str, tuple[str, ...]] = {
+    "sync": ("ssgd", "local:N", "local:N with outer steps", "sma", "pair"),
+    "state": ("replicated", "sharded"),
+    "schedule": ("auto", "allreduce", "reduce_scatter", "all_to_all", "tree"),
+    "workers": ("fixed", "elastic, mirror", "elastic, snapshot", "elastic, none", "elastic, keep_sums"),
+    "reproducible": ("no", "yes"),
+    "precision": ("fp32", "autocast bf16", "bf16 parameters", "bf16 messages"),
+    "clip": ("none", "clip_norm", "GradScaler"),
+    "optimizer": ("adamw", "sgd", "lamb", "torch"),
+}
+"""The values of each axis. `overrides`, `optimizer` and `train` have what gives them."""
+
+CASES = [Case(*values) for values in itertools.product(*AXES.values())]
+
+SAMPLES, BATCH, MICRO, STEPS, SEED = 72, 24, 2, 3, 4
+CLIP_NORM = 0.4
+"""Below the norm of every step's gradient."""
+_BUCKET_MB = 2 * 4096 * 4 / 2**20
+
+
+def overrides(case: Case) -> dict[str, Any]:
+    """The combination's settings, as of the command line, but for those that choose classes. All have all of them."""
+    outer = case.sync == "local:N with outer steps"
+    return {
+        "comm.sync": "local:2" if case.sync.startswith("local") else case.sync,
+        "comm.outer_lr": 0.7 if outer else 1.0,
+        "comm.outer_momentum": 0.5 if outer else 0.0,
+        "comm.state": case.state,
+        "comm.schedule": case.schedule,
+        "comm.reproducible": case.reproducible == "yes",
+        "comm.dtype": "bf16" if case.precision == "bf16 messages" else "fp32",
+        "elastic.redundancy": "mirror" if case.workers in ("fixed", "elastic, keep_sums") else case.workers.split()[-1],
+        "elastic.keep_sums": case.workers == "elastic, keep_sums",
+        "train.precision": {"autocast bf16": "bf16", "bf16 parameters": "bf16-true"}.get(case.precision, "fp32"),
+        "train.clip_norm": CLIP_NORM if case.clip == "clip_norm" else None,
+    }
+
+
+# -- a training with a combination, in a script ---------------------------------------------------------------------
+
+
+class Supervised:
+    """In place of the connection to a supervisor, which has nothing to say."""
+
+    worker = 0
+    silence_s = 10.0
+    step: int | None = None
+    doing: tuple[str, float] | None = None
+
+    def __init__(self) -> None:
+        self.job: dict[str, Any] = {"run_dir": "."}
+
+    def send(self, message: str, **fields: Any) -> None: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+    def forget_announced(self, until: int) -> None: ...
+
+    def recovery(self, after: int) -> None:
+        return None
+
+    def proposed(self, current: int) -> int:
+        return 0
+
+    def stop_reason(self) -> None:
+        return None
+
+    def await_over(self, current: int) -> bool:
+        return True
+
+    def announced(self, after: int) -> dict[int, dict[str, Any]]:
+        return {}
+
+
+def options(case: Case) -> kf.CommOptions:
+    """Raises ValueError for what kf.CommOptions refuses."""
+    own = {key.partition(".")[2]: value for key, value in overrides(case).items() if not key.startswith("train.")}
+    return kf.CommOptions(bucket_mb=_BUCKET_MB, check_every=1, **own)
+
+
+def net(case: Case) -> nn.Sequential:
+    """Some 17,000 parameters: several buckets, of several shards each."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(24, 200), nn.Tanh(), nn.Linear(200, 60), nn.Tanh(), nn.Linear(60, 3))
+    return model.to(torch.bfloat16) if case.precision == "bf16 parameters" else model
+
+
+@cache
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(SAMPLES, 24, generator=generator)
+    return x, torch.sin(3 * x[:, :3])
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+# With a large eps an update follows the gradient: with a small one an error in a gradient near 0 would be a whole step.
+ADAMW = {"lr": 3e-2, "eps": 1e-2, "weight_decay": 0.1}
+LAMB = {"lr": 1e-2, "eps": 1e-2}
+SGD = {"lr": 0.5, "momentum": 0.9}
+
+
+def optimizer(case: Case, model: nn.Module) -> Any:
+    params = list(model.parameters())
+    match case.optimizer:
+        case "adamw":
+            return kf.FusedAdamW(params, **ADAMW)
+        case "sgd":
+            return kf.FusedSGD(params, **SGD)
+        case "lamb":
+            return kf.FusedLAMB(params, **LAMB)
+    return kf.Optimizer(torch.optim.AdamW(params, **ADAMW))  # type: ignore[arg-type]
+
+
+@dataclass
+class Refused(Exception):
+    """kfuse refuses the combination."""
+
+    when: str
+    """What was done when it did."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.when}: {self.message}"
+
+
+class _Stage:
+    """Where a training stands."""
+
+    now = "kf.CommOptions"
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.now = "the first opt.step()"
+        return loss(output, target)
+
+
+def train(
+    case: Case,
+    group: Group,
+    steps: int = STEPS,
+    batch: int = BATCH,
+    more: Callable[[Any], dict[str, Any]] = lambda opt: {},
+) -> nn.Sequential:
+    """Trains a model as the combination says, over `group`: the model. batch: samples of a step. Raises Refused.
+
+    more: makes further arguments of kf.fit for an optimizer.
+    """
+    stage = _Stage()
+    try:
+        return _train(case, group, steps, batch, more, stage)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise Refused(stage.now, " ".join(str(error).split())) from error
+
+
+def _train(
+    case: Case, group: Group, steps: int, batch: int, more: Callable[[Any], dict[str, Any]], stage: _Stage
+) -> nn.Sequential:
+    comm = options(case)
+    stage.now = "the optimizer"
+    # As kf.init does it; but one group serves all trainings.
+    session._current = joined = session.Session(group, comm, None if case.workers == "fixed" else Supervised())  # type: ignore[arg-type]
+    if joined.elastic:
+        joined.view = View(1, (Member(0, os.getpid(), "host"),), ("127.0.0.1", 1), "start")
+    model = net(case)
+    opt = optimizer(case, model)
+    stage.now = "kf.fit, kf.DataLoader"
+    settings: dict[str, Any] = dict(batch_size=batch, micro_batch=MICRO, steps=steps, seed=SEED)
+    if case.clip != "GradScaler":
+        given = overrides(case)
+        settings |= {"precision": given["train.precision"], "clip_norm": given["train.clip_norm"]}
+        settings |= more(opt)
+        kf.fit(model, data(), opt, loss_fn=stage.loss, **settings)
+        return model
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in kf.DataLoader(data(), model, opt, **settings):
+        for x, y in step:
+            scaler.scale(loss_of(case, model, x, y, stage.loss)).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    return model
+
+
+def loss_of(
+    case: Case, model: nn.Module, x: Tensor, y: Tensor, of: Callable[[Tensor, Tensor], Tensor] = loss
+) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast bf16"):
+        return of(model(x.to(torch.bfloat16) if case.precision == "bf16 parameters" else x), y)
+
+
+C = TypeVar("C", bound="Combination")
+T = TypeVar("T")
+
+
+class Combination(Protocol):
+    """What is asked: `Case`, or one with more settings."""
+
+    @property
+    def workers(self) -> str: ...
+
+
+def asked_by_workers(cases: Sequence[C], ask: Callable[[C, Group], T]) -> dict[C, T | Refused]:
+    """For a worker of a group: of each combination what `ask` returns, or how a script is refused it.
+
+    With a supervisor one worker is refused what several are: of these combinations each worker asks its part, alone.
+    """
+    group = kf.init().group
+    alone = Group(device=group.device, timeout_s=group.timeout_s)
+    found: dict[C, T | Refused] = {}
+    for number, case in enumerate(cases):
+        if case.workers != "fixed" and number % group.size != group.rank:
+            continue
+        try:
+            found[case] = ask(case, group if case.workers == "fixed" else alone)
+        except Refused as refused:
+            found[case] = Refused(refused.when, refused.message)
+    return found
+
+
+def asked(cases: Sequence[Case]) -> dict[Case, Refused | None]:
+    """For a worker of a group: of each combination how a script is refused it; None: it trains."""
+    batch = kf.init().group.size * MICRO
+
+    def ask(case: Case, group: Group) -> None:
+        train(case, group, steps=1, batch=batch)
+
+    return asked_by_workers(cases, ask)
+
+
+def ask_script(cases: Sequence[Case]) -> dict[Case, Refused | None]:
+    """How a script on two workers is refused each combination."""
+    first, second = run_workers(2, asked, list(cases), timeout_s=500)
+    assert all(first[case] == second[case] for case in first.keys() & second.keys()), "workers are refused alike"
+    return {case: (first if case in first else second)[case] for case in cases}
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """A model for the check of the configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(24, 3)
+
+
+def split() -> DataSplit:
+    """Data for the check of the configuration."""
+    pairs = torch.utils.data.TensorDataset(*data())
+    return DataSplit(pairs, pairs, {})  # type: ignore[arg-type]
+
+
+@cache
+def composed(*chosen: str) -> DictConfig:
+    """The configuration with these overrides, on which the combinations' settings are set."""
+    own = ["model._target_=support.Head", "data._target_=support.split"]
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+        cfg = hydra.compose("config", [*chosen, *own])
+    drop_replaced_arguments(cfg, own)
+    return cfg
+
+
+_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def launched(
+    case: Case, policy: tuple[str, ...] = ("policy=none",), more: Mapping[str, Any] | None = None
+) -> str | None:
+    """How `kfuse` refuses the combination; None: it does not.
+
+    policy: the overrides that choose it. more: other settings, by key.
+    """
+    fixed = case.workers == "fixed"
+    with patch.dict(os.environ, _TORCHRUN if fixed else {}):
+        cfg = composed(f"launcher={'torchrun' if fixed else 'local'}", *policy)
+        cfg.optimizer = composed("policy=none", f"optimizer={case.optimizer}").optimizer
+        given = [(*key.split("."), value) for key, value in {**overrides(case), **(more or {})}.items()]
+        before = [(section, name, cfg[section][name]) for section, name, _ in given]
+        try:
+            for section, name, value in given:
+                cfg[section][name] = value
+            validate(cfg)
+        except ConfigError as error:
+            return str(error)
+        finally:  # it is composed once, for others too
+            for section, name, value in before:
+                cfg[section][name] = value
+    return None
+
+
+def ask_command_line(case: Case) -> str | None:
+    """How `kfuse` refuses the combination; None: it does not."""
+    return launched(case)

@@ -1,0 +1,326 @@
+"""bf16 messages: all_to_all and reduce_scatter add up in fp32 and measure that sum; bytes, bits and statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_workers
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm import schedule, transports
+from kfuse.comm.gloo import GlooGroup
+from kfuse.comm.group import Pending
+from kfuse.comm.plan import StepPlan
+from kfuse.comm.schedule import ALL, GRADIENT, SHARD, Op
+from kfuse.kernels import BLOCK
+from kfuse.session import Session
+
+ADDED_IN_FP32 = ["all_to_all", "reduce_scatter"]
+STATES = ["replicated", "sharded"]
+SHAPES = [(BLOCK,), (3, 700), (2 * BLOCK + 65,), (1,), (9,)]
+"""With small buckets: several blocks, a ragged one, and shards that are empty."""
+
+# -- which program, and where it is allowed ----------------------------------------------------------------------------
+
+
+def test_the_sum_is_measured_before_it_is_rounded() -> None:
+    for name in ADDED_IN_FP32:
+        name = transports.resolve(name, adds_up=True, dtype="bf16")
+        program = transports.program(name, sharded=False, dtype="bf16")
+        schedule.validate(program)
+        assert program.ops == (
+            Op("pack"),
+            Op("exchange", SHARD, name),
+            Op("wait", SHARD),
+            Op("reduce+measure", SHARD),
+            Op("share", ALL, GRADIENT),
+            Op("wait"),
+            Op("barrier"),
+            Op("update"),
+        )
+        assert transports.program(name, sharded=True, dtype="bf16") == transports.program(name, sharded=True)
+    for name in ("allreduce", "tree"):
+        assert transports.program(name, False, dtype="bf16") == transports.program(name, False)
+
+
+def test_a_librarys_reduce_scatter_which_adds_in_bf16_is_not_used() -> None:
+    assert transports.resolve("reduce_scatter", adds_up=True, dtype="bf16") == "all_to_all"
+    assert transports.resolve("reduce_scatter", adds_up=True, dtype="fp32") == "reduce_scatter"
+    assert transports.resolve("reduce_scatter", adds_up=False, dtype="fp32") == "all_to_all"
+    for sharded in (False, True):
+        assert transports.program("all_to_all", sharded, dtype="bf16").has("reduce")
+        assert not transports.program("reduce_scatter", sharded).has("reduce")
+
+
+def test_measure_shards_refuses_what_it_is_not_for() -> None:
+    plain = schedule.all_reduce("allreduce")
+    with pytest.raises(ValueError, match="the program has no share gradient"):
+        schedule.measure_shards(plain)
+    measured = schedule.measure_shards(schedule.split(plain, "x", reduces=True))
+    with pytest.raises(ValueError, match="measure_shards: a measure of its own must follow the share"):
+        schedule.measure_shards(measured)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_auto_takes_sums_in_fp32(sharded: bool) -> None:
+    state = "sharded" if sharded else "replicated"
+    assert kf.CommOptions(state=state, dtype="bf16").transport() == "all_to_all"
+    assert kf.CommOptions(state=state).transport() == ("reduce_scatter" if sharded else "allreduce")
+    for name in [name for name in transports.NAMES if name != "symmetric"] if not sharded else ADDED_IN_FP32:
+        assert kf.CommOptions(name, state=state, dtype="bf16").transport() == name  # each is allowed
+
+
+def test_reproducible_sums_travel_in_fp32() -> None:
+    with pytest.raises(ValueError, match=r"comm\.dtype='bf16': must be fp32 with comm\.reproducible=true"):
+        kf.CommOptions(dtype="bf16", reproducible=True)
+
+
+def test_what_is_read_in_other_gpus_memory_is_fp32() -> None:
+    with pytest.raises(ValueError, match=r"comm\.dtype='bf16': must be fp32 with comm\.schedule=symmetric"):
+        kf.CommOptions(dtype="bf16", schedule="symmetric")
+
+
+# -- values and bits ---------------------------------------------------------------------------------------------------
+
+
+class Bag(nn.Module):
+    """The gradient of each parameter is whatever one asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
+
+    def backward(self, gradients: list[Tensor]) -> None:
+        torch.stack([(p * g).sum() for p, g in zip(self.tensors, gradients, strict=True)]).sum().backward()
+
+
+def gradients(rank: int) -> list[Tensor]:
+    """A worker's, of magnitudes far apart: in bf16 every addition would round."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) * 2.0 ** (-3 * rank) for shape in SHAPES]
+
+
+WAYS = [(state, bucket_mb, planned) for state in STATES for bucket_mb in (0.02, 25.0) for planned in (True, False)]
+
+
+def one_step(name: str) -> list[dict[str, Any]]:
+    """What a step of SGD with lr = 1 leaves, each of WAYS: the parameters are the mean gradient that was applied."""
+    session = kf.init()
+    return [_one_step(session, name, *way) for way in WAYS]
+
+
+def _one_step(session: Session, name: str, state: str, bucket_mb: float, planned: bool) -> dict[str, Any]:
+    session.comm = kf.CommOptions(schedule=name, dtype="bf16", state=state, bucket_mb=bucket_mb)
+    bag, size = Bag(), kf.size()
+    opt = kf.FusedSGD(bag.parameters(), lr=1.0, maximize=True)
+    for _ in range(2):  # the second time all buffers are used again
+        for p in bag.tensors:
+            p.data.zero_()
+        if planned:
+            opt.begin(StepPlan(size, tuple(range(r, r + 1) for r in range(size))))
+        with opt.micro_batch(samples=1, last=True):
+            bag.backward(gradients(kf.rank()))
+        opt.step()
+        opt.zero_grad()
+    assert opt.stats is not None
+    opt.engine.close()
+    flat = torch.cat([p.detach().reshape(-1) for p in bag.tensors])
+    return {"mean": flat.numpy(), "norm": opt.stats.grad_norm, "name": opt.engine.transport_name}
+
+
+def exact_mean(size: int, planned: bool) -> Tensor:
+    """The contributions as they travel, added up in fp32 in rank order.
+
+    A plan says the weights before: they travel weighted. Without one sums are divided at the end.
+    """
+    total: Tensor | None = None
+    for rank in range(size):
+        flat = torch.cat([g.reshape(-1) for g in gradients(rank)]) * (torch.tensor(1 / size) if planned else 1.0)
+        sent = flat.bfloat16().float()
+        total = sent if total is None else total + sent
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize(("name", "workers"), [("all_to_all", 3), ("reduce_scatter", 2), ("auto", 2)])
+def test_contributions_are_added_in_fp32(name: str, workers: int) -> None:
+    """Sharded: the fp32 sum itself is applied. Replicated: that sum, rounded once to travel to the others."""
+    results = run_workers(workers, one_step, name)
+    for k, (state, _, planned) in enumerate(WAYS):
+        total = exact_mean(workers, planned)
+        share = torch.tensor(1.0) if planned else (1 / torch.tensor(float(workers), dtype=torch.float64)).float()
+        expected = total * share if state == "sharded" else total.bfloat16().float() * share
+        norm = math.sqrt(float((total.double() * float(share)).square().sum()))
+        for of_rank in results:
+            assert np.array_equal(of_rank[k]["mean"], expected.numpy()), WAYS[k]
+            assert of_rank[k]["norm"] == pytest.approx(norm, rel=1e-5), WAYS[k]
+            assert of_rank[k]["name"] == (name if name != "auto" else "all_to_all")
+
+
+def test_the_norm_is_that_of_the_fp32_sum_where_an_all_reduce_loses_it() -> None:
+    """1 + 2^-9 has no bf16: each element of a sum formed in bf16 is too small by 0.2 %."""
+    exact = run_workers(2, of_two_parts, "all_to_all")[0]
+    rounded = run_workers(2, of_two_parts, "allreduce")[0]
+    norm = (1 + 2**-9) / 2 * math.sqrt(BLOCK)
+    assert exact == pytest.approx(norm, rel=1e-5)
+    assert abs(rounded / norm - 1) > 1e-3
+
+
+def of_two_parts(name: str) -> float:
+    kf.init(kf.CommOptions(schedule=name, dtype="bf16"))
+    p = nn.Parameter(torch.zeros(BLOCK))
+    opt = kf.FusedSGD([p], lr=0.0)
+    (p * (1.0 if kf.rank() == 0 else 2.0**-9)).sum().backward()
+    opt.step()
+    assert opt.stats is not None and opt.stats.grad_norm is not None
+    return opt.stats.grad_norm
+
+
+def clipped(name: str, state: str) -> list[Tensor]:
+    """Steps clipped by the norm of all shards, one without work for rank 1, and one that stays local."""
+    kf.init(kf.CommOptions(schedule=name, dtype="bf16", state=state, bucket_mb=0.02))
+    bag = Bag()
+    opt = kf.FusedSGD(bag.parameters(), lr=0.1, clip_norm=0.5)
+    for ranges in ((range(0, 1), range(1, 2)), (range(0, 2), range(2, 2))):
+        opt.begin(StepPlan(2, ranges))
+        mine = ranges[kf.rank()]
+        for j in mine:
+            with opt.micro_batch(samples=1, last=j == mine[-1]):
+                bag.backward(gradients(j))
+        opt.step()
+        opt.zero_grad()
+    return [p.detach().clone() for p in bag.tensors]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_clipping_and_a_worker_without_work(state: str) -> None:
+    ours, theirs = run_workers(2, clipped, "all_to_all", state)
+    plain = run_workers(2, fp32_clipped)[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), "ranks disagree"
+    for a, b in zip(ours, plain, strict=True):
+        assert float((a - b).norm()) <= 2**-8 * float(b.norm())
+
+
+def fp32_clipped() -> list[Tensor]:
+    kf.init()
+    bag = Bag()
+    opt = kf.FusedSGD(bag.parameters(), lr=0.1, clip_norm=0.5)
+    for _ in range(2):
+        with opt.micro_batch(samples=1, last=True):
+            bag.backward(gradients(kf.rank()))
+        opt.step()
+        opt.zero_grad()
+    return [p.detach().clone() for p in bag.tensors]
+
+
+def local_steps() -> list[tuple[float, str]]:
+    """Each worker's own norm is measured, of all of its gradient, and nothing but the tail travels."""
+    kf.init(kf.CommOptions(schedule="all_to_all", dtype="bf16", bucket_mb=0.02))
+    bag = Bag()
+    opt = kf.FusedSGD(bag.parameters(), lr=1.0, clip_norm=0.5)
+    out = []
+    for _ in range(2):
+        opt.begin(StepPlan(2, (range(0, 1), range(1, 2)), local=True))
+        with opt.micro_batch(samples=1, last=True):
+            bag.backward(gradients(kf.rank()))
+        before = torch.cat([p.detach().reshape(-1).clone() for p in bag.tensors])
+        opt.step()
+        after = torch.cat([p.detach().reshape(-1) for p in bag.tensors])
+        out.append(float((after - before).norm()))
+        opt.zero_grad()
+    return out
+
+
+def test_local_steps_are_clipped_by_the_workers_own_norm() -> None:
+    for lengths in run_workers(2, local_steps):
+        assert lengths == pytest.approx([0.5, 0.5], rel=1e-5)
+
+
+# -- bytes on the wire -------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(name: str, state: str, dtype: str) -> int:
+    """Bytes of gradients and parameters that this worker gives to the group in a step, the tail left out."""
+    kf.init(kf.CommOptions(schedule=name, dtype=dtype, state=state))
+    sent = 0
+    exchange, share = GlooGroup.all_to_all, GlooGroup.share
+
+    def counted_exchange(self: GlooGroup, out: Tensor, into: Any, tensor: Tensor, cut: Any, what: str) -> Pending:
+        nonlocal sent
+        if "bucket 1" in what:
+            sent += (sum(cut) - cut[self.rank]) * tensor.element_size()
+        return exchange(self, out, into, tensor, cut, what)
+
+    def counted_share(self: GlooGroup, flat: Tensor, what: str, unit: int) -> Pending:
+        nonlocal sent
+        if "bucket 1" in what:
+            shard = self.shards(flat.numel(), unit)[self.rank]
+            sent += (self.size - 1) * (shard.stop - shard.start) * flat.element_size()
+        return share(self, flat, what, unit)
+
+    GlooGroup.all_to_all, GlooGroup.share = counted_exchange, counted_share  # type: ignore[method-assign, assignment]
+    p = nn.Parameter(torch.zeros(4 * BLOCK))
+    opt = kf.FusedSGD([p], lr=0.1)
+    p.sum().backward()
+    opt.step()
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("state", "dtype", "bytes_each"),
+    [("replicated", "fp32", 8), ("replicated", "bf16", 4), ("sharded", "fp32", 8), ("sharded", "bf16", 6)],
+)
+def test_bytes_a_parameter(state: str, dtype: str, bytes_each: int) -> None:
+    """bytes_each * (n - 1) / n a parameter. With sharded state the gradient travels in bf16, the parameter in fp32."""
+    for sent in run_workers(2, sent_bytes, "all_to_all", state, dtype):
+        expected = bytes_each * 4 * BLOCK // 2
+        assert expected <= sent <= expected * 1.02  # fp32: the tail travels in the same bucket
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def equal_samples(name: str, workers_seed: int) -> float:
+    """|S| over samples that are all equal, relative to B |gbar|^2 / (M - 1): the rounding that is left."""
+    kf.init(kf.CommOptions(schedule=name, dtype="bf16"))
+    torch.manual_seed(workers_seed)
+    net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 1))
+    opt = kf.FusedSGD(net.parameters(), lr=0.0)
+    x = torch.randn(1, 8).expand(4, 8)
+    for j in (0, 1):
+        with opt.micro_batch(samples=4, last=j == 1):
+            net(x).mean().backward()
+    opt.step()
+    s = opt.stats
+    assert s is not None and s.grad_variance is not None and s.grad_norm is not None
+    return abs(s.grad_variance) * (s.micro_batches - 1) / (s.samples * s.grad_norm**2)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_bound_on_the_rounding_of_s_holds(workers: int) -> None:
+    for seed in range(3):
+        assert run_workers(workers, equal_samples, "all_to_all", seed)[0] <= 2**-9 * 2
+
+
+def bounds(name: str) -> tuple[bool, bool]:
+    kf.init(kf.CommOptions(schedule=name, dtype="bf16"))
+    p = nn.Parameter(torch.zeros(5))
+    opt = kf.FusedSGD([p], lr=0.0)
+    p.sum().backward()
+    opt.step()
+    before = opt.statistics.bf16_sums
+    opt.engine.use_transport("allreduce", None)  # as a decision does
+    opt.zero_grad()
+    p.sum().backward()
+    opt.step()
+    return before, opt.statistics.bf16_sums
+
+
+def test_the_statistics_know_where_sums_are_formed() -> None:
+    assert run_workers(2, bounds, "all_to_all") == [(False, True)] * 2
+    assert run_workers(2, bounds, "allreduce") == [(True, True)] * 2

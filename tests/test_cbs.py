@@ -1,0 +1,537 @@
+"""The critical batch size by branches: its interval covers the truth of a known model, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import kfuse as kf
+from kfuse.cli.app import main
+from kfuse.comm.tail import Announcement
+from kfuse.statistics.critical_batch import (
+    CriticalBatch,
+    Plan,
+    Trace,
+    calibration,
+    estimate,
+    measure,
+    noise_scale,
+    smoothed,
+)
+from kfuse.statistics.student import MOST_VALUES, t_of_mean
+from kfuse.train.state import Stateful, TrainingState, with_settings
+
+DIMENSIONS = 40
+CURVATURES = 1 / np.arange(1, DIMENSIONS + 1)
+RULES: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sqrt": math.sqrt}
+
+
+class Quadratic:
+    """The noisy quadratic model (Zhang et al. 2019, arXiv 1907.04164), trained by SGD from a fixed point.
+
+    The loss is sum_i h_i x_i^2 / 2. A sample's gradient is h_i x_i with noise of variance c_i = noise * h_i.
+    """
+
+    def __init__(self, rule: str, start: float, noise: float, lr: float = 0.05) -> None:
+        self.rate, self.start, self.noise, self.lr = RULES[rule], start, noise * CURVATURES, lr
+
+    def exact(self, plan: Plan, k: float) -> Trace:
+        """The expected losses: E[x^2] <- (1 - a h)^2 E[x^2] + a^2 c / B."""
+        batch, a, squares, trace = plan.batch(k), self.lr * self.rate(k), np.full(DIMENSIONS, self.start**2), Trace()
+        for step in range(plan.steps(k)):
+            trace.add((step + 1) * batch, (CURVATURES * squares).sum() / 2, None, None)
+            squares = (1 - a * CURVATURES) ** 2 * squares + a**2 * self.noise / batch
+        return trace
+
+    def sampled(self, plan: Plan, k: float, noise: np.ndarray) -> Trace:
+        """The losses of one training. noise: [samples, dimensions], of variance 1, in the order of the data."""
+        batch, a, x, trace = plan.batch(k), self.lr * self.rate(k), np.full(DIMENSIONS, self.start), Trace()
+        means = noise.reshape(-1, batch, DIMENSIONS).mean(axis=1) * np.sqrt(self.noise)
+        for step, mean in enumerate(means):
+            figures = self.noise.sum(), (CURVATURES**2 * x**2).sum()
+            trace.add((step + 1) * batch, (CURVATURES * x * x).sum() / 2, *figures)
+            x = x - a * (CURVATURES * x + mean)
+        return trace
+
+    def truth(self, plan: Plan, factors: tuple[float, ...]) -> float:
+        """B* of the exact recursion: where its smoothed loss crosses the tolerance, linear in k between `factors`."""
+        losses = np.array([smoothed(self.exact(plan, k), plan.branch_samples, plan.window) for k in factors])
+        over = losses - losses[0] * (1 + plan.tolerance)
+        i = int(np.flatnonzero(over > 0)[0])
+        part = -over[i - 1] / (over[i] - over[i - 1])
+        return plan.batch_size * (factors[i - 1] + part * (factors[i] - factors[i - 1]))
+
+    def measured(self, plan: Plan, seed: int) -> CriticalBatch:
+        """The measurement, on sampled branches. All branches of a repetition see the same samples."""
+        noise = np.random.default_rng(seed).normal(size=(plan.repetitions, plan.branch_samples, DIMENSIONS))
+        return measure(lambda k, repetition: self.sampled(plan, k, noise[repetition]), plan)
+
+
+PROBLEMS = {
+    "linear": (Quadratic("linear", 0.3, 1.0), Plan(4, (1, 2, 4, 8, 16, 32), 10, 2048, 0.05)),
+    "sqrt, little noise": (Quadratic("sqrt", 0.5, 1.0), Plan(4, (1, 2, 4, 8), 5, 2048, 0.4)),
+    "sqrt, much noise": (Quadratic("sqrt", 0.3, 1.0), Plan(4, (1, 2, 4, 8, 16), 5, 2048, 0.3)),
+    "two repetitions": (Quadratic("sqrt", 0.5, 1.0), Plan(4, (1, 2, 4, 8), 2, 2048, 0.4)),
+}
+
+
+def covered(problem: Quadratic, plan: Plan, seeds: int) -> tuple[float, float]:
+    """The share of measurements whose interval has the truth in it, and of those that have an upper end."""
+    truth = problem.truth(plan, plan.factors)
+    found = [problem.measured(plan, seed) for seed in range(seeds)]
+    inside = [each.low <= truth <= (math.inf if each.high is None else each.high) for each in found]
+    return sum(inside) / seeds, sum(each.high is not None for each in found) / seeds
+
+
+@pytest.mark.parametrize("name", ["linear", "sqrt, little noise", "sqrt, much noise"])
+def test_the_interval_has_the_exact_recursions_critical_batch_in_9_of_10_seeds(name: str) -> None:
+    problem, plan = PROBLEMS[name]
+    inside, bounded = covered(problem, plan, 10)
+    assert inside >= 0.9
+    assert bounded >= 0.9, "an interval without an upper end covers everything"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_interval_covers_the_truth_as_often_as_it_promises(name: str) -> None:
+    """95 % are promised: of 200 seeds 0.91 to 0.99 is within 2.6 standard errors."""
+    inside, _ = covered(*PROBLEMS[name], 200)
+    assert 0.91 <= inside <= 0.99
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_values_of_k_in_between_change_the_truth_little(name: str) -> None:
+    problem, plan = PROBLEMS[name]
+    every = tuple(batch / plan.batch_size for batch in range(plan.batch_size, plan.batch(plan.factors[-1]) + 1))
+    assert problem.truth(plan, plan.factors) == pytest.approx(problem.truth(plan, every), rel=0.1)
+
+
+def test_the_noise_scale_beside_it_is_the_ratio_of_the_means() -> None:
+    problem, plan = PROBLEMS["sqrt, much noise"]
+    found = problem.measured(plan, 0)
+    assert found.noise_scale is not None and found.critical is not None
+    ratio, low, high = found.noise_scale
+    squares = np.full(DIMENSIONS, problem.start**2)
+    norms = []
+    for _ in range(plan.steps(1)):
+        norms.append((CURVATURES**2 * squares).sum())
+        squares = (1 - problem.lr * CURVATURES) ** 2 * squares + problem.lr**2 * problem.noise / plan.batch_size
+    assert low < problem.noise.sum() / np.mean(norms) < high and low < ratio < high
+    assert found.ratio == found.critical / ratio
+
+
+def test_fiellers_interval_is_the_set_that_the_test_does_not_refuse() -> None:
+    s, g = [3.0, 4.0, 3.5, 4.4], [1.0, 1.1, 0.8, 1.2]
+    found = noise_scale([trace_of(s=a, g=b) for a, b in zip(s, g, strict=True)])
+    assert found is not None
+    ratio, low, high = found
+    assert ratio == pytest.approx(sum(s) / sum(g))
+    for r, refused in ((low * 0.99, True), (low * 1.01, False), (high * 0.99, False), (high * 1.01, True)):
+        d = np.array(s) - r * np.array(g)
+        assert (abs(d.mean()) / (d.std(ddof=1) / 2) > 3.1824) == refused
+    assert noise_scale([trace_of(s=1.0, g=b) for b in (1.0, -0.9)]) is None  # not bounded
+    assert noise_scale([trace_of(s=math.nan, g=1.0)] * 2) is None
+    with_unknown = [trace_of(s=a, g=b) for a, b in zip(s, g, strict=True)]
+    with_unknown[0].add(10, 1.0, None, None)
+    assert noise_scale(with_unknown) == found
+
+
+def trace_of(s: float = math.nan, g: float = math.nan, loss: float = 1.0) -> Trace:
+    trace = Trace()
+    trace.add(8, loss, s, g)
+    return trace
+
+
+# -- the estimate, by hand ------------------------------------------------------------------------------------------
+
+PLAN = Plan(4, (1, 2, 4), 2, 64, 0.1)
+
+
+def test_the_crossing_is_linear_in_k_and_the_interval_is_a_t_test() -> None:
+    """d at k = 1: -0.1, -0.1; at 2: -0.04, -0.06; at 4: 0.14, 0.16. Its mean is -0.05 at 2, 0.15 at 4: 0 at 2.5."""
+    found = estimate([[1.0, 1.0], [1.06, 1.04], [1.24, 1.26]], PLAN)
+    assert found.critical == pytest.approx(4 * 2.5)
+    # With two repetitions the half-width is t / 2 times their difference: 12.7062 * 0.01 = 0.127 at 2 and at 4. From 1
+    # to 2 the upper end goes from -0.1 to -0.05 + 0.127 = 0.0771, and is 0 at 1 + 0.1 / 0.1771.
+    assert found.low == pytest.approx(4 * (1 + 0.1 / (0.1 - 0.05 + 0.127062)), rel=1e-4)
+    # From 2 to 4 the difference of both goes from +0.02 to -0.02, and its size to 0 at 3: at lambda = (k - 2) / 2,
+    # -0.05 + 0.2 lambda = 0.127062 |1 - 2 lambda| has its lower end 0 at lambda = 0.177062 / 0.454124.
+    assert found.high == pytest.approx(4 * (2 + 2 * 0.177062 / 0.454124), rel=1e-3)
+    mean, low, high = found.excess()[1]
+    assert (mean, low, high) == pytest.approx((0.05, 0.05 - 0.127062, 0.05 + 0.127062))
+
+
+def test_without_a_branch_beyond_the_tolerance_only_a_lower_end_is_known() -> None:
+    found = estimate([[1.0, 1.0], [1.0, 1.001], [1.02, 1.021]], PLAN)
+    assert (found.critical, found.low, found.high) == (None, 16, None)
+
+
+def test_a_branch_that_diverges_is_beyond_the_tolerance() -> None:
+    found = estimate([[1.0, 1.0], [1.0, 1.001], [1.0, math.nan]], PLAN)
+    assert (found.critical, found.low, found.high) == (8, 8, 16)
+    found = estimate([[1.0, 1.0], [math.nan, math.nan]], PLAN)
+    assert (found.critical, found.low, found.high) == (4, 4, 8)
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["losses"] == [[1.0, 1.0], [None, None]]
+    with pytest.raises(ValueError, match="the smallest batch, 4, diverges"):
+        measure(lambda k, repetition: trace_of(loss=math.nan), PLAN)
+
+
+def test_negative_losses_have_a_tolerance_too() -> None:
+    found = estimate([[-1.0, -1.0], [-0.95, -0.95], [-0.75, -0.75]], PLAN)
+    assert found.critical == pytest.approx(4 * 2.5)
+
+
+def test_it_ends_with_the_first_k_beyond_the_tolerance() -> None:
+    asked = []
+
+    def branch(k: float, repetition: int) -> Trace:
+        asked.append((k, repetition))
+        trace = Trace()
+        trace.add(64, 1.0 + 0.3 * (k > 1) + 0.001 * repetition, None, None)
+        return trace
+
+    assert measure(branch, PLAN).factors == (1, 2)
+    assert asked == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_without_a_number_of_samples_a_branch_has_sixteen_steps_of_the_largest_batch() -> None:
+    assert Plan(4, (1, 2, 8)).branch_samples == 16 * 8 * 4
+    assert Plan(4, (1, 2, 8), samples=500).branch_samples == 500
+    with pytest.raises(ValueError, match="samples=0: must be at least 128"):
+        Plan(4, (1, 2, 8), samples=0)
+
+
+def test_students_quantiles_by_the_integral_of_its_density() -> None:
+    for values in range(2, MOST_VALUES + 1):
+        n, t = values - 1, np.linspace(0, t_of_mean(values), 20_001)
+        density = (1 + t * t / n) ** (-(n + 1) / 2) / math.sqrt(n * math.pi)
+        density *= math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2))
+        assert np.trapezoid(density, t) == pytest.approx(0.475, abs=3e-6)
+    assert t_of_mean(2) == pytest.approx(math.tan(0.475 * math.pi), abs=6e-5)
+    for values in (1, MOST_VALUES + 1):
+        with pytest.raises(ValueError, match=f"values={values}: must be 2 to 31"):
+            t_of_mean(values)
+
+
+def test_a_smoothed_loss_counts_steps_by_their_samples_in_the_window() -> None:
+    trace = Trace()
+    for samples, loss in ((40, 5.0), (60, 1.0), (90, 2.0), (110, 4.0)):
+        trace.add(samples, loss, None, None)
+    # The last half of 100 samples: 10 of the second step, 30 of the third, 10 of the fourth.
+    assert smoothed(trace, 100, 0.5) == pytest.approx((10 * 1 + 30 * 2 + 10 * 4) / 50)
+    assert math.isnan(smoothed(trace, 120, 0.5)), "it has fewer samples"
+    trace.losses[2] = math.nan
+    assert math.isnan(smoothed(trace, 100, 0.5))
+    assert smoothed(trace, 60, 0.3) == pytest.approx(1.0)
+
+
+def test_steps_of_a_branch_count_the_short_last_step_of_an_epoch() -> None:
+    plan = Plan(8, (1, 2), 2, 64)
+    assert plan.steps(2) == 4
+    assert plan.steps(2, cursor=4, length=30) == 5  # 16, 10 to the epoch's end; 16, 14; 8 of the last
+    with pytest.raises(ValueError, match="a batch of 16 samples: must be at most the data's 12"):
+        plan.steps(2, length=12)
+
+
+def test_calibration_is_the_geometric_mean_of_the_known_ratios() -> None:
+    def found(critical: float | None, noise: float | None) -> CriticalBatch:
+        scale = None if noise is None else (noise, noise, noise)
+        return CriticalBatch(PLAN, (1,), ((1.0, 1.0),), critical, 1.0, None, scale)
+
+    assert calibration([found(8, 2), found(None, 2), found(8, None), found(1, 1)]) == pytest.approx(2.0)
+    assert calibration([found(None, 1)]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"factors": (1,)}, "factors=[1]: must be at least two"),
+        ({"factors": (2, 1)}, "factors=[2, 1]: must ascend"),
+        ({"factors": (1, 1.3)}, "1.3 times the batch size 4 is not whole"),
+        ({"factors": (0, 1)}, "above 0"),
+        ({"repetitions": 1}, "repetitions=1: must be 2 to 31"),
+        ({"tolerance": 0.0}, "tolerance=0.0: must be above 0"),
+        ({"tolerance": math.inf}, "tolerance=inf: must be above 0, and finite"),
+        ({"window": 1.5}, "window=1.5: must be above 0, at most 1"),
+        ({"samples": 100}, "samples=100: must be at least 512"),
+    ],
+)
+def test_a_plan_that_cannot_be_measured_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Plan(4, **arguments)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+# -- kf.critical_batch ----------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], kf.Optimizer | kf.FusedAdamW]] = {
+    "FusedAdamW": lambda net: kf.FusedAdamW(net.parameters(), lr=0.01),
+    "torch's SGD": lambda net: kf.Optimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)),
+    "bf16, masters": lambda net: kf.FusedAdamW(net.to(torch.bfloat16).parameters(), lr=0.01),
+}
+ARGUMENTS = {"batch_size": 8, "micro_batch": 4, "factors": (1, 2, 4), "repetitions": 2, "samples": 128}
+ARGUMENTS["tolerance"] = 0.05
+
+
+class Net(nn.Module):
+    """With all that a measurement might leave changed: BatchNorm, dropout, a buffer that is not saved."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if norm else nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(8, 2)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return self.head(self.layers(x.to(self.head.weight.dtype)))  # type: ignore[no-any-return]
+
+
+def problem(name: str) -> tuple[Net, kf.Optimizer | kf.FusedAdamW, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(3)
+    net = Net(norm="bf16" not in name)
+    x = torch.randn(256, 6)
+    return net, OPTIMIZERS[name](net), (x, (x[:, 0] + torch.randn(256) > 0).long())
+
+
+def precision_of(name: str) -> str:
+    return "bf16-true" if "bf16" in name else "fp32"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_critical_batch_leaves_model_optimizer_and_random_state_as_they_were(name: str, trained: bool) -> None:
+    def run(measured: bool) -> tuple[list[bytes], list[float]]:
+        net, opt, data = problem(name)
+        if trained:
+            kf.fit(net, data, opt, steps=20, batch_size=8, micro_batch=2, precision=precision_of(name))
+        net.layers[2].eval()
+        torch.manual_seed(5), np.random.seed(5), random.seed(5)
+        if measured:
+            before, stats, pointers = state(net, opt), opt.stats, [p.data_ptr() for p in net.parameters()]
+            fields = plain_fields(opt)
+            modes = [module.training for module in net.modules()]
+            betas = "keep" if "SGD" in name else "malladi"
+            found = kf.critical_batch(net, data, opt, lr_betas=betas, precision=precision_of(name), **ARGUMENTS)  # type: ignore[arg-type]
+            assert len(found.losses) >= 2 and np.isfinite(found.losses).all()
+            assert state(net, opt) == before and opt.stats == stats
+            after = plain_fields(opt)
+            changed = {name for name, value in fields.items() if after[name] != value}
+            assert changed <= (set() if trained else {"Engine._new"}), "a new field? see `opt.unrecorded`"
+            assert [p.data_ptr() for p in net.parameters()] == pointers
+            assert [module.training for module in net.modules()] == modes
+        drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+        net.layers[2].train()
+        for x, y in zip(data[0].split(16), data[1].split(16), strict=True):
+            nn.functional.cross_entropy(net(x).float(), y).backward()
+            opt.step()
+            opt.zero_grad()
+        # Without the statistics' records: they have times in them.
+        return [part for part in state(net, opt) if b"noise_scale" not in part], drawn
+
+    assert run(measured=True) == run(measured=False)
+
+
+def plain_fields(opt: kf.Optimizer | kf.FusedAdamW) -> dict[str, object]:
+    """The numbers and names that optimizer, engine and statistics have beside their state: what a step counts up."""
+    found: dict[str, object] = {"statistics": id(opt.statistics), "buffers": [*map(id, opt.engine.averaged.tensors)]}
+    for part in (opt, opt.engine, opt.statistics):
+        kinds = bool | int | float | str | None
+        plain = {name: value for name, value in vars(part).items() if isinstance(value, kinds)}
+        found |= {f"{type(part).__name__}.{name}": value for name, value in plain.items()}
+    return found
+
+
+def state(net: nn.Module, opt: kf.Optimizer | kf.FusedAdamW) -> list[bytes]:
+    """All of model and optimizer, bit by bit."""
+    tensors = [*net.parameters(), *net.buffers()]
+    saved = copy.deepcopy(opt.state_dict())
+    found = [repr(saved.pop("param_groups")).encode(), repr(saved.pop("kfuse")).encode()]
+    for index, of in sorted(saved["state"].items()):
+        for key, value in sorted(of.items()):
+            found.append(f"{index} {key}".encode())
+            tensors.append(torch.as_tensor(value))
+    return found + [t.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def test_its_branches_are_trainings_by_kf_fit(tmp_path: Path) -> None:
+    net, opt, data = problem("FusedAdamW")
+    found = kf.critical_batch(net, data, opt, seed=7, **ARGUMENTS)  # type: ignore[arg-type]
+    for seed in (0, 1):
+        net, opt, data = problem("FusedAdamW")
+        opt.param_groups[0]["lr"] *= math.sqrt(2)
+        where = tmp_path / str(seed)
+        kf.fit(net, data, opt, steps=8, batch_size=16, micro_batch=4, seed=7 + seed, run_dir=where, lr_scaling="none")
+        rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+        # The last quarter of 128 samples: two steps of 16.
+        assert found.losses[1][seed] == pytest.approx((rows[6]["loss"] + rows[7]["loss"]) / 2, rel=1e-6)
+
+
+def test_a_measurement_that_fails_leaves_them_as_they_were_too() -> None:
+    net, opt, data = problem("FusedAdamW")
+    before = state(net, opt)
+
+    def fail(k: float, repetition: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kf.critical_batch(net, data, opt, after_branch=fail, **ARGUMENTS)  # type: ignore[arg-type]
+    assert state(net, opt) == before
+
+
+def test_a_torch_scheduler_is_not_stepped() -> None:
+    net, opt, data = problem("torch's SGD")
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
+    before = scheduler.state_dict()
+    kf.critical_batch(net, data, opt, **ARGUMENTS)  # type: ignore[arg-type]
+    assert scheduler.state_dict() == before and opt.param_groups[0]["lr"] == 0.05
+    kf.fit(net, data, opt, steps=2, batch_size=8, scheduler=scheduler)
+    assert opt.param_groups[0]["lr"] == 0.05 / 4
+
+
+class Numbers(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        yield torch.zeros(6), torch.zeros((), dtype=torch.long)
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    net, opt, data = problem("FusedAdamW")
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"kf.Optimizer wraps any\), not SGD"):
+        kf.critical_batch(net, data, plain)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lr_scaling=adascale: must be one of none, linear, sqrt"):
+        kf.critical_batch(net, data, opt, lr_scaling="adascale")
+    with pytest.raises(ValueError, match="a batch of 512 samples: must be at most the data's 256"):
+        kf.critical_batch(net, data, opt, batch_size=32)
+    with pytest.raises(ValueError, match="micro_batch=8: must be 1 to 4, the smallest batch"):
+        kf.critical_batch(net, data, opt, batch_size=8, micro_batch=8, factors=(0.5, 1, 2))
+    with pytest.raises(ValueError, match="data: must have a length"):
+        kf.critical_batch(net, Numbers(), opt)
+    net.head.weight.grad = torch.zeros_like(net.head.weight)
+    with pytest.raises(ValueError, match=r"after opt.zero_grad\(\)"):
+        kf.critical_batch(net, data, opt, **ARGUMENTS)  # type: ignore[arg-type]
+
+
+# -- the state that a branch begins from ------------------------------------------------------------------------------
+
+# Whoever adds a field to the training state decides here whether a branch keeps it or begins without it.
+KEPT = {
+    "progress": """sync drifted uneven step stage epoch cursor samples schedule batch_change mean_grad_sq
+        mean_grad_variance throughput stragglers interference waiting input_bound held_back corrupt accuracy eval_loss
+        eval_metrics evaluated loss generation announced resumed_at stop""",
+    "optimizer": "state param_groups",
+    "optimizer kfuse": "noise_scale slots figures figure_names",
+    "statistics": "noise_scale slots figures figure_names",
+    "decisions": "topology tree",
+}
+
+
+def test_a_branch_begins_with_its_settings_and_nothing_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TrainingState] = []
+
+    class Kept(TrainingState):
+        def __init__(self, parts: Mapping[str, Stateful]) -> None:
+            super().__init__(parts)
+            made.append(self)
+
+    class Asking(kf.BasePolicy):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def decide(self, signals: kf.Signals) -> kf.Decision:
+            self.calls += 1
+            return kf.Decision(lr_scale=1 + self.calls / 10)
+
+    monkeypatch.setattr("kfuse.train.trainer.TrainingState", Kept)
+    net, opt, data = problem("FusedAdamW")
+    kf.fit(net, data, opt, steps=5, batch_size=8, hook=kf.Hook(Asking()), seed=4)
+    state: dict[str, Any] = made[0].capture()
+    state["progress"] |= {"best": 0.5, "contexts": {4: "settings of a step whose record is not read"}}
+    state["decisions"]["requested"]["batch_size"] = 64
+    for statistics in (state["statistics"], state["optimizer"]["kfuse"]):
+        statistics |= {"in_flight": ["a record"], "unread": ["another one"]}
+    before, found = copy.deepcopy(state), with_settings(state, batch_size=16, lr_scale=0.5, seed=7)
+    parts = "progress", "statistics", "decisions", "policy", "records"
+    assert [state[part] for part in parts] == [before[part] for part in parts], "what is given does not change"
+    assert state["policy"] and state["progress"]["lr_scale"] != 0.5
+    silent = {"in_flight": [], "unread": []}
+    changed: dict[str, dict[str, object]] = {
+        "progress": {
+            "batch_size": 16,
+            "lr_scale": 0.5,
+            "began_with": before["progress"]["began_with"] | {"seed": 7},
+            "contexts": {},
+            "best": None,
+        },
+        "optimizer": {"kfuse": found["optimizer"]["kfuse"]},
+        "optimizer kfuse": silent,
+        "statistics": silent,
+        "decisions": {"workers_requested": 0, "requested": asdict(Announcement())},
+    }
+    assert (
+        found.keys()
+        == state.keys()
+        == {"model", "trainable", "synchronisation", "policy", "records"} | {part for part in KEPT if " " not in part}
+    )
+    for part, names in KEPT.items():
+        first, *inner = part.split()
+        old, new = (each[first][inner[0]] if inner else each[first] for each in (state, found))
+        assert set(new) == set(old) == {*names.split(), *changed[part]}, part
+        assert {name: new[name] for name in changed[part]} == changed[part]
+        assert all(new[name] is old[name] for name in names.split())
+    assert all(found[part] is state[part] for part in ("model", "trainable", "synchronisation"))
+    assert found["policy"] == {} and state["records"]["recent"]
+    assert found["records"] == dict(zip(state["records"], ([], {}), strict=True))
+
+
+# -- kfuse cbs: what is refused, before anything is trained -----------------------------------------------------------
+
+
+def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "argv", ["kfuse", "cbs", *words])
+    assert main() == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("kfuse: error: ") and said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "run=: must be the directory of a run"),
+        (["run=nowhere"], "run=nowhere: must be the directory of a run of `kfuse`; it has no .hydra/config.yaml"),
+        (["ruin=x"], "ruin=x: must be one of run=, steps=, factors="),
+        (["run=x", "repetitions=few"], "repetitions=few: must be a whole number"),
+        (["run=x", "factors=2"], "factors=2: must be a list of numbers"),
+        (["run=x", "factors=[1,"], "factors=[1,: "),
+        (["run=x", "lr_scaling=cube"], "lr_scaling=cube: must be one of sqrt, linear, none"),
+        (["run=x", "workers=0"], "workers=0: must be at least 1"),
+        (["run=x", "samples=0"], "samples=0: must be at least 1"),
+        (["run=x", "samples=8", "samples=9"], "samples=9: must be given once"),
+        (["run=x", "steps=[]"], "steps=[]: must have one checkpoint's step at least, or be null"),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refusal(words, monkeypatch, capsys)
+
+
+def test_help_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["kfuse", "cbs", "--help"])
+    assert main() == 0
+    assert "factors=[1,2,4,8,16,32]" in capsys.readouterr().out

@@ -1,0 +1,246 @@
+"""`kfuse cbs` on real runs: exact branches, nothing of the run is touched, and a killed measurement goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_workers
+from test_kfuse_run import run_script
+
+from kfuse.checkpoint.format import Checkpointer, load
+
+pytestmark = pytest.mark.full
+
+SMALL = ["model.hidden=[16]", "train.epochs=null", "observe.progress=false", "observe.tensorboard=false"]
+SMALL += ["train.save_model=false", "workers.max=1", "workers.threads=1", "batch.size=16", "batch.micro=8"]
+MEASURED = ["factors=[1,2]", "repetitions=2", "samples=320", "tolerance=0.5"]
+
+
+def kfuse(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kfuse", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def trained(run: Path, *words: str, steps: int = 80, every: int = 40) -> Path:
+    length = [f"train.steps={steps}", f"checkpoint.every_steps={every}", "checkpoint.keep=9"]
+    done = kfuse(f"hydra.run.dir={run}", *SMALL, *length, *words)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("runs") / "plain", "policy=none", "lr.scaling=none")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rates(of: list[dict[str, Any]]) -> list[float]:
+    """The learning rates that a branch had, each once."""
+    return sorted({row["lr"] for row in of})
+
+
+def files(run: Path) -> dict[str, str]:
+    """The run's own files, each with its SHA-256."""
+    found = [path for path in run.rglob("*") if path.is_file() and "cbs" not in path.relative_to(run).parts]
+    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def branch(run: Path, batch: int, seed: int, step: int = 40) -> Path:
+    return run / "cbs" / f"step-{step:08d}" / f"batch-{batch}-seed-{seed}"
+
+
+def test_the_first_branch_of_the_reference_is_the_run_itself(run: Path) -> None:
+    before = files(run)
+    done = kfuse("cbs", f"run={run}", "steps=[40]", *MEASURED)
+    assert done.returncode == 0, done.stderr
+    assert files(run) == before, "the run's own files are read only"
+    again, own = rows(branch(run, 16, 0)), rows(run)[40:60]
+    for name in ("step", "samples", "loss", "grad_norm", "lr", "batch_size"):
+        assert [row[name] for row in again] == [row[name] for row in own], name
+    other, larger = rows(branch(run, 16, 1)), rows(branch(run, 32, 0))
+    assert [row["loss"] for row in other] != [row["loss"] for row in own], "another order of the data"
+    assert {row["batch_size"] for row in larger} == {32}
+    assert rates(larger) == pytest.approx([own[0]["lr"] * 2**0.5])
+    assert larger[-1]["samples"] == again[-1]["samples"], "all branches train on the same number of samples"
+    assert not list((run / "cbs").rglob("*.pt")), "no copies of checkpoints stay"
+    result = json.loads((run / "cbs" / "cbs.json").read_text())
+    assert result["lr_scaling"] == "sqrt" and [point["step"] for point in result["checkpoints"]] == [40]
+    last = [row["loss"] for row in again[15:]]
+    assert result["checkpoints"][0]["losses"][0][0] == pytest.approx(sum(last) / 5)
+    assert "B* is above" in done.stdout
+
+
+def test_a_killed_measurement_goes_on_where_it_was(tmp_path: Path, run: Path) -> None:
+    whole = kfuse("cbs", f"run={run}", "steps=[80]", *MEASURED)
+    assert whole.returncode == 0, whole.stderr
+    expected = json.loads((run / "cbs" / "cbs.json").read_text())["checkpoints"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in (".hydra", "checkpoints", "metrics.jsonl"):
+        (copy / name).symlink_to(run / name)
+    command = [sys.executable, "-m", "kfuse", "cbs", f"run={copy}", "steps=[80]", *MEASURED]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    first = branch(copy, 16, 0, 80) / "branch.json"
+    try:
+        deadline = time.monotonic() + 200
+        while not first.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        written = first.stat().st_mtime_ns
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+    assert not (copy / "cbs" / "cbs.json").exists()
+    done = kfuse("cbs", f"run={copy}", "steps=[80]", *MEASURED)
+    assert done.returncode == 0, done.stderr
+    assert first.stat().st_mtime_ns == written, "a finished branch is not trained again"
+    assert json.loads((copy / "cbs" / "cbs.json").read_text())["checkpoints"] == expected
+
+
+def test_ctrl_c_ends_the_branch_under_way(tmp_path: Path, run: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in (".hydra", "checkpoints"):
+        (copy / name).symlink_to(run / name)
+    command = [sys.executable, "-m", "kfuse", "cbs", f"run={copy}", "steps=[40]", "repetitions=2", "samples=200000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    metrics = branch(copy, 16, 0) / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 200
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "finished branches are kept" in said
+    assert not (metrics.parent / "branch.json").exists(), "a part of a branch is none"
+
+
+def test_what_the_run_had_decided_does_not_reach_the_branches(tmp_path: Path) -> None:
+    """A schedule doubles the batch at step 42: at the checkpoint of step 40 that is announced already."""
+    phases = "policy.phases=[{step: 42, batch_size: 32, lr_scale: 0.5}]"
+    run = trained(tmp_path / "run", "policy=schedule", phases, "lr.scaling=linear", "lr.warmup_steps=100", steps=50)
+    assert rows(run)[42]["batch_size"] == 32
+    words = ["factors=[1,2]", "repetitions=2", "samples=256", "lr_scaling=linear", "tolerance=0.5"]
+    done = kfuse("cbs", f"run={run}", *words)
+    assert done.returncode == 0, done.stderr
+    # The rate is held where it was, in the middle of the warm-up.
+    for step, batch, lr in ((40, 16, 0.001 * 41 / 100), (50, 32, 0.001 * 2 * 0.5 * (42 + 8 * 2 + 1) / 100)):
+        small, large = rows(branch(run, batch, 0, step)), rows(branch(run, 2 * batch, 0, step))
+        assert {row["batch_size"] for row in small} == {batch} and {row["batch_size"] for row in large} == {2 * batch}
+        assert rates(small) == pytest.approx([lr])
+        assert rates(large) == pytest.approx([2 * lr])
+
+
+@pytest.mark.parametrize("scaling", ["adascale", "sqrt"])
+def test_the_rate_is_held_where_it_was(tmp_path: Path, scaling: str) -> None:
+    """In a decay, after a warm-up, and in the warm-up that follows a change of the batch size: the run's next rate."""
+    words = ["policy=schedule", "policy.phases=[{step: 42, batch_size: 32}]", f"lr.scaling={scaling}"]
+    words += ["lr.decay=cosine", "lr.warmup_steps=20", "lr.change_warmup_steps=100"]
+    run = trained(tmp_path / "run", *words, steps=60, every=50)
+    done = kfuse("cbs", f"run={run}", "steps=[50]", "factors=[1,2]", "repetitions=2", "samples=256", "tolerance=0.5")
+    assert done.returncode == 0, done.stderr
+    now = rows(run)[50]["lr"]
+    assert 0 < now < 0.001
+    assert rates(rows(branch(run, 32, 0, 50))) == pytest.approx([now])
+    assert rates(rows(branch(run, 64, 0, 50))) == pytest.approx([now * 2**0.5])
+
+
+def test_two_workers_and_sgd(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "policy=none", "optimizer=sgd", "lr.base=0.05", "comm.reproducible=true", steps=40)
+    done = kfuse("cbs", f"run={run}", *MEASURED, "workers=2")
+    assert done.returncode == 0, done.stderr
+    small, large = rows(branch(run, 16, 0)), rows(branch(run, 32, 0))
+    assert {row["workers"] for row in small} == {2}
+    assert rates(large) == pytest.approx([0.1]), "linear for SGD"
+    assert json.loads((run / "cbs" / "cbs.json").read_text())["lr_scaling"] == "linear"
+
+
+def test_what_cannot_be_measured_ends_in_one_line(tmp_path: Path, run: Path) -> None:
+    bare = trained(tmp_path / "bare", "policy=none", "checkpoint.every_steps=null", steps=2)
+    decayed = trained(tmp_path / "decayed", "policy=none", "lr.decay=linear", steps=20, every=20)
+    broken = tmp_path / "broken"
+    (broken / "checkpoints" / "step-00000040").mkdir(parents=True)
+    (broken / ".hydra").symlink_to(run / ".hydra")
+    for words, message in (
+        ([f"run={bare}"], "has no checkpoint: checkpoint.every_steps=N"),
+        ([f"run={decayed}"], "the learning rate is 0 at all of its checkpoints"),
+        ([f"run={broken}"], "manifest.json: No such file"),
+        ([f"run={run}", "steps=[41]"], "steps=[41]: no such checkpoint; there are [40, 80]"),
+        ([f"run={run}", "factors=[0.25,1]"], "0.25 makes a batch of 4 samples at step 40: must be whole micro-batches"),
+        ([f"run={run}", "factors=[1,128]"], "128 makes a batch of 2048 samples: must be at most the data's 1437"),
+        ([f"run={run}", "samples=100"], "samples=100: must be at least 2048"),
+    ):
+        done = kfuse("cbs", *words)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_branch_that_fails_is_told_with_its_log(tmp_path: Path, run: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / ".hydra").symlink_to(run / ".hydra")
+    source = run / "checkpoints" / "step-00000040"
+    saved = load(source)
+    saved["model"] = {name: value[..., :1] for name, value in saved["model"].items()}
+    writer = Checkpointer(copy / "checkpoints", 1, lambda event: None)
+    writer.save(40, saved)
+    writer.wait()
+    done = kfuse("cbs", f"run={copy}", *MEASURED)
+    assert done.returncode == 1
+    assert "a branch with batches of 16 has failed" in done.stdout
+    assert "size mismatch" in (branch(copy, 16, 0) / "output.log").read_text()
+    assert not (branch(copy, 16, 0) / "branch.json").exists()
+
+
+# -- kf.critical_batch with several workers ---------------------------------------------------------------------------
+
+
+def measured_by_one_rank(sharded: bool) -> tuple[Any, bool]:
+    import kfuse as kf
+
+    kf.init(kf.CommOptions(state="sharded" if sharded else "replicated"))
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 2)
+    opt = kf.FusedAdamW(net.parameters(), lr=0.01)
+    x = torch.randn(256, 6)
+    data = (x, (x[:, 0] > 0).long())
+    kf.fit(net, data, opt, steps=5, batch_size=8, micro_batch=2, seed=1)
+    before = [net.weight.detach().clone(), opt.state_dict()["state"][0]["exp_avg"].clone()]
+    found = kf.critical_batch(
+        net, data, opt, batch_size=8, micro_batch=2, factors=(1, 2, 4), repetitions=2, samples=128, tolerance=0.5
+    )
+    after = [net.weight.detach(), opt.state_dict()["state"][0]["exp_avg"]]
+    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return found.as_dict(), same
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_ranks_of_a_fixed_group_get_the_same_result(sharded: bool) -> None:
+    (first, kept), (second, also_kept) = run_workers(2, measured_by_one_rank, sharded)
+    assert first == second and kept and also_kept
+    assert first["critical"] is not None or first["low"] > 0
+
+
+def test_under_kfuse_run_it_is_refused(tmp_path: Path) -> None:
+    script = (
+        "import torch, kfuse as kf\n"
+        "net = torch.nn.Linear(2, 2)\n"
+        "opt = kf.FusedAdamW(net.parameters(), lr=0.1)\n"
+        "kf.critical_batch(net, (torch.zeros(64, 2), torch.zeros(64).long()), opt, batch_size=2)\n"
+    )
+    done = run_script(tmp_path, script, workers=1)
+    assert done.status == 1 and "kf.critical_batch: must run in one process or under torchrun" in done.said

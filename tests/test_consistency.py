@@ -1,0 +1,184 @@
+"""Workers whose settings, or whose sharded states, are not the same end with an error that names what differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.optim.consistency import numeric_options, salt
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 3))
+
+
+def sample(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + kf.rank()))
+    return x, x[:, :3].sin()
+
+
+def option(name: str, value: object) -> Callable[[Any, nn.Module], None]:
+    def act(opt: Any, net: nn.Module) -> None:
+        opt.param_groups[1][name] = value
+
+    return act
+
+
+def gradient_gone(opt: Any, net: Any) -> None:
+    net[2].weight.grad = None
+
+
+def older_state(opt: Any, net: nn.Module) -> None:
+    opt.load_state_dict(opt.first_state)
+
+
+def other_clip_norm(opt: Any, net: nn.Module) -> None:
+    opt.set_clip_norm(0.5)
+
+
+def nothing(opt: Any, net: nn.Module) -> None:
+    """Its backward is left out."""
+
+
+ADAMW: dict[str, tuple[Callable[[Any, nn.Module], None], str]] = {
+    "learning rate": (option("lr", 0.5), "the learning rate of group 1 (ranks 1 against rank 0"),
+    "weight decay": (option("weight_decay", 5.0), "weight_decay of group 1 (ranks 1 against rank 0"),
+    "betas": (option("betas", (0.9, 0.5)), "betas[1] of group 1 (ranks 1 against rank 0"),
+    "eps": (option("eps", 1e-3), "eps of group 1 (ranks 1 against rank 0"),
+    "maximize": (option("maximize", True), "maximize of group 1 (ranks 1 against rank 0"),
+    "one more": (option("mine", 2), "the parameter groups, or their options (ranks 1 have others than rank 0)"),
+    "clip_norm": (other_clip_norm, "clip_norm (ranks 1 against rank 0"),
+    "skip_nonfinite": (lambda opt, net: setattr(opt, "skip_nonfinite", False), "skip_nonfinite (ranks 1 against"),
+    "an older state": (older_state, "the number of updates of parameter "),
+    "a gradient set to None": (gradient_gone, "the number of updates of parameter 2 (ranks 1 against rank 0"),
+    "a step without a backward": (nothing, "the number of opt.step() calls without a backward (ranks 1 "),
+}
+SGD: dict[str, tuple[Callable[[Any, nn.Module], None], str]] = {
+    "momentum": (option("momentum", 0.5), "momentum of group 1 (ranks 1 against rank 0"),
+    "dampening": (option("dampening", 0.5), "dampening of group 1 (ranks 1 against rank 0"),
+    "nesterov": (option("nesterov", True), "nesterov of group 1 (ranks 1 against rank 0"),
+    "an older state": (older_state, "the number of updates of parameter "),
+}
+
+
+def differ(state: str, kind: str) -> dict[str, tuple[int, str]]:
+    """Rank 1 alone does each of these things, in step 3. The step in which it was noticed, and how."""
+    kf.init(kf.CommOptions(state=state, check_every=1, bucket_mb=0.02))
+    found = {}
+    for name, (act, _) in (ADAMW if kind == "adamw" else SGD).items():
+        if state == "replicated" and name in ("an older state", "a gradient set to None"):
+            continue  # there it changes parameters
+        net = network()
+        groups = [{"params": list(net[0].parameters())}, {"params": [*net[2].parameters(), *net[4].parameters()]}]
+        made: dict[str, Any] = {"adamw": kf.FusedAdamW, "sgd": kf.FusedSGD}
+        opt = made[kind](groups, lr=0.01, **({"momentum": 0.9} if kind == "sgd" else {}))
+        opt.first_state = opt.state_dict()
+        step = 0
+        try:
+            for step in range(12):
+                differs = kf.rank() == 1 and step == 3
+                if not (differs and act is nothing):
+                    x, y = sample(step)
+                    F.mse_loss(net(x), y).backward()
+                if differs:
+                    act(opt, net)
+                opt.step()
+                opt.zero_grad()
+        except kf.ConsistencyError as error:
+            found[name] = (step, str(error))
+    return found
+
+
+@pytest.mark.parametrize(("state", "kind"), [("sharded", "adamw"), ("sharded", "sgd"), ("replicated", "adamw")])
+def test_workers_that_differ_are_told_what_differs(state: str, kind: str) -> None:
+    results = run_workers(2, differ, state, kind)
+    for name, (_, message) in (ADAMW if kind == "adamw" else SGD).items():
+        if state == "replicated" and name in ("an older state", "a gradient set to None"):
+            continue
+        for rank, found in enumerate(results):
+            assert name in found, f"{name} was not noticed on rank {rank}"
+            step, said = found[name]
+            assert message in said and "\n" not in said, said
+            assert 3 <= step <= 6, (name, step)
+
+
+def scheduled(state: str) -> int:
+    kf.init(kf.CommOptions(state=state, check_every=1))
+    net = network()
+    groups = [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}, {"params": net[4].weight}]
+    opt = kf.FusedAdamW(groups, lr=0.01, clip_norm=1.0)
+    schedulers: list[Any] = [
+        torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=[0.02, 0.01, 0.03], total_steps=13),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0),
+    ]
+    for step in range(12):
+        x, y = sample(step)
+        F.mse_loss(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        schedulers[0].step()  # it changes betas too
+        schedulers[1].step(1.0)
+        if step == 6:
+            opt.load_state_dict(opt.state_dict())
+            opt.set_clip_norm(0.5)
+        if step == 8:
+            net[2].requires_grad_(False)
+            opt.rebuild()
+    return opt.engine.step
+
+
+@pytest.mark.parametrize("state", ["sharded", "replicated"])
+def test_what_all_workers_change_alike_is_no_difference(state: str) -> None:
+    assert run_workers(2, scheduled, state) == [12, 12]
+
+
+def one_idles(reproducible: bool) -> str:
+    """The second of three workers never has a micro-batch; its learning rate differs."""
+    kf.init(kf.CommOptions(check_every=1, state="sharded", reproducible=reproducible))
+    net = nn.Linear(4, 2)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    idle = None
+    try:
+        for step in kf.DataLoader((torch.randn(24, 4), torch.randn(24, 2)), net, opt, batch_size=2, micro_batch=1):
+            idle = len(step.mine) == 0
+            if idle:
+                opt.param_groups[0]["lr"] = 0.3
+            for x, y in step:
+                F.mse_loss(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    except kf.ConsistencyError as error:
+        return str(error)
+    return f"not noticed, idle: {idle}"
+
+
+def test_a_worker_without_a_micro_batch_is_compared() -> None:
+    said = run_workers(3, one_idles, False)
+    assert all("the learning rate of group 0 (ranks" in each for each in said), said
+
+
+def test_options_are_numbers_by_name() -> None:
+    group = {"params": [], "lr": 0.1, "betas": (0.9, 0.99), "eps": torch.tensor(1e-8), "nesterov": True, "name": "head"}
+    found = numeric_options([{"fused": True, "foreach": None}, group | {"rho": None}])
+    assert math.isnan(found.pop("rho of group 1"))
+    assert found == {
+        "betas[0] of group 1": 0.9,
+        "betas[1] of group 1": 0.99,
+        "eps of group 1": pytest.approx(1e-8),
+        "nesterov of group 1": 1.0,
+    }
+
+
+def test_the_salt_tells_numbers_and_names_apart() -> None:
+    salts = [{"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 1.0}, {"a": 1.0, "c": 2.0}, {"a": 1.0}, {"a": math.nan, "b": 2.0}]
+    assert len({salt(numbers) for numbers in salts}) == len(salts)
+    assert salt(salts[4]) == salt(dict(salts[4]))

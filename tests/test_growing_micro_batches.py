@@ -1,0 +1,147 @@
+"""Micro-batches that grow with the batch (batch.micro_max, max_micro_batch): how large, the same bits, fewer passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_workers
+from elastic_job import assert_exact, assert_same_training, chaos, compose, run_job, words
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import kfuse as kf
+from kfuse.config.schema import ConfigError
+from kfuse.data.sampler import micro_batch_sizes
+from kfuse.policies import SchedulePolicy
+from kfuse.policies.signals import Bounds
+from kfuse.train.evaluation import params_sha256
+from kfuse.train.settings import Settings
+
+
+def settings(batch_size: int, micro_batch: int, most: int | None) -> Settings:
+    return Settings(batch_size, micro_batch, Bounds(micro_batch, 2**20, 1, 2**20), max_micro_batch=most)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "workers", "sizes"),
+    [
+        (8, 1, [8]),  # smaller than the first batch
+        (32, 1, [8] * 4),
+        (64, 1, [16] * 4),
+        (64, 2, [16] * 4),
+        (64, 3, [8] * 8),  # two of 16 for each of three workers would be too many
+        (96, 3, [16] * 6),
+        (72, 1, [16] * 4 + [8]),  # three of 24 would be too few
+        (128, 2, [32] * 4),
+        (256, 2, [32] * 8),  # no more than 32 samples
+    ],
+)
+def test_by_hand(batch_size: int, workers: int, sizes: list[int]) -> None:
+    size = settings(32, 8, 32).micro_batch_of(batch_size, workers)
+    assert micro_batch_sizes(batch_size, size) == sizes
+
+
+@given(st.data())
+def test_bounds(data: st.DataObject) -> None:
+    unit = data.draw(st.integers(1, 16), "micro_batch")
+    first = data.draw(st.integers(unit, 64 * unit), "first batch size")
+    most = unit * data.draw(st.integers(1, 64), "max_micro_batch / micro_batch")
+    batch_size, workers = data.draw(st.integers(1, 4096), "batch size"), data.draw(st.integers(1, 9), "workers")
+    size = settings(first, unit, most).micro_batch_of(batch_size, workers)
+    count = len(micro_batch_sizes(batch_size, size))
+    assert unit <= size <= most and size % unit == 0
+    at_base = len(micro_batch_sizes(batch_size, unit))
+    assert count >= min(at_base, max(-(-first // unit), workers))
+    assert settings(first, unit, None).micro_batch_of(batch_size, workers) == unit
+
+
+PHASES = [{"step": 4, "batch_size": 64}, {"step": 9, "batch_size": 200}, {"step": 14, "batch_size": 48}]
+
+
+class Noted(nn.Module):
+    """Notes how many samples each forward has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4))
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def trained(reproducible: bool, most: int | None) -> tuple[str, list[int]]:
+    """Digest of the parameters, and the samples of each forward."""
+    kf.init(kf.CommOptions(reproducible=reproducible))
+    x = torch.randn(3000, 8, generator=torch.Generator().manual_seed(1))
+    model = Noted()
+    opt = kf.FusedAdamW(model.parameters(), lr=0.01)
+    kf.fit(
+        model,
+        (x, (x.sum(1) > 0).long()),
+        opt,
+        kf.Hook(SchedulePolicy(PHASES)),
+        steps=20,
+        batch_size=32,
+        micro_batch=8,
+        max_micro_batch=most,
+        progress=False,
+    )
+    return params_sha256(model), model.sizes
+
+
+def test_the_same_bits_for_any_number_of_workers() -> None:
+    [(digest, sizes)] = run_workers(1, trained, True, 64)
+    assert set(sizes) == {8, 16, 56, 32}, "200 = 3 * 56 + 32; 48 = 6 * 8"
+    for workers in (2, 3):
+        assert {found[0] for found in run_workers(workers, trained, True, 64)} == {digest}
+
+
+def test_fewer_passes_over_the_same_samples() -> None:
+    small, large = (run_workers(2, trained, False, most) for most in (None, 64))
+    for found in (small, large):
+        assert sum(sum(sizes) for _, sizes in found) == 4 * 32 + 5 * 64 + 5 * 200 + 6 * 48
+    assert sum(len(sizes) for _, sizes in large) < 0.7 * sum(len(sizes) for _, sizes in small)
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="max_micro_batch=20: must be a multiple of micro_batch=8"):
+        trained(False, 20)
+    with pytest.raises(ConfigError, match=r"^batch\.micro_max=20: must be a multiple of batch\.micro=8$"):
+        compose(["batch.micro_max=20"])
+    with pytest.raises(ConfigError, match=r"^elastic\.keep_sums=true: must be false with batch\.micro_max=16$"):
+        compose(["batch.micro_max=16", "elastic.keep_sums=true"])
+
+
+TRAINING = words(
+    "model=mlp data=digits model.hidden=[24] batch.size=32 batch.micro=8 batch.micro_max=32 train.steps=60",
+    "train.epochs=100 workers.max=3 workers.count=3 elastic.max_failures=20 comm=reproducible",
+)
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+def test_a_job_with_losses_and_resizes_has_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    phases = [{"step": 8, "batch_size": 64}, {"step": 20, "batch_size": 136}, {"step": 40, "batch_size": 256}]
+    events = [
+        {"step": step, "moment": moment, "rank": rank, "how": "kill", "workers": 3}
+        for step, moment, rank in ((12, "mid_reduction", 1), (25, "forward", 0), (45, "mid_reduction", 2))
+    ]
+    jobs = [
+        run_job(
+            tmp_path / name / "run",
+            [*TRAINING, *more, *chaos(tmp_path / name, phases=phases, events=struck, adaptive=False)],
+        )
+        for name, struck, more in (("alone", [], ["workers.count=1"]), ("lost", events, []))
+    ]
+    for job in jobs:
+        assert job.error is None, job.told()
+        assert_exact(job)
+    assert_same_training(jobs[1], jobs[0])
+    found = {record["batch_size"]: record["micro_batches"] for record in jobs[0].metrics}
+    assert found == {32: 4, 64: 4, 136: 5, 256: 8}

@@ -1,0 +1,160 @@
+"""Interference is found by vote: told once, refreshed, and not mistaken for a worker that computes slowly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from distributed import run_workers
+from problems import network, problem
+from torch import Tensor
+
+import kfuse as kf
+from kfuse.comm.group import Group
+from kfuse.comm.interference import AS_BEFORE, REFERENCE, SLOW, SLOWER, UNKNOWN, WINDOW, Voter, verdict
+from kfuse.comm.transports.allreduce import AllReduce
+from kfuse.train.reporter import Reporter
+
+
+def votes(seconds: Sequence[float]) -> list[float]:
+    """After each step."""
+    voter, out = Voter(), []
+    for each in seconds:
+        voter.take(each)
+        out.append(voter.vote)
+    return out
+
+
+def test_a_slow_down_is_voted_for_until_it_is_the_reference() -> None:
+    found = votes([0.010] * 100 + [0.020] * 200)
+    assert set(found[:31]) == {UNKNOWN} and set(found[31:107]) == {AS_BEFORE}
+    slower = [step for step, vote in enumerate(found) if vote == SLOWER]
+    assert slower == list(range(slower[0], slower[-1] + 1)), "in one piece"
+    assert 100 <= slower[0] <= 100 + WINDOW and slower[-1] <= 100 + WINDOW + REFERENCE
+    assert found[-1] == AS_BEFORE
+
+
+def test_a_recovery_is_no_slow_down_and_raises_the_reference() -> None:
+    found = votes([0.020] * 100 + [0.010] * 100 + [0.020] * 20)
+    assert SLOWER not in found[:200] and found[-1] == SLOWER
+
+
+@pytest.mark.parametrize(("factor", "vote"), [(0.99 / SLOW, AS_BEFORE), (1.01 / SLOW, SLOWER)])
+def test_the_threshold_is_a_share_of_the_throughput(factor: float, vote: float) -> None:
+    assert votes([0.010] * 80 + [0.010 * factor] * WINDOW)[-1] == vote
+
+
+def test_a_throughput_about_the_threshold_does_not_change_the_vote_back_and_forth() -> None:
+    about = [0.0122, 0.0128] * 40
+    assert votes([0.010] * 80 + [0.020] * 16 + about)[80 + 16 + 8] == SLOWER  # 0.8 of the reference is not recovered
+    assert votes([0.010] * 80 + about)[80 + 16] == AS_BEFORE
+
+
+def test_single_steps_and_unknown_ones_change_no_vote() -> None:
+    steps = [0.010] * 200
+    steps[50::10] = [1.0] * 15
+    steps[55::10] = [0.0] * 15
+    assert set(votes(steps)[40:]) == {AS_BEFORE}
+
+
+@pytest.mark.parametrize(
+    ("given", "throughput", "found"),
+    [
+        ([UNKNOWN, UNKNOWN], [1.0, 1.0], None),
+        ([UNKNOWN, SLOWER], [1.0, 1.0], None),
+        ([AS_BEFORE, AS_BEFORE], [1.0, 1.0], False),
+        ([SLOWER, SLOWER], [1.0, 0.5], True),
+        ([SLOWER, SLOWER], [None, None], None),
+        ([SLOWER, AS_BEFORE], [0.5, 1.0], None),  # a half is no majority
+        ([SLOWER, SLOWER, AS_BEFORE], [0.5, 1.0, 1.0], True),
+        ([SLOWER, SLOWER, AS_BEFORE], [1.0, 1.0, 0.5], None),  # they wait for rank 2, which computes slowly
+        ([SLOWER, AS_BEFORE, AS_BEFORE], [0.5, 1.0, 1.0], False),
+        ([SLOWER, SLOWER, UNKNOWN], [1.0, 1.0, None], True),  # rank 2 had no micro-batch
+    ],
+)
+def test_the_verdict(given: list[float], throughput: list[float | None], found: bool | None) -> None:
+    assert verdict(given, throughput) is found
+
+
+# -- real workers ---------------------------------------------------------------------------------------------------
+
+QUICK_S, SLOW_S = 0.1, 0.4  # noise of a busy machine must be small beside both
+CHANGE, STEPS = 38, 60
+
+
+class SlowLater(AllReduce):
+    """All-reduces over a network that becomes slow after some steps."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.steps = 0
+
+    def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        super().launch(key, slots, what)
+        self.steps += 1
+
+    def wait(self, key: int) -> None:
+        super().wait(key)
+        time.sleep(SLOW_S if self.steps > CHANGE and SLOW_NETWORK else QUICK_S)
+
+
+SLOW_NETWORK = True
+
+
+class Seen(kf.BasePolicy):
+    def __init__(self) -> None:
+        self.found: list[bool | None] = []
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.found.append(signals.under_interference)
+        return None
+
+
+def train(slow_network: bool) -> tuple[list[bool | None], list[dict[str, Any]]]:
+    """What each step's signals said, and the events. Or the network stays as it is, and rank 1 computes slowly."""
+    global SLOW_NETWORK
+    SLOW_NETWORK = slow_network
+    kf.init(kf.CommOptions(schedule="test_interference.SlowLater"))
+    events: list[dict[str, Any]] = []
+    plain = Reporter.event
+
+    def event(self: Reporter, step: int, kind: str, **fields: Any) -> None:
+        if kind == "interference":
+            events.append({"step": step, **fields})
+        plain(self, step, kind, **fields)
+
+    Reporter.event = event  # type: ignore[method-assign]
+    net, policy = network(), Seen()
+    opt = kf.FusedSGD(net.parameters(), lr=0.01)
+    loader = kf.DataLoader(problem(8 * STEPS), net, opt, batch_size=8, micro_batch=4, policy=policy, epochs=1)
+    for number, step in enumerate(loader):
+        for x, y in step:
+            if not slow_network and kf.rank() == 1 and number > CHANGE:
+                time.sleep(SLOW_S - QUICK_S)
+            F.cross_entropy(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return policy.found, events
+
+
+@pytest.mark.full
+def test_a_network_that_becomes_slow_is_told_once() -> None:
+    results = run_workers(2, train, True)
+    assert results[0] == results[1]
+    found, events = results[0]
+    assert (
+        len(found) >= STEPS - 2 and set(found[:30]) == {None} and True not in found[:CHANGE] and True in found[CHANGE:]
+    )
+    assert [set(event) for event in events] == [{"step", "ranks"}] and events[0]["ranks"] == [0, 1]
+    assert events[0]["step"] > CHANGE
+
+
+@pytest.mark.full
+def test_a_worker_that_computes_slowly_is_no_interference() -> None:
+    results = run_workers(2, train, False)
+    assert results[0] == results[1]
+    found, events = results[0]
+    assert True not in found and events == []

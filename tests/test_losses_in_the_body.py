@@ -1,0 +1,257 @@
+"""Workers are lost at each moment of a loop's body: the others' bodies go on to their end, and the step comes again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from distributed import run_workers
+from elastic_job import assert_none_left, wait_until
+from test_kfuse_run import run_script
+
+from kfuse.train.evaluation import params_sha256
+
+pytestmark = [pytest.mark.full, pytest.mark.jobs]
+
+LOOP = """
+import json, os, signal, sys, time, torch, torch.nn.functional as F, kfuse as kf
+from kfuse.comm.reduction import Reduction
+
+number = int(os.environ.get("KFUSE_WORKER", -1))
+options, strikes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+launch, died = Reduction.launch, os.path.join(os.getcwd(), "died-")
+
+def lost(step):  # a worker is lost in it: the others' backward then takes longer than until they notice
+    return any(strike[1] == step for strike in strikes)
+
+def dies(step, bucket, moment):
+    if [number, step, bucket, moment] in strikes:
+        open(f"{died}{number}", "w")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def patched(self, complete, step, local):
+    for bucket in complete:
+        dies(step, bucket.index, "before")
+    launch(self, complete, step, local)
+    for bucket in complete:
+        dies(step, bucket.index, "during")
+        if [number, step, bucket.index, "after"] in strikes:
+            time.sleep(0.2)  # its exchange comes through
+            dies(step, bucket.index, "after")
+    if lost(step):
+        time.sleep(0.1)
+
+Reduction.launch = patched
+kf.init(kf.CommOptions(bucket_mb=0.06, **options), timeout_s=60)
+torch.manual_seed(0)
+x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
+linear = torch.nn.Linear
+model = torch.nn.Sequential(linear(64, 200), torch.nn.Tanh(), linear(200, 80), torch.nn.Tanh(), linear(80, 3))
+opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
+for step in kf.DataLoader((x, y), model, opt, batch_size=24, micro_batch=4, epochs=3):
+    for a, b in step:
+        step.loss = F.cross_entropy(model(a), b)
+        step.loss.backward()
+    if not opt.engine.options.sharded:
+        norms = [p.grad.norm() for p in model.parameters()]
+    opt.synchronize()
+    opt.step()
+    opt.zero_grad()
+"""
+ALL_TO_ALL = {"schedule": "all_to_all"}
+SHARDED = {"state": "sharded"}
+EXACT = {"reproducible": True}
+
+
+def alone(options: str) -> str:
+    names: dict[str, Any] = {}
+    with patch("sys.argv", ["train.py", options, "[]"]):
+        exec(LOOP, names)
+    return params_sha256(names["model"])
+
+
+@pytest.mark.parametrize(
+    ("options", "strikes"),
+    [
+        ({"schedule": "allreduce"}, [(2, 7, 0, "during"), (1, 14, 1, "before")]),
+        ({"schedule": "tree"}, [(2, 7, 0, "during"), (1, 14, 1, "during")]),
+        (ALL_TO_ALL, [(2, 7, 0, "before"), (1, 14, 1, "before")]),
+        (ALL_TO_ALL, [(2, 7, 0, "after"), (1, 14, 0, "during")]),
+        (ALL_TO_ALL, [(2, 7, 2, "before"), (1, 14, 2, "during")]),
+        (SHARDED, [(2, 7, 1, "before"), (1, 14, 0, "during")]),
+        (EXACT, [(2, 7, 1, "before"), (1, 14, 0, "during")]),
+        (EXACT | SHARDED, [(2, 7, 0, "during"), (1, 14, 1, "before")]),
+        (EXACT | SHARDED, [(2, 7, 2, "after"), (1, 14, 2, "before")]),
+    ],
+)
+def test_a_body_goes_on_where_a_worker_is_lost_during_its_backward(
+    options: dict[str, Any], strikes: list[tuple[int, int, int, str]], tmp_path: Path
+) -> None:
+    """Of three workers, then of two. The others have messages to start, and to wait for, in the same backward."""
+    given = json.dumps(options)
+    ended = run_script(tmp_path, LOOP, "--no-replace", "--quiet", workers=3, after=[given, json.dumps(strikes)])
+    assert ended.status == 0, ended.said
+    assert {path.name for path in tmp_path.glob("died-*")} == {"died-1", "died-2"}
+    assert [event["worker"] for event in ended.of_kind("failure")] == [2, 1], ended.said
+    assert ended.steps == list(range(30)) and not ended.of_kind("went_back")
+    if "reproducible" in options:
+        assert run_workers(1, alone, given) == [ended.summary["params_sha256"]]
+
+
+LAST = """
+import json, os, signal, sys, time, torch, torch.nn.functional as F, kfuse as kf
+
+number, workers, fails, newcomers, checkpoints = int(os.environ["KFUSE_WORKER"]), int(sys.argv[1]), *sys.argv[2:]
+
+def events(kind):
+    with open("run/events.jsonl") as file:
+        return sum(f'"kind": "{kind}"' in line for line in file)
+
+def until(reached):
+    for _ in range(2000):
+        if reached():
+            return
+        time.sleep(0.05)
+    raise TimeoutError
+
+def strikes(step):
+    if step == 5 and 0 < number < workers:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 9 and number == 0:  # the last one
+        until(lambda: events("failure") == workers - 1 and (newcomers == "boot" or events("ready") == 1))
+        if fails == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("my own")
+
+kf.init()
+if (newcomers == "boot" and number == workers) or (newcomers == "wait" and number == workers + 1):
+    until(lambda: events("failure") == workers)
+torch.manual_seed(0)
+x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+model = torch.nn.Linear(8, 3)
+opt = kf.FusedSGD(model.parameters(), lr=0.1)
+settings = {"checkpoint": "checkpoints", "checkpoint_every": 3, "resume": "auto"} if checkpoints == "yes" else {}
+for step in kf.DataLoader((x, y), model, opt, batch_size=16, epochs=5, **settings):
+    for a, b in step:
+        strikes(step.number)
+        step.loss = F.cross_entropy(model(a), b)
+        step.loss.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "fails", "newcomers", "checkpoints", "said"),
+    [
+        (2, "raise", "boot", "yes", "worker 0 ended with exit status 1: ValueError: my own"),
+        (2, "raise", "join", "no", "worker 0 ended with exit status 1: ValueError: my own"),
+        (3, "raise", "wait", "yes", "worker 0 ended with exit status 1: ValueError: my own"),
+        (3, "kill", "wait", "no", "no worker is left: the last one was ended by SIGKILL"),
+        (3, "kill", "wait", "yes", None),
+    ],
+)
+def test_the_last_worker_is_lost_while_another_is_to_join(
+    workers: int, fails: str, newcomers: str, checkpoints: str, said: str | None, tmp_path: Path
+) -> None:
+    """That one boots, or is in a view that the last one has not come to, or waits for yet another one that boots.
+
+    The job goes on from a checkpoint, or ends in one line.
+    """
+    given = [str(workers), fails, newcomers, checkpoints]
+    ended = run_script(tmp_path, LAST, "--quiet", workers=workers, after=given)
+    assert len([event for event in ended.of_kind("failure") if "worker" in event]) == workers, ended.said
+    if said is None:
+        assert ended.status == 0, ended.said
+        assert ended.of_kind("view")[-1]["reason"] == "restart" and 0 < ended.of_kind("resumed")[0]["step"] <= 9
+        assert ended.summary["steps"] == 20
+        return
+    assert ended.status == 1
+    assert ended.said.splitlines()[-1].startswith(f"kfuse: error: {said}; the run directory is"), ended.said
+
+
+COLLECTIVE = """
+import os, signal, torch, torch.nn.functional as F, kfuse as kf
+
+number = int(os.environ["KFUSE_WORKER"])
+kf.init(kf.CommOptions(state="sharded", bucket_mb=0.01))
+torch.manual_seed(0)
+x, y = torch.randn(64, 64), torch.randint(0, 3, (64,))
+model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Tanh(), torch.nn.Linear(100, 3))
+opt = kf.FusedAdamW(model.parameters(), lr=0.01)
+lost = []
+
+def collective(step):
+    if number == 1 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    opt.state_dict()
+"""
+IN_A_HOOK = """
+class Saves(kf.BasePolicy):
+    def after_step(self):
+        collective(opt.engine.step - 1)
+
+kf.fit(model, (x, y), opt, kf.Hook(Saves()), loss_fn=F.cross_entropy, batch_size=16, epochs=3)
+"""
+IN_THE_BODY = """
+for step in kf.DataLoader((x, y), model, opt, batch_size=16, epochs=3):
+    for a, b in step:
+        step.loss = F.cross_entropy(model(a), b)
+        step.loss.backward()
+    opt.step()
+    opt.zero_grad()
+    try:
+        collective(step.number)
+    except kf.CommError as error:
+        lost.append(error)
+assert lost
+"""
+
+
+@pytest.mark.parametrize("where", [IN_A_HOOK, IN_THE_BODY])
+def test_a_collective_of_the_users_own_meets_a_lost_worker(where: str, tmp_path: Path) -> None:
+    """In a hook the loop handles that; in a body the script has to catch the error, and goes on."""
+    ended = run_script(tmp_path, COLLECTIVE + where, "--no-replace", "--quiet", workers=3)
+    assert ended.status == 0, ended.said
+    assert ended.steps == list(range(12)) and len(ended.of_kind("failure")) == 1
+
+
+ORPHANED = """
+import os, time, torch, torch.nn.functional as F, kfuse as kf
+
+number = int(os.environ["KFUSE_WORKER"])
+kf.init()
+model = torch.nn.Linear(8, 3)
+opt = kf.FusedSGD(model.parameters(), lr=0.1)
+open(f"pid-{os.getpid()}", "w")
+data = torch.randn(64, 8), torch.randint(0, 3, (64,))
+saved = {"checkpoint": "checkpoints", "checkpoint_every": 9999}
+for step in kf.DataLoader(data, model, opt, batch_size=16, epochs=1000, **saved):
+    for a, b in step:
+        if number == 1:
+            time.sleep(0.3)  # meanwhile the leader waits for it in the body
+        F.cross_entropy(model(a), b).backward()
+    opt.step()
+    opt.zero_grad()
+    if step.number == 2:
+        open("begun", "w")
+"""
+
+
+def test_a_lost_supervisor_leaves_a_last_checkpoint(tmp_path: Path) -> None:
+    """Also where that is noticed in the body."""
+    (tmp_path / "train.py").write_text(ORPHANED)
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", "run", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    try:
+        wait_until("three steps", (tmp_path / "begun").exists)
+    finally:
+        process.kill()
+        process.wait()
+    assert_none_left([int(path.name.rpartition("-")[2]) for path in tmp_path.glob("pid-*")])
+    assert list((tmp_path / "checkpoints").glob("step-*"))

@@ -1,0 +1,405 @@
+"""Jobs that train by pair averaging: real processes, a supervisor, workers that stop, die and are cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_job import Job, chaos, override, run_job, until, words
+from hosts import HostLauncher, network, why_not
+from test_kfuse_run import run_script
+
+from kfuse.elastic.supervisor import Supervisor
+
+pytestmark = pytest.mark.full
+
+SAMPLES, BATCH = 1437, 96  # of digits' training part; of a step
+TRAINING = words(
+    "model=mlp model.hidden=[16] data=digits lr.base=0.01 comm.sync=pair batch.size=96 batch.micro=8 workers.count=3",
+    "workers.max=3",
+)
+SLOWLY = words("train.epochs=1 batch.min=3 batch.size=3 batch.micro=1 model._target_=apart.Paced +model.seconds=0.03")
+
+
+def orders(*given: dict[str, Any], **more: Any) -> list[str]:
+    """`apart.Orders` as the policy."""
+    fields = {"orders": list(given), **more}
+    return ["policy._target_=apart.Orders", *(override(f"+policy.{name}", value) for name, value in fields.items())]
+
+
+def times_used(job: Job) -> dict[int, Counter[int]]:
+    """How often each sample was used, by epoch: of all workers' ledger lines. The batch size must not change."""
+    counts: dict[int, Counter[int]] = {}
+    for entry in job.ledger:
+        counts.setdefault(entry["step"] // -(-SAMPLES // BATCH), Counter()).update(entry["indices"])
+    return counts
+
+
+def assert_none_twice(job: Job, steps_an_epoch: int = -(-SAMPLES // BATCH)) -> None:
+    """But by a lost worker: what it had used of steps that no other one had reached by then is used again."""
+    went_on: dict[int, int] = {}
+    for event in job.events:
+        if event["kind"] == "failure":
+            went_on[event["worker"]] = -1
+        elif event["kind"] == "view":
+            went_on.update({worker: event["step"] for worker, step in went_on.items() if step < 0})
+    used: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for entry in job.ledger:
+        if entry["step"] < went_on.get(entry["worker"], 2**60):
+            for index in entry["indices"]:
+                used.setdefault((entry["step"] // steps_an_epoch, index), []).append({**entry, "indices": None})
+    twice = {place: entries for place, entries in used.items() if len(entries) > 1}
+    assert not twice, f"{len(twice)} of {len(used)}: {list(twice.items())[:5]}"
+
+
+def assert_each_once(job: Job) -> None:
+    for epoch, counts in times_used(job).items():
+        assert set(counts.values()) == {1} and len(counts) == SAMPLES, f"epoch {epoch}\n{job.told()}"
+
+
+def test_every_sample_is_used_once_and_all_end_with_one_model(tmp_path: Path) -> None:
+    job = run_job(tmp_path / "run", [*TRAINING, *orders(), "train.epochs=5"])
+    assert job.error is None, job.told()
+    assert [record["step"] for record in job.metrics] == list(range(75))
+    assert_each_once(job)
+    assert {entry["worker"] for entry in job.ledger} == {0, 1, 2}
+    for name in ("noise_scale", "grad_norm", "grad_sq", "grad_variance"):
+        assert {record[name] for record in job.metrics} == {None}
+    assert all(record["loss"] is not None and record["workers"] == 3 for record in job.metrics)
+    assert len(job.of_kind("evaluation")) == 5
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+def test_decisions_are_applied_by_all_and_other_modes_come_and_go(tmp_path: Path) -> None:
+    """A learning rate at each worker's next step; a batch size and a mode at a meeting."""
+    given = [
+        {"step": 4, "sync": "pair"},
+        {"step": 20, "lr_scale": 0.5},
+        {"step": 30, "batch_size": 48},
+        {"step": 50, "sync": "ssgd"},
+        {"step": 70, "sync": "pair"},
+        {"step": 90, "sync": "local:3"},
+    ]
+    job = run_job(tmp_path / "run", [*TRAINING, *orders(*given), "train.epochs=5", "comm.sync=ssgd"])
+    assert job.error is None, job.told()
+    [before, after] = next(event["lr"] for event in job.of_kind("decision") if "lr" in event)
+    assert after == pytest.approx(before / 2)
+    changes = [event for event in job.of_kind("decision") if "sync" in event]
+    modes = [event["sync"] for event in changes]
+    assert modes == [["ssgd", "pair"], ["pair", "ssgd"], ["ssgd", "pair"], ["pair", "local:3"]]
+    known = [record["step"] for record in job.metrics if record["grad_norm"] is not None]
+    apart, together, apart_again, _ = (event["step"] + 1 for event in changes)
+    assert known == [*range(apart), *range(together, apart_again)]
+    sizes = [record["batch_size"] for record in job.metrics]
+    first = sizes.index(48)
+    assert 30 < first < 60 and set(sizes[:first]) == {96} and set(sizes[first:]) == {48}
+    by_epoch: dict[int, Counter[int]] = {}
+    epochs = {record["step"]: record["epoch"] for record in job.metrics}
+    for entry in job.ledger:
+        by_epoch.setdefault(epochs[entry["step"]], Counter()).update(entry["indices"])
+    for counts in by_epoch.values():
+        assert set(counts.values()) == {1} and len(counts) == SAMPLES
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+def test_buffers_are_averaged_at_meetings(tmp_path: Path) -> None:
+    """BatchNorm's running statistics; the gradient is clipped by each worker's own norm."""
+    settings = words("model=convnet train.clip_norm=0.5 train.epochs=3 comm.bucket_mb=0.01")
+    others = [word for word in TRAINING if not word.startswith("model")]
+    job = run_job(tmp_path / "run", [*others, *settings])
+    assert job.error is None, job.told()
+    assert_each_once(job)
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+def test_a_tree_is_kept_while_workers_are_apart(tmp_path: Path) -> None:
+    """One of their own, and one of measured latencies; a decision between meetings leaves it alone."""
+    given = [
+        {"step": 2, "tree": [2, 2, 2]},
+        {"step": 8, "sync": "pair"},
+        {"step": 16, "lr_scale": 0.5},
+        {"step": 24, "sync": "ssgd"},
+    ]
+    settings = words("train.epochs=3 comm.sync=ssgd comm.schedule=tree comm.tree=latency")
+    job = run_job(tmp_path / "run", [*TRAINING, *orders(*given), *settings])
+    assert job.error is None, job.told()
+    decided = [name for event in job.of_kind("decision") for name in event if name in ("tree", "sync", "lr")]
+    assert decided == ["tree", "sync", "lr", "sync"]
+    assert [record["step"] for record in job.metrics] == list(range(45))
+
+
+def test_workers_join_and_leave_at_meetings(tmp_path: Path) -> None:
+    phases = [{"step": s, "workers": n} for s, n in ((5, 2), (35, 3), (65, 1), (95, 2))]
+    gates = [{"step": phase["step"] + 15, "workers": phase["workers"]} for phase in phases]
+    policy = chaos(tmp_path, phases=phases, gates=gates, adaptive=False)
+    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=9", "workers.count=1"])
+    assert job.error is None, job.told()
+    assert [len(view["workers"]) for view in job.views] == [1, 2, 3, 1, 2]
+    assert_each_once(job)
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
+    events = [{"step": 12, "moment": "forward", "rank": 1, "how": "kill", "workers": 3}]
+    policy = chaos(tmp_path, events=events, gates=[{"step": 60, "workers": 3}], adaptive=False)
+    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=6"])
+    assert job.error is None, job.told()
+    assert [view["reason"] for view in job.views] == ["start", "failure", "grow"]
+    assert [record["step"] for record in job.metrics] == list(range(90))
+    assert_none_twice(job)
+    for epoch in range(2, 6):  # what the lost worker had left in its epoch is left out
+        assert len(times_used(job)[epoch]) == SAMPLES
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_worker_may_be_killed_at_any_moment(tmp_path: Path, rank: int) -> None:
+    """The leader too; in an evaluation, where all are together; between two steps."""
+    moments = ["forward", "between_reduction_and_update", "after_step", "evaluation", "evaluated"]
+    events = [
+        {"step": 10 + 20 * k, "moment": moment, "rank": rank, "how": "kill", "workers": 3}
+        for k, moment in enumerate(moments)
+    ]
+    policy = chaos(tmp_path, events=events, adaptive=False)
+    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=12", "train.eval_every=10"])
+    assert job.error is None, job.told()
+    assert len(job.of_kind("failure")) == len(moments)
+    assert_none_twice(job)
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+def test_a_stopped_worker_does_not_slow_the_others(tmp_path: Path) -> None:
+    """For 5 s both others go on at their pace; at the end of the epoch they wait for it, and no sample is left out.
+
+    A step takes a tenth of a second, many times as long as what it computes: a busy machine makes it little longer.
+    """
+    # Steps of each worker: before, as worker 1 is stopped, when its last messages have arrived, and as it goes on.
+    made: list[dict[int, int]] = []
+    window: list[int] = []  # the leader's step, as worker 1 is stopped and as it goes on
+
+    def note(job: Job) -> None:
+        newest: dict[int, int] = {}
+        for entry in job.ledger:
+            newest[entry["worker"]] = max(entry["step"], newest.get(entry["worker"], 0))
+        made.append(newest)
+
+    async def during(supervisor: Supervisor, job: Job) -> None:
+        await until("step 40", lambda: len(job.metrics) > 40)
+        note(job)
+        await asyncio.sleep(5.0)
+        os.kill(supervisor.processes.workers[1].pid or 0, signal.SIGSTOP)
+        note(job)
+        window.append(job.metrics[-1]["step"])
+        await asyncio.sleep(1.0)
+        note(job)
+        await asyncio.sleep(4.0)
+        note(job)
+        window.append(job.metrics[-1]["step"])
+        os.kill(supervisor.processes.workers[1].pid or 0, signal.SIGCONT)
+
+    settings = [*TRAINING, *orders(), *SLOWLY, "batch.size=6", "model.seconds=0.05"]
+    job = run_job(tmp_path / "run", settings, during)
+    assert job.error is None, job.told()
+    assert not job.of_kind("failure") and len(job.views) == 1
+    before, stopped, silent, after = made
+    assert after[1] == silent[1]
+    for worker in (0, 2):
+        free, beside = stopped[worker] - before[worker], after[worker] - stopped[worker]
+        assert beside > 25 and beside > 0.75 * free
+    times = {record["step"]: record["step_time_s"] for record in job.metrics}
+    beside_it = [times[step] for step in range(window[0] + 1, window[1])]
+    others = [time for step, time in times.items() if not window[0] <= step <= window[1]]
+    assert statistics.median(beside_it) < 1.25 * statistics.median(others)
+    counts = Counter(index for entry in job.ledger for index in entry["indices"])
+    assert set(counts.values()) == {1} and len(counts) == SAMPLES
+
+
+def test_a_slow_worker_does_not_slow_the_others_within_an_epoch(tmp_path: Path) -> None:
+    """Steps of the others take less than the 0.5 s that its steps take at least; all samples are used all the same."""
+    settings = words("train.epochs=2 model._target_=apart.Paced +model.seconds=0.01 +model.slow=50 batch.micro=32")
+    job = run_job(tmp_path / "run", [*TRAINING, *orders(), *settings])
+    assert job.error is None, job.told()
+    times = [record["step_time_s"] for record in job.metrics]
+    assert statistics.median(times) < 0.5
+    assert_each_once(job)
+
+
+SCRIPT = """
+import torch, torch.nn.functional as F
+import kfuse as kf
+from kfuse.data import load_digits
+from kfuse.models import MLP
+
+torch.manual_seed(0)
+digits = load_digits()
+model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
+opt = kf.FusedAdamW(model.parameters(), lr=1e-2)
+loader = kf.DataLoader(digits.train, model, opt, batch_size=48, micro_batch=8, epochs=4, num_workers=1)
+for number, step in enumerate(loader):
+    if number == 10 and kf.rank() == 0:
+        kf.set_sync("pair")
+    for x, y in step:
+        step.loss = F.cross_entropy(model(x), y)
+        step.loss.backward()
+    opt.step()
+    opt.zero_grad()
+digest = float(sum(p.double().abs().sum() for p in model.parameters()))
+assert kf.allreduce(digest, "max") == kf.allreduce(digest, "min")
+print("rank", kf.rank(), "ended with the same model", flush=True)
+"""
+
+
+def test_a_loop_of_ones_own_with_loader_processes(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, SCRIPT, "--quiet", workers=2)
+    assert ended.status == 0, ended.said
+    assert ended.steps == list(range(120))
+    assert [event["sync"] for event in ended.of_kind("decision")] == [["ssgd", "pair"]]
+    assert ended.said.count("ended with the same model") == 2, ended.said
+
+
+def test_a_worker_that_makes_no_step_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    """Its heartbeats go on, so it is not killed: as in other modes the others lose contact, and the job ends."""
+    settings = words("train.epochs=3 comm.timeout_s=5 elastic.heartbeat_timeout_s=7 elastic.max_failures=2")
+    job = run_job(tmp_path / "run", [*TRAINING, *orders(hang=5), *settings])
+    assert job.error is not None and "workers lose contact again and again" in job.error
+    steps = [record["step"] for record in job.metrics]
+    assert steps == list(range(14)), "up to the end of the epoch nobody waits; its last step is read after the meeting"
+
+
+# -- its end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_job_resumes_with_each_sample_used_once(tmp_path: Path) -> None:
+    """All meet before the checkpoint is written; it holds their common model."""
+    settings = [*TRAINING, *SLOWLY, "checkpoint.every_steps=50", "checkpoint.resume=auto", "model.seconds=0.01"]
+
+    async def stop(supervisor: Supervisor, job: Job) -> None:
+        await until("step 70", lambda: len(job.metrics) > 70)
+        supervisor.stop("terminated")
+
+    first = run_job(tmp_path / "run", settings, stop)
+    assert first.summary["exit_reason"] == "terminated"
+    made = first.summary["steps"]
+    assert [record["step"] for record in first.metrics] == list(range(made))
+    assert Counter(entry["worker"] for entry in first.ledger) == {0: made, 1: made, 2: made}
+    job = run_job(tmp_path / "run", settings)
+    assert job.error is None, job.told()
+    assert [record["step"] for record in job.metrics] == list(range(SAMPLES // 3))
+    counts = Counter(index for entry in job.ledger for index in entry["indices"])
+    assert set(counts.values()) == {1} and len(counts) == SAMPLES
+
+
+@pytest.mark.jobs
+def test_a_stop_does_not_wait_for_one_that_is_far_behind(tmp_path: Path) -> None:
+    """Worker 1 would need far longer than a stop may take for its steps up to the others': it takes their state."""
+    settings = words("checkpoint.every_steps=400 checkpoint.resume=auto model.seconds=0.01 +model.slow=100")
+
+    async def stop(supervisor: Supervisor, job: Job) -> None:
+        await until("step 60", lambda: len(job.metrics) > 60)
+        supervisor.stop("terminated")
+
+    job = run_job(tmp_path / "run", [*TRAINING, *SLOWLY, *settings], stop)
+    assert job.error is None, job.told()
+    made = job.summary["steps"]
+    assert job.summary["exit_reason"] == "terminated" and 60 < made < 400, "before the checkpoint that is due"
+    assert [event["step"] for event in job.of_kind("checkpoint")] == [made]
+    assert [view["reason"] for view in job.views] == ["start", "stop"] and not job.of_kind("failure")
+    (left_out,) = job.of_kind("left_out")
+    by_worker = Counter(entry["worker"] for entry in job.ledger)
+    missing = made - by_worker[1]
+    assert missing > 40 and left_out["workers"] == [1]
+    assert missing - left_out["steps"][0] in (0, 1), "its last step has no line yet"
+
+
+@pytest.mark.jobs
+def test_a_newcomer_applies_what_was_announced_before_it_came(tmp_path: Path) -> None:
+    """A batch size is announced; while all wait for slow worker 1, a newcomer comes, and enters as another is lost."""
+    settings = words("model.seconds=0.01 +model.slow=30 train.steps=45 workers.max=4 elastic.replace=false")
+
+    async def during(supervisor: Supervisor, job: Job) -> None:
+        await until("an announcement", lambda: 0 in supervisor._meetings._waiting)
+        await supervisor.views.resize(4)
+        await until("a view with the newcomer", lambda: supervisor.processes.members()[-1].number == 3)
+        os.kill(supervisor.processes.workers[2].pid or 0, signal.SIGKILL)
+
+    job = run_job(tmp_path / "run", [*TRAINING, *SLOWLY, *settings, *orders({"step": 30, "batch_size": 9})], during)
+    assert job.error is None, job.told()
+    (decision,) = (event for event in job.of_kind("decision") if "batch_size" in event)
+    after = [view for view in job.views if view["reason"] == "failure"]
+    assert [len(view["workers"]) for view in after] == [3], job.told()
+    used = Counter(entry["step"] for entry in job.ledger if entry["step"] > decision["step"] for _ in entry["indices"])
+    assert used == {step: 9 for step in range(decision["step"] + 1, 45)}, job.told()
+    assert {entry["worker"] for entry in job.ledger if entry["step"] > decision["step"]} == {0, 1, 3}
+
+
+def test_all_workers_lost_at_once_restart_from_a_checkpoint(tmp_path: Path) -> None:
+    events = [{"step": 40, "moment": "after_step", "rank": 0, "how": "kill_all", "workers": 3}]
+    policy = chaos(tmp_path, events=events, adaptive=False)
+    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=5", "checkpoint.every_steps=25"])
+    assert job.error is None, job.told()
+    assert [view["reason"] for view in job.views] == ["start", "restart"]
+    assert [record["step"] for record in job.metrics] == list(range(75))
+    assert_each_once(job)
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_between_meetings_is_refused(tmp_path: Path) -> None:
+    """`after_epoch` may make one: all workers have met. (The last worker that comes there may be alone by then.)"""
+    job = run_job(tmp_path / "run", [*TRAINING, *orders(collective=20), "train.epochs=3"])
+    assert job.error is not None and "each worker is at a step of its own" in str(job.error), job.told()
+    assert "RuntimeError: comm.sync=pair: each worker is at a step of its own" in "\n".join(job.lines)
+
+
+# -- cut off ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_cut_off_goes_on_alone_and_mends(tmp_path: Path) -> None:
+    """For 4 s no packet reaches its host or leaves it. Nobody is killed, and no step waits."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    made: list[int] = []
+
+    async def during(supervisor: Supervisor, job: Job) -> None:
+        def newest(worker: int) -> int:
+            return max((entry["step"] for entry in job.ledger if entry["worker"] == worker), default=0)
+
+        await until("step 40", lambda: len(job.metrics) > 40)
+        for chain in ("INPUT", "OUTPUT"):
+            hosts[1].run(f"iptables -w -A {chain} -j DROP")
+        await asyncio.sleep(1.0)
+        made.extend([newest(0), newest(1), newest(2)])
+        await asyncio.sleep(3.0)
+        made.extend([newest(0), newest(1), newest(2)])
+        for chain in ("INPUT", "OUTPUT"):
+            hosts[1].run(f"iptables -w -D {chain} -j DROP")
+        await until("word of the one that was cut off", lambda: newest(1) > made[4])
+        await asyncio.sleep(0.5)
+        made.append(newest(0) - newest(1))
+
+    with network(3) as (first, hosts):
+        launcher = HostLauncher(first.address, hosts, tmp_path)
+        job = run_job(
+            tmp_path / "run",
+            [*TRAINING, *orders(), *SLOWLY, "elastic.heartbeat_timeout_s=30"],
+            during,
+            launcher=launcher,
+        )
+    assert job.error is None, job.told()
+    assert not job.of_kind("failure") and len(job.views) == 1
+    assert made[3] - made[0] > 20 and made[5] - made[2] > 20, "the others went on"
+    assert made[4] - made[1] <= 2, "nothing came from the one that was cut off"
+    assert made[6] < (made[3] - made[1]) / 2, "which had gone on meanwhile"
+    by_worker = Counter(entry["worker"] for entry in job.ledger)
+    assert by_worker[0] == by_worker[1] == by_worker[2]
+    counts = Counter(index for entry in job.ledger for index in entry["indices"])
+    assert set(counts.values()) == {1} and len(counts) == SAMPLES

@@ -1,0 +1,285 @@
+"""The allocation of workers is optimal, keeps its bounds, and knows only what was measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfuse.plan.allocate import LEAST_GAIN, allocate, forecast, plan, service
+from kfuse.plan.jobs import Job, LinearStepTime, Option, fit, share
+
+STEP = LinearStepTime(fixed=0.02, sample=0.001, worker=0.002)
+JOB = Job("job", 1e6, 64, (64, 1024), 16, (1, 8), (300.0, 400.0, 600.0), STEP, {}, (1.0, 1.0))
+
+
+@st.composite
+def jobs(draw: st.DrawFn, most: int = 12) -> Job:
+    """Any job, whose noise scale may be unknown."""
+    base, micro = draw(st.integers(1, 300)), draw(st.integers(1, 40))
+    fewest = draw(st.integers(1, 4))
+    noise = draw(st.none() | st.floats(1, 1e5))
+    step_time = LinearStepTime(draw(st.floats(0, 1)), draw(st.floats(1e-5, 0.1)), draw(st.floats(0, 0.1)))
+    return Job(
+        name="job",
+        samples_left=draw(st.floats(1, 1e9)),
+        base_batch=base,
+        batch=(draw(st.integers(1, base)), draw(st.integers(base, 2000))),
+        micro=micro,
+        workers=(fewest, draw(st.integers(fewest, most))),
+        noise_scale=None if noise is None else (noise / 2, noise, 3 * noise),
+        step_time=step_time,
+        measured={},
+        spread=(0.9, 1.2),
+    )
+
+
+def goodput(job: Job, workers: int, batch: int) -> float:
+    assert job.step_time is not None
+    part, most = 1.0, math.ceil(math.ceil(batch / job.micro) / workers) * job.micro
+    if job.noise_scale is not None:
+        part = (job.noise_scale[1] + job.base_batch) / (job.noise_scale[1] + batch)
+    return batch / job.step_time(workers, min(most, batch)) * part
+
+
+# --- a job's options ---
+
+
+def test_the_busiest_worker_by_hand() -> None:
+    """Ten micro-batches of 8 on four workers: three at most. 20 samples in micro-batches of 16: one whole, one of 4."""
+    assert share(4, 80, 8) == 24
+    assert share(5, 80, 8) == 16
+    assert share(2, 20, 16) == 16
+    assert share(1, 20, 16) == 20
+
+
+def test_goodput_by_hand() -> None:
+    """t(128, 2) = 0.02 + 0.001 * 64 + 0.002 = 0.086 s; efficiency (400 + 64) / (400 + 128) = 0.8788."""
+    job = replace(JOB, batch=(128, 128), base_batch=128, spread=(0.8, 1.25))
+    (option,) = job.options([2])
+    assert option.goodput == pytest.approx(128 / 0.086)  # at the base batch a sample is a sample
+    assert (option.low, option.high) == pytest.approx((128 / 0.086 / 1.25, 128 / 0.086 / 0.8))
+    job = replace(JOB, base_batch=64, batch=(64, 128), noise_scale=(300.0, 400.0, 600.0), micro=64)
+    option = job._option(2, 128)
+    assert option.goodput == pytest.approx(128 / 0.086 * 464 / 528)
+    assert (option.low, option.high) == pytest.approx((128 / 0.086 * 364 / 428, 128 / 0.086 * 664 / 728))
+
+
+@given(job=jobs(), workers=st.integers(1, 12))
+def test_the_batch_size_of_an_option_is_the_best_of_all(job: Job, workers: int) -> None:
+    """Against every whole multiple of the micro-batch; and the bounds are kept."""
+    multiples = range(job.micro, job.batch[1] + 1, job.micro) if job.noise_scale else ()
+    allowed = [b for b in (*multiples, job.base_batch) if max(job.batch[0], workers * job.micro) <= b <= job.batch[1]]
+    found = job.options([workers])
+    if not allowed or not job.workers[0] <= workers <= job.workers[1]:
+        assert not found
+        return
+    (option,) = found
+    assert option.workers == workers and option.batch in allowed
+    assert option.goodput == pytest.approx(max(goodput(job, workers, batch) for batch in allowed), rel=1e-12)
+    assert option.goodput == goodput(job, workers, option.batch)
+    assert option.low <= option.goodput <= option.high
+
+
+@given(job=jobs())
+def test_more_workers_are_an_option_only_where_they_bring_more(job: Job) -> None:
+    found = job.options(range(1, 13))
+    assert all(a.workers < b.workers and a.goodput < b.goodput for a, b in itertools.pairwise(found))
+
+
+def test_without_a_noise_scale_the_batch_size_stays() -> None:
+    found = replace(JOB, noise_scale=None).options(range(1, 9))
+    assert {option.batch for option in found} == {64}
+    # 64 samples are four micro-batches of 16: with three workers one has two, as with two workers.
+    assert [option.workers for option in found] == [1, 2, 4]
+
+
+def test_without_a_model_only_what_was_measured_is_an_option() -> None:
+    measured = {(2, 64): 0.1, (4, 64): 0.06, (4, 128): 0.07, (6, 256): 0.1}
+    job = replace(JOB, step_time=None, measured=measured)
+    assert [(o.workers, o.batch) for o in job.options(range(1, 9))] == [(2, 64), (4, 128), (6, 256)]
+    job = replace(job, noise_scale=None)
+    assert [(o.workers, o.batch) for o in job.options(range(1, 9))] == [(2, 64), (4, 64)]
+
+
+@given(
+    constants=st.tuples(st.floats(1e-3, 1), st.floats(1e-5, 0.1), st.floats(1e-4, 0.1)),
+    settings=st.lists(st.tuples(st.integers(1, 64), st.sampled_from((32, 64, 512))), min_size=5, unique=True),
+)
+def test_the_model_is_found_from_its_own_times(
+    constants: tuple[float, float, float], settings: list[tuple[int, int]]
+) -> None:
+    model = LinearStepTime(*constants)
+    found = fit({(n, batch): model(n, share(n, batch, 8)) for n, batch in settings}, 8)
+    if found is not None:
+        for workers, batch in settings:
+            most = share(workers, batch, 8)
+            assert found(workers, most) == pytest.approx(model(workers, most), rel=1e-6)
+
+
+def test_the_model_has_no_negative_constants_and_needs_three_settings() -> None:
+    assert fit({(1, 64): 0.1}, 1) is None
+    assert fit({(1, 64): 0.1, (2, 64): 0.06}, 1) is None
+    assert fit({(1, 32): 0.1, (1, 64): 0.16, (1, 128): 0.3}, 1) is None  # nothing is known of a second worker
+    # Faster than linear: the unconstrained fit has a negative constant.
+    found = fit({(1, 64): 1.0, (2, 64): 0.45, (4, 64): 0.2}, 1)
+    assert found is not None and min(found.fixed, found.sample, found.worker) >= 0 and found.sample > 0
+
+
+# --- the allocation ---
+
+
+def brute_force(choices: list[list[tuple[int, int]]], workers: int) -> tuple[int, int]:
+    """The largest sum, and the fewest workers that have it, of all allocations."""
+    best = (0, 0)
+    for picked in itertools.product(*([(0, 0), *options] for options in choices)):
+        used, gain = sum(n for n, _ in picked), sum(v for _, v in picked)
+        if used <= workers:
+            best = max(best, (gain, -used))
+    return best[0], -best[1]
+
+
+def instance(seed: int) -> tuple[list[list[tuple[int, int]]], int]:
+    rng = random.Random(seed)
+    choices = []
+    for _ in range(rng.randint(1, 5)):
+        counts = sorted(rng.sample(range(1, 9), rng.randint(1, 5)))
+        # Few values, so that many sums are equal; some bring nothing.
+        choices.append([(count, rng.randint(-2, 12) * rng.choice((1, 1000))) for count in counts])
+    return choices, rng.randint(1, 16)
+
+
+def check(choices: list[list[tuple[int, int]]], workers: int, taken: list[int]) -> int:
+    """The sum of an allocation, which keeps to the workers and to each job's choices."""
+    assert len(taken) == len(choices) and sum(taken) <= workers
+    return sum(dict(options)[count] for options, count in zip(choices, taken, strict=True) if count)
+
+
+def test_the_allocation_is_that_of_brute_force_on_200_instances() -> None:
+    for seed in range(200):
+        choices, workers = instance(seed)
+        taken = allocate(choices, workers)
+        assert (check(choices, workers, taken), sum(taken)) == brute_force(choices, workers), f"seed {seed}"
+
+
+def test_workers_and_batch_sizes_are_those_of_brute_force_over_both_on_200_instances() -> None:
+    """`plan` against every (workers, batch) of every job, by the formula of the objective written out here."""
+    instances = 0
+    for seed in range(1000):
+        rng = random.Random(seed)
+        found: list[Job] = []
+        for _ in range(rng.randint(1, 3)):
+            base, fewest = 16 * rng.randint(1, 4), rng.randint(1, 2)
+            step_time = LinearStepTime(rng.uniform(0, 0.1), rng.uniform(1e-4, 1e-2), rng.uniform(0, 0.05))
+            noise = rng.uniform(10, 2000)
+            sizes, counts = (base, base * rng.randint(1, 6)), (fewest, rng.randint(fewest, 5))
+            job = Job("job", rng.uniform(1e3, 1e6), base, sizes, 16, counts, (noise,) * 3, step_time, {}, (1.0, 1.0))
+            found.append(job)
+        workers, options = rng.randint(2, 8), [job.options(range(1, 9)) for job in found]
+        if not all(options):
+            continue
+        if (instances := instances + 1) > 200:
+            return
+        each = []
+        for job in found:
+            settings = [
+                (n, b)
+                for n in range(job.workers[0], job.workers[1] + 1)
+                for b in range(job.batch[0], job.batch[1] + 1, job.micro)
+                if b >= n * job.micro
+            ]
+            fewest = settings[0][0]
+            alone = max(goodput(job, n, b) for n, b in settings if n == fewest) / fewest
+            each.append([(0, 0.0), *((n, goodput(job, n, b) / alone - LEAST_GAIN * n) for n, b in settings)])
+        best = max(
+            sum(gain for _, gain in picked)
+            for picked in itertools.product(*each)
+            if sum(n for n, _ in picked) <= workers
+        )
+        reached = 0.0
+        for option, its in zip(plan(options, [1.0] * len(found), workers), options, strict=True):
+            if option is not None:
+                reached += option.goodput / (its[0].goodput / its[0].workers) - LEAST_GAIN * option.workers
+        assert reached == pytest.approx(best, abs=1e-5), f"seed {seed}"  # values are rounded to a millionth
+    raise AssertionError(f"{instances} instances only")
+
+
+CHOICES = st.lists(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(-5, 50)), max_size=5, unique_by=lambda each: each[0]).map(
+        sorted
+    ),
+    max_size=6,
+)
+
+
+@given(choices=CHOICES, workers=st.integers(0, 20))
+def test_an_allocation_keeps_to_the_workers_and_one_worker_more_never_makes_it_worse(
+    choices: list[list[tuple[int, int]]], workers: int
+) -> None:
+    taken = allocate(choices, workers)
+    assert taken == allocate(choices, workers)
+    assert check(choices, workers + 1, allocate(choices, workers + 1)) >= check(choices, workers, taken) >= 0
+
+
+@given(st.lists(jobs(), min_size=1, max_size=6), st.integers(1, 16))
+@settings(max_examples=50)
+def test_a_plan_keeps_every_bound_and_repeats(found: list[Job], workers: int) -> None:
+    options = [each for job in found if (each := job.options(range(1, workers + 1)))]
+    left = [1e6 * (k + 1) for k in range(len(options))]
+    given = plan(options, left, workers)
+    assert given == plan(options, left, workers)
+    assert sum(option.workers for option in given if option) <= workers
+    assert all(option is None or option in its for option, its in zip(given, options, strict=True))
+    assert not options or any(given)  # some job goes on
+
+
+def linear(most: int, each: float = 1.0, fewest: int = 1) -> list[Option]:
+    """A job whose goodput is `each` a worker."""
+    return [Option(n, 64, n * each, n * each, n * each) for n in range(fewest, most + 1)]
+
+
+def test_the_shortest_expected_service_goes_first() -> None:
+    """Four jobs of one worker on two: service 100 / 1, 90 / 3 = 30, 40 / 1 and 10 / 0.2 = 50 worker-seconds."""
+    options = [linear(1), linear(1, 3.0), linear(1), linear(1, 0.2)]
+    left = [100.0, 90.0, 40.0, 10.0]
+    assert [service(each, samples) for each, samples in zip(options, left, strict=True)] == [100, 30, 40, 50]
+    assert [option is not None for option in plan(options, left, 2)] == [False, True, True, False]
+    # Twice the workers that the first job needs at least count twice.
+    assert service(linear(4, fewest=2), 100.0) == 100.0
+
+
+def test_a_job_that_waits_goes_before_further_workers_of_another_one() -> None:
+    """n workers bring n^0.9: the second 0.866. Three workers for two jobs: 2 and 1, not 3 and 0."""
+    options = [[Option(n, 64, n**0.9, n**0.9, n**0.9) for n in range(1, 4)] for _ in range(2)]
+    given = plan(options, [10.0, 1000.0], 3)
+    assert [option.workers for option in given if option] == [2, 1]
+
+
+def test_workers_that_bring_less_than_the_least_gain_are_released() -> None:
+    """Goodput 1, 1.5, 1.65, 1.7: the third worker brings 0.15 of the first, the fourth 0.05."""
+    options = [[Option(n, 64, g, g, g) for n, g in enumerate((1.0, 1.5, 1.65, 1.7), 1)]]
+    for least_gain, kept in ((0.0, 4), (0.1, 3), (0.2, 2), (0.6, 1)):
+        (option,) = plan(options, [1.0], 8, least_gain)
+        assert option is not None and option.workers == kept
+
+
+def test_a_job_moves_only_where_that_pays_for_the_pause() -> None:
+    """Two workers instead of one save 20 % of 100 s or of 10,000 s; the pause is 30 s."""
+    options = [[Option(1, 64, 1.0, 1.0, 1.0), Option(2, 64, 1.25, 1.25, 1.25)]]
+    for samples, workers in ((100.0, 1), (10_000.0, 2)):
+        (option,) = plan(options, [samples], 2, 0.0, [[0.0, 30.0]])
+        assert option is not None and option.workers == workers
+
+
+def test_the_forecast_by_hand() -> None:
+    """Three jobs of one worker on two: the second and third go first; the first starts at 10 s, when one is free."""
+    ends, worker_seconds = forecast([linear(1), linear(1), linear(1)], [40.0, 10.0, 20.0], 2)
+    assert ends == [50.0, 10.0, 20.0] and worker_seconds == 70.0
+    # Two workers that scale as one: the second job's worker goes to the first one at 10 s, so 10 s of 30 are left.
+    ends, worker_seconds = forecast([linear(2), linear(1)], [30.0, 10.0], 2)
+    assert ends == [20.0, 10.0] and worker_seconds == 40.0

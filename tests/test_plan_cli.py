@@ -1,0 +1,325 @@
+"""`kfuse plan`: what it reads, what it prints, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kfuse.cli.app import main
+from kfuse.cli.plan import KEYS, read
+from kfuse.config.schema import ConfigError
+from kfuse.plan.jobs import LinearStepTime, share
+from kfuse.statistics.figures import METRICS
+
+GOOD = """
+- name: resnet
+  samples_left: 60e6
+  base_batch: 256
+  batch: [256, 8192]
+  micro: 32
+  noise_scale: [1600, 2500]
+  throughput: {1: 410, 2: 790, 4: 1480, 8: 2600}
+- name: gpt
+  samples_left: 4000000
+  base_batch: 64
+  noise_scale: null
+  workers: [4, 16]
+  step_time: [0.02, 0.031, 0.004]
+"""
+JOB = {"name": "a", "samples_left": 1000, "base_batch": 32, "step_time": [0.1, 0.01, 0.0], "workers": [1, 4]}
+POINTS = {key: value for key, value in JOB.items() if key not in ("step_time", "workers")}
+
+# Changes of JOB (None: without the key), and what the error must say.
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({"samples_left": 0}, ["samples_left=0: must be a number above 0"]),
+    ({"samples_left": "many"}, ["samples_left=many: must be a number above 0"]),
+    ({"samples_left": None}, ["samples_left=null: must be given"]),
+    ({"samples_left": float("inf")}, ["samples_left=inf: must be a number above 0"]),
+    ({"base_batch": 3.5}, ["base_batch=3.5: must be a whole number, at least 1"]),
+    ({"base_batch": True}, ["base_batch=true: must be a whole number"]),
+    ({"base_batch": 64, "batch": [8, 32]}, ["base_batch=64: must be within batch=[8, 32]"]),
+    ({"batch": [64, 8]}, ["batch=[64, 8]: must be [smallest, largest]"]),
+    ({"batch": 64}, ["batch=64: must be [smallest, largest]"]),
+    ({"micro": 0}, ["micro=0: must be a whole number, at least 1"]),
+    ({"micro": 64}, ["workers=[1, 4]: none of them fits workers=8, batch=[32, 32] and 64 samples each"]),
+    ({"workers": [9, 12]}, ["workers=[9, 12]: none of them fits workers=8"]),
+    ({"workers": [0, 4]}, ["workers=[0, 4]: must be [fewest, most]"]),
+    ({"workers": None}, ["workers=null: must be given"]),
+    ({"noise_scale": -3}, ["noise_scale=-3: must be [low, high], above 0, or null"]),
+    ({"noise_scale": [3, 2]}, ["noise_scale=[3, 2]: must be [low, high]"]),
+    ({"step_time": [0.1, 0, 0]}, ["step_time=[0.1, 0, 0]: must be [fixed, sample, worker]"]),
+    ({"step_time": [0.1, -1, 0]}, ["must be [fixed, sample, worker]"]),
+    ({"step_time": [0.1, 0.01, -1]}, ["at least 0, sample above 0"]),
+    ({"step_time": [0.1, 0.01, float("inf")]}, ["must be [fixed, sample, worker]"]),
+    ({"step_time": [None, 0.01, 0]}, ["must be [fixed, sample, worker]"]),
+    ({"step_time": [0.1, None, 0]}, ["must be [fixed, sample, worker]"]),
+    ({"step_time": [0.1, 0.01, False]}, ["must be [fixed, sample, worker]"]),
+    ({"step_time": [0.1, 0.01, ""]}, ["must be [fixed, sample, worker]"]),
+    ({"step_time": 3}, ["step_time=3: must be [fixed, sample, worker]"]),
+    ({"step_time": None}, ["must have one of run, throughput, step_time"]),
+    ({"throughput": {1: 100}}, ["must have one of run, throughput, step_time"]),
+    ({"throughput": {}, "step_time": None}, ["throughput={}: must be {workers: samples a second}"]),
+    ({"throughput": {0: 3}, "step_time": None}, ["throughput={0: 3}: must be"]),
+    ({"throughput": {"one": 3}, "step_time": None}, ["must be {workers: samples a second}"]),
+    ({"throughput": [3], "step_time": None}, ["throughput=[3]: must be {workers: samples a second}"]),
+    ({"run": "nowhere", "step_time": None}, ["run=nowhere: must be a run directory", "nowhere/.hydra/config.yaml"]),
+    ({"name": "a\n"}, ["name=a : must be text in one line"]),
+    ({"step_time": [0.1, 1e-300, 0], "samples_left": 1e30}, ["samples a second for 1e+30 samples left: must be fig"]),
+    ({"base_batch": 10**400}, ["must be a whole number, at least 1"]),
+    ({"noise": 3}, ["noise: no such key (did you mean noise_scale?); a job has name, run, samples_left"]),
+]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "jobs.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def kfuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of `kfuse plan`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["kfuse", "plan", *words])
+    monkeypatch.setenv("COLUMNS", "140")
+    status = main()
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[str(changes) for changes, _ in WRONG])
+def test_a_wrong_job_is_refused_in_one_line(
+    changes: dict[str, Any],
+    said: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {key: value for key, value in {**JOB, **changes}.items() if value is not None}
+    path = write(tmp_path, json.dumps([given]).replace("Infinity", ".inf"))
+    if "throughput" in given:  # JSON's keys are text
+        path = write(tmp_path, "- " + str(given).replace("'", ""))
+    status, out, err = kfuse(capsys, monkeypatch, path, "workers=8")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"kfuse: error: {path}: job a: ") and err.count("\n") == 1
+    for text in said:
+        assert text in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "must be one file of jobs and workers=N"),
+        (["{path}"], "workers=: must be a whole number, 1 to 65536"),
+        (["{path}", "workers=0"], "workers=0: must be a whole number"),
+        (["{path}", "workers=many"], "workers=many: must be a whole number"),
+        (["{path}", "workers=٣"], "workers=٣: must be a whole number"),
+        (["{path}", "workers=2", "workers=3"], "workers=3: must be given once"),
+        (["{path}", "{path}", "workers=2"], "must be one file of jobs and workers=N"),
+        (["{path}", "worker=8"], "kfuse plan worker=8: must be one of workers= (did you mean workers?)"),
+        (["{path}", "{path}2", "workers=8"], "must be one file of jobs and workers=N"),
+        (["nowhere.yaml", "workers=8"], "nowhere.yaml: cannot be read: FileNotFoundError"),
+        (["{folder}/text", "workers=8"], "must be a list of jobs, each with some of name, run"),
+        (["{folder}/broken", "workers=8"], "broken: cannot be read: "),
+        (["{folder}/twice", "workers=8"], "twice: cannot be read: line 1: found duplicate key name"),
+        (["{folder}/empty", "workers=8"], "must be a list of jobs"),
+    ],
+)
+def test_wrong_words_and_files_are_refused_in_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, GOOD)
+    for name, text in (("text", "a: 3"), ("broken", "- {a: 3"), ("twice", "- {name: a, name: b}"), ("empty", "")):
+        (tmp_path / name).write_text(text)
+    status, out, err = kfuse(capsys, monkeypatch, *(word.format(path=path, folder=tmp_path) for word in words))
+    assert (status, out) == (2, "")
+    assert err.startswith("kfuse: error: ") and said in err and err.count("\n") == 1
+
+
+def test_the_table_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs of at most two workers on four: t = 0.1 + 0.01 * 30 / 2 = 0.25 s, 120 samples/s on two; 75 on one."""
+    text = """
+- {name: long, samples_left: 864000, base_batch: 30, workers: [1, 2], step_time: [0.1, 0.01, 0]}
+- {name: short, samples_left: 432000, base_batch: 30, workers: [1, 2], step_time: [0.1, 0.01, 0]}
+"""
+    status, out, err = kfuse(capsys, monkeypatch, write(tmp_path, text), "workers=5")
+    assert (status, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    # 864000 samples at 120 a second: 2 hours, 4 worker-hours. The other one half of that, so it comes first.
+    assert ["short", "2", "30", "1", "1", "to", "1", "2", "1", "h"] in lines
+    assert ["long", "2", "30", "2", "2", "to", "2", "4", "2", "h"] in lines
+    assert out.index("short") < out.index("long")
+    assert "4 of 5 workers have a job, 1 are released" in out
+    assert "is done in 2 h with 6 worker-hours; released workers save 4" in out
+    assert "short: the noise scale is unknown: the batch size stays at 30" in out
+    # On one worker the long one waits, as long as the short one takes: 432000 / 75 s.
+    status, out, _ = kfuse(capsys, monkeypatch, write(tmp_path, text), "workers=1")
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert ["short", "1", "30", "1.6", "1.6", "to", "1.6", "1.6", "1.6", "h"] in lines
+    assert ["long", "waits", "for", "1", "30", "3.2", "3.2", "to", "3.2", "3.2", "4.8", "h"] in lines
+
+
+@pytest.mark.parametrize("name", ["[/red]", "[red]x[/red]", ":smile: [bold]"])
+def test_a_name_is_printed_as_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = kfuse(capsys, monkeypatch, write(tmp_path, json.dumps([JOB | {"name": name}])), "workers=2")
+    assert (status, err) == (0, "")
+    assert f" {name} " in out.splitlines()[1] and f"{name}: the noise scale is unknown" in out
+
+
+@pytest.mark.parametrize(
+    "throughput",
+    [{1: 1, 2: 1e15}, {1: 0.064, 2: 640, 3: 64}, {1: 1e-9, 2: 3, 3: 1, 4: 2}],
+    ids=["a huge speedup", "a slow first worker", "a slow one"],
+)
+def test_figures_that_no_model_fits_are_planned_or_refused(
+    throughput: dict[int, float], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "- " + str(POINTS | {"throughput": throughput}).replace("'", "")
+    status, _, err = kfuse(capsys, monkeypatch, write(tmp_path, text), "workers=4")
+    assert (status, err.count("\n")) in ((0, 0), (2, 1))
+
+
+def test_a_file_is_read_as_written(tmp_path: Path) -> None:
+    (resnet, gpt), notes = read(write(tmp_path, GOOD))
+    assert (resnet.name, resnet.samples_left, resnet.base_batch, resnet.batch) == ("resnet", 60e6, 256, (256, 8192))
+    assert (resnet.micro, resnet.workers, resnet.noise_scale) == (32, (1, 8), (1600, 2000, 2500))
+    assert resnet.step_time is not None and resnet.spread[0] <= 1 <= resnet.spread[1]
+    for workers, speed in ((1, 410), (2, 790), (4, 1480), (8, 2600)):
+        assert 256 / resnet.step_time(workers, 256 // workers) == pytest.approx(speed, rel=0.02)
+    assert (gpt.batch, gpt.micro, gpt.workers, gpt.noise_scale) == ((64, 64), 1, (4, 16), None)
+    assert gpt.step_time == LinearStepTime(0.02, 0.031, 0.004) and gpt.spread == (1, 1)
+    assert notes == ["gpt: the noise scale is unknown: the batch size stays at 64"]
+
+
+def test_what_was_not_measured_is_not_planned(tmp_path: Path) -> None:
+    given = POINTS | {"workers": [1, 16], "noise_scale": [20, 40]}
+    (job,), notes = read(write(tmp_path, "- " + str(given | {"throughput": {2: 100, 4: 150}}).replace("'", "")))
+    assert job.workers == (2, 4) and job.step_time is None
+    assert [(option.workers, option.batch) for option in job.options(range(1, 17))] == [(2, 32), (4, 32)]
+    assert notes == ["a: only (workers, batch) [(2, 32), (4, 32)] were measured: no others are planned"]
+    (job,), notes = read(write(tmp_path, "- " + str(given | {"throughput": {2: 100, 3: 130, 4: 150}}).replace("'", "")))
+    assert job.workers == (2, 4) and job.step_time is not None
+    assert notes == ["a: only 2 to 4 workers were measured: no others are planned"]
+
+
+# --- run directories ---
+
+CONFIG = """
+batch: {size: 32, micro: 8, min: 8, max: 256}
+workers: {count: 1, min: 1, max: 4}
+"""
+MODEL = LinearStepTime(0.01, 0.001, 0.002)
+
+
+def run_directory(folder: Path, settings: list[tuple[int, int]], total: int | None = 9600, **last: Any) -> Path:
+    """A run of so many samples, epochs of 960, and ten steps for each setting (workers, batch), a tenth of them slow.
+
+    total: None: neither train.epochs nor train.steps is set.
+    """
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text(CONFIG)
+    lines, samples = [], 0
+    for k, (workers, batch) in enumerate(each for each in settings for _ in range(10)):
+        epoch = samples // 960
+        samples += batch
+        seconds = MODEL(workers, share(workers, batch, 8)) * (3 if k % 10 == 0 else 1)
+        figures = {"step": k, "epoch": epoch, "samples": samples, "batch_size": batch, "workers": workers}
+        figures |= {"micro_batches": -(-batch // 8), "step_time_s": seconds}
+        done = None if total is None else min(samples / total, 1.0)
+        lines.append({**dict.fromkeys(METRICS), **figures, "signals": {"done": done}})
+    lines[-1].update(last)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + text[:50])  # the run writes its next line
+    return folder
+
+
+NOISE = {"noise_scale_low": 50.0, "noise_scale": 80.0, "noise_scale_high": 100.0}
+
+
+def test_a_run_directory_tells_its_job(tmp_path: Path) -> None:
+    """Three settings, 960 samples of each, of 9600 in all."""
+    settings = [(1, 96), (2, 96), (4, 96)]
+    run = run_directory(tmp_path / "run", settings, **NOISE)
+    (job,), notes = read(write(tmp_path, f"- run: {run}"))
+    assert (job.name, job.base_batch, job.batch, job.micro, job.workers) == (str(run), 32, (8, 256), 8, (1, 4))
+    assert job.samples_left == pytest.approx(10 * 960 - 3 * 960)
+    assert job.noise_scale == (50, 80, 100)
+    assert job.step_time is not None and notes == []
+    for workers, most in ((1, 96), (3, 64)):
+        assert job.step_time(workers, most) == pytest.approx(MODEL(workers, most))
+    assert job.spread[0] == pytest.approx(1) and 1 <= job.spread[1] <= 3
+    # What the file gives goes before what the run tells.
+    (job,), _ = read(
+        write(tmp_path, f"- {{name: b, run: {run}, samples_left: 5, noise_scale: [1, 4], workers: [2, 3]}}")
+    )
+    assert (job.name, job.samples_left, job.noise_scale, job.workers) == ("b", 5, (1, 2, 4), (2, 3))
+
+
+def test_a_run_that_tells_too_little(tmp_path: Path) -> None:
+    run = run_directory(tmp_path / "endless", [(1, 32)], total=None)
+    with pytest.raises(ConfigError, match=r"samples_left=null: must be given; a run tells it until its end, where tr"):
+        read(write(tmp_path, f"- run: {run}"))
+    (job,), notes = read(write(tmp_path, f"- {{run: {run}, samples_left: 1000}}"))
+    assert [(option.workers, option.batch) for option in job.options(range(1, 9))] == [(1, 32)]
+    assert len(notes) == 2 and "noise scale is unknown" in notes[1]
+    # 320 samples are 40 % of the run, whatever its steps count: with lr.scaling=adascale they are no optimizer steps.
+    run = run_directory(tmp_path / "part", [(1, 32)], signals={"done": 0.4})
+    assert read(write(tmp_path, f"- run: {run}"))[0][0].samples_left == pytest.approx(480)
+    # The last line has no signals: they are those of the line before.
+    run = run_directory(tmp_path / "same", [(1, 32)], signals={})
+    assert read(write(tmp_path, f"- run: {run}"))[0][0].samples_left == pytest.approx(320 * (9600 - 288) / 288)
+    run = run_directory(tmp_path / "done", [(1, 96)] * 10)
+    with pytest.raises(ConfigError, match=r"samples_left=0\.0.*until its end"):
+        read(write(tmp_path, f"- run: {run}"))
+    (run / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="must be a run directory of `kfuse`"):
+        read(write(tmp_path, f"- run: {run}"))
+    (run / ".hydra" / "config.yaml").write_text("model: 3")
+    with pytest.raises(ConfigError, match="must be a run directory of `kfuse`"):
+        read(write(tmp_path, f"- run: {run}"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("length", ["train.epochs=5", "train.steps=300"])
+def test_the_samples_left_of_a_real_run_with_few_lines(tmp_path: Path, length: str) -> None:
+    """In the middle of a run the samples left are those that it then uses, of whatever count its end is."""
+    words = ["batch.size=16", "batch.micro=8", "policy=schedule", "policy.phases=[{step: 3, batch_size: 64}]"]
+    words += ["lr.scaling=adascale", "observe.every=4", "workers.max=1", "workers.threads=1"]
+    words += ["observe.progress=false", "observe.tensorboard=false", "train.save_model=false"]
+    words += [f"hydra.run.dir={tmp_path / 'run'}", "train.epochs=null", length]
+    done = subprocess.run([sys.executable, "-m", "kfuse", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    used = [json.loads(line)["samples"] for line in lines]
+    assert len(lines) >= 4
+    file.write_text("".join(lines[: len(lines) // 2 + 1]))
+    (job,), _ = read(write(tmp_path, f"- run: {tmp_path / 'run'}"))
+    assert job.samples_left == pytest.approx(used[-1] - used[len(lines) // 2], rel=1e-9 if "epochs" in length else 0.2)
+
+
+def test_documentation_names_every_key() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    assert [key for key in KEYS if f"`{key}`" not in page] == []
+
+
+@pytest.mark.full
+def test_the_example_of_the_documentation_and_a_real_run(tmp_path: Path) -> None:
+    """The page's jobs.yaml as it stands, whose run directory is that of a real run with one, two and three workers."""
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    text = page.partition("```yaml\n")[2].partition("```")[0]
+    phases = "[{epoch: 0, workers: 1}, {epoch: 4, workers: 2}, {epoch: 8, workers: 3}]"
+    words = ["policy=schedule", f"policy.phases={phases}", "workers.max=3", "train.epochs=12", "batch.size=64"]
+    further = ["hydra.run.dir=runs/digits", "observe.progress=false", "observe.tensorboard=false"]
+    for arguments in ([*words, *further], ["plan", "jobs.yaml", "workers=16"]):
+        (tmp_path / "jobs.yaml").write_text(text)
+        command = [sys.executable, "-m", "kfuse", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert "resnet" in done.stdout and "digits" in done.stdout and "released" in done.stdout

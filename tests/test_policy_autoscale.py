@@ -1,0 +1,165 @@
+"""The worker count by trial."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from policy_signals import signals
+
+from kfuse.policies import AutoscalePolicy
+from kfuse.policies.signals import Bounds, Decision
+
+WINDOW = {"window": 4, "settle": 2}
+Rates = Callable[[int], float] | dict[int, float]
+
+
+def run(policy: AutoscalePolicy, rates: Rates, start: int, steps: int = 120, **changes: Any) -> list[int]:
+    """The worker counts of a run in which n workers make rates[n] steps a second, and one that is asked for comes."""
+    workers, counts, before = start, [], None
+    for step in range(policy.last_step + 1, policy.last_step + 1 + steps):
+        rate = rates(workers) if callable(rates) else rates[workers]
+        took = 1 / rate if workers == before else None
+        seen = signals(step=step, workers=workers, previous_step_time_s=took, **changes)
+        counts.append(workers)
+        before = workers
+        decision = policy.decide(seen)
+        assert decision == policy.decide(seen)
+        if decision is not None:
+            assert decision.clipped(seen.bounds) == (decision, []) and decision == Decision(workers=decision.workers)
+            workers = decision.workers or workers
+    assert policy.decide(signals(step=step + 1, workers=workers, **changes)) is None
+    return counts
+
+
+def path(counts: list[int]) -> list[int]:
+    """The counts without repetitions."""
+    return [n for i, n in enumerate(counts) if i == 0 or n != counts[i - 1]]
+
+
+@pytest.mark.parametrize(
+    ("rates", "start", "expected"),
+    [
+        # The scaling efficiency of the 2nd, 3rd and 4th: 0.8; (2.1 / 1.8 - 1) 2 = 0.33; (2.16 / 2.1 - 1) 3 = 0.086.
+        ({1: 1.0, 2: 1.8, 3: 2.1, 4: 2.16}, 1, [1, 2, 3, 4, 3]),
+        ({1: 1.0, 2: 1.8, 3: 2.1, 4: 2.18}, 1, [1, 2, 3, 4, 5, 4]),  # 0.114; a fifth adds nothing
+        ({2: 1.8, 3: 2.1, 4: 2.0}, 3, [3, 4, 2, 3]),  # neither pays; 0.33 would be lost
+        ({1: 1.0, 2: 1.04, 3: 1.05, 4: 1.0}, 3, [3, 4, 2, 1]),  # 0.019 and 0.04: given up
+        ({1: 1.0, 2: 1.2, 3: 1.21, 4: 1.0}, 3, [3, 4, 2, 1, 2]),  # 0.017 given up, 0.2 is not
+        ({1: 8.0, 2: 9.0, 3: 9.0}, 1, [1, 2, 3, 2]),  # 0.125, and nothing
+        ({1: 64.0, 2: 70.0}, 1, [1, 2, 1]),  # 0.094
+    ],
+)
+def test_decisions_by_hand(rates: dict[int, float], start: int, expected: list[int]) -> None:
+    rates.setdefault(5, rates.get(4, 0.0))
+    assert path(run(AutoscalePolicy(**WINDOW), rates, start)) == expected
+
+
+def test_each_count_is_measured_for_a_window_of_steps() -> None:
+    """Those of 2 + 4 known times; the first step with other workers has none."""
+    counts = run(AutoscalePolicy(**WINDOW), {1: 1.0, 2: 0.9}, 1, bounds=Bounds(8, 64, 1, 8))
+    assert counts[:15] == [1] * 7 + [2] * 7 + [1]
+
+
+def test_the_median_of_the_window_counts() -> None:
+    policy = AutoscalePolicy(window=5, settle=2)
+    for step, seconds in enumerate([9.0, 9.0, 0.5, 0.5, 9.0, 0.5, 9.0]):
+        policy.decide(signals(step=step, workers=2, previous_step_time_s=seconds))
+    assert policy.rates == {"2": 128.0}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "start", "expected"),
+    [
+        (1, 3, 1, [1, 2, 3]),
+        (2, 2, 2, [2]),
+        (3, 8, 3, [3, 4, 5, 6, 7, 8]),
+        (1, 2, 2, [2, 1, 2]),
+        (1, 2, 4, [4, 2, 1, 2]),
+    ],
+)
+def test_bounds_are_kept(low: int, high: int, start: int, expected: list[int]) -> None:
+    policy = AutoscalePolicy(**WINDOW)
+    assert path(run(policy, lambda n: float(min(n, 9)), start, bounds=Bounds(8, 64, low, high)))[:6] == expected
+
+
+def test_prices() -> None:
+    """What is left takes 1 / R hours of V + P n: V = 6, P = 1, R = 1, 1.8, 2.4, 2.8 give 7, 4.44, 3.75, 3.57.
+
+    With a fifth at 3 it is 11 / 3 = 3.67. P = 3: 9, 6.67, 6.25, 6.43.
+    """
+    rates = {1: 1.0, 2: 1.8, 3: 2.4, 4: 2.8, 5: 3.0}
+
+    def priced(value: float, price: float) -> AutoscalePolicy:
+        return AutoscalePolicy(**WINDOW, value_per_hour=value, price_per_worker_hour=price)
+
+    assert path(run(priced(6, 1), rates, 1)) == [1, 2, 3, 4, 5, 4]
+    assert path(run(priced(6, 3), rates, 1)) == [1, 2, 3, 4, 3]
+    assert path(run(priced(0.1, 3), rates, 3)) == [3, 4, 2, 1]
+
+
+def test_it_stops_asking_when_settled_and_measures_anew_when_the_batch_size_changes() -> None:
+    policy = AutoscalePolicy(**WINDOW)
+    rates = {1: 1.0, 2: 1.5, 3: 1.55}
+    assert path(run(policy, rates, 1)) == [1, 2, 3, 2]
+    assert path(run(policy, rates, 2, steps=500)) == [2]
+    assert path(run(policy, {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0}, 2, batch_size=128)) == [2, 3, 4, 3]
+
+
+def test_a_lost_worker_makes_it_measure_anew() -> None:
+    policy = AutoscalePolicy(**WINDOW)
+    assert path(run(policy, {1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0}, 1)) == [1, 2, 3, 4, 3]
+    assert path(run(policy, {1: 1.0, 2: 2.0, 3: 3.0, 4: 3.0}, 2)) == [2, 3, 4, 3]
+
+
+def test_workers_that_do_not_come_are_given_up() -> None:
+    """Steps take 0.5 s: it asks for 10 s of them."""
+    policy, asked = AutoscalePolicy(**WINDOW, patience_s=10), []
+    for step in range(60):
+        decision = policy.decide(signals(step=step, workers=2, previous_step_time_s=0.5))
+        asked.append(decision is not None)
+    assert asked == [False] * 5 + [True] * 20 + [False] * 35
+
+
+def test_without_times_it_asks_for_nothing() -> None:
+    policy = AutoscalePolicy(**WINDOW)
+    assert not any(policy.decide(signals(step=step, workers=2)) for step in range(100))
+
+
+def test_state_goes_on() -> None:
+    rates = {1: 1.0, 2: 1.5, 3: 1.55}
+    for at in range(30):
+        policy, copy = AutoscalePolicy(**WINDOW), AutoscalePolicy(**WINDOW, threshold=0.2)
+        counts = run_without_end(policy, rates, 1, at)
+        copy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+        assert copy.threshold == 0.2 and copy.state_dict() == policy.state_dict()
+        assert run_without_end(copy, rates, counts[-1], 40) == run_without_end(policy, rates, counts[-1], 40)
+
+
+def run_without_end(policy: AutoscalePolicy, rates: dict[int, float], workers: int, steps: int) -> list[int]:
+    """As `run`, also where it is not settled at the end; the last count is that of the next step."""
+    counts = [workers]
+    for step in range(policy.last_step + 1, policy.last_step + 1 + steps):
+        decision = policy.decide(signals(step=step, workers=workers, previous_step_time_s=1 / rates[workers]))
+        workers = workers if decision is None or decision.workers is None else decision.workers
+        counts.append(workers)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("window=0: must be", {"window": 0}),
+        ("settle=-1: must be", {"settle": -1}),
+        ("threshold=0: must be", {"threshold": 0}),
+        ("patience_s=None: must be", {"patience_s": None}),
+        ("value_per_hour=-1: must be", {"value_per_hour": -1, "price_per_worker_hour": 1}),
+        ("price_per_worker_hour=inf: must be", {"value_per_hour": 1, "price_per_worker_hour": float("inf")}),
+        ("value_per_hour=1, policy.price_per_worker_hour=None: must be both numbers", {"value_per_hour": 1}),
+    ],
+)
+def test_options_are_checked(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^policy\.{message}"):
+        AutoscalePolicy(**options)

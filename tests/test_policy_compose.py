@@ -1,0 +1,169 @@
+"""Several policies as one: precedence by field, hooks, state, and configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+from policy_signals import signals
+
+from kfuse.config.classes import make_policy
+from kfuse.policies import (
+    BasePolicy,
+    ComposePolicy,
+    CriticalBatchPolicy,
+    CurvaturePolicy,
+    GNSPolicy,
+    NoPolicy,
+    SchedulePolicy,
+    SeesawPolicy,
+    SyncSwitchPolicy,
+)
+from kfuse.policies.signals import Decision, Signals
+
+
+class Fixed(BasePolicy):
+    """Decides the same at each step, or at every third, and begins with it."""
+
+    def __init__(self, owned: tuple[str, ...] = (), every: int = 1, **asked: Any) -> None:
+        self.owned, self.every, self.asked = owned, every, asked
+
+    def initial(self) -> Decision | None:
+        return Decision(**self.asked)
+
+    def decide(self, signals: Signals) -> Decision | None:
+        return None if signals.step % self.every else Decision(**self.asked)
+
+    def owned_fields(self) -> tuple[str, ...]:
+        return self.owned
+
+
+def test_compose_takes_each_field_from_the_first_that_sets_it() -> None:
+    first, second = Fixed(batch_size=8), Fixed(batch_size=16, workers=2)
+    third = Fixed(batch_size=32, workers=4, sync="sma")
+    policy = ComposePolicy(first, second, third)
+    assert policy.decide(signals()) == policy.initial() == Decision(batch_size=8, workers=2, sync="sma")
+    assert ComposePolicy(NoPolicy(), second).decide(signals()) == Decision(batch_size=16, workers=2)
+    assert ComposePolicy(NoPolicy(), BasePolicy()).decide(signals()) is None
+    assert ComposePolicy(NoPolicy(), BasePolicy()).initial() is None
+
+
+@pytest.mark.parametrize(
+    ("owned", "expected"),
+    [
+        # At steps 3 and 6 the first policy decides; in between the later one does, unless the field has an owner.
+        ((), [16, 16, 8, 16, 16, 8]),
+        (("batch_size",), [None, None, 8, None, None, 8]),
+    ],
+)
+def test_compose_leaves_a_field_to_its_owner(owned: tuple[str, ...], expected: list[int | None]) -> None:
+    policy = ComposePolicy(Fixed(owned, every=3, batch_size=8), Fixed(batch_size=16, workers=2))
+    decided = [policy.decide(signals(step=step)) or Decision() for step in range(1, 7)]
+    assert [decision.batch_size for decision in decided] == expected
+    assert {decision.workers for decision in decided} == {2}
+
+
+def test_compose_of_rules_does_not_undo_the_first_ones_decisions() -> None:
+    """gns decides at every 20th step; a schedule of batch size and rate asks at each until it has them."""
+    schedule = SchedulePolicy([{"step": 0, "batch_size": 64, "lr_scale": 0.5}])
+    policy, batch_size = ComposePolicy(GNSPolicy(), schedule), 64
+    for step in range(1, 45):
+        decided = policy.decide(signals(batch_size, (900, 1000, 1100), step=step, workers=8)) or Decision()
+        assert decided.lr_scale == 0.5
+        batch_size = decided.batch_size or batch_size
+        assert batch_size == 64 * 2 ** (step // 20)
+    assert policy.owned_fields() == ("batch_size", "workers", "lr_scale")
+
+
+class Hooked(BasePolicy):
+    """Keeps the names of its hooks as they are called."""
+
+    def __init__(self, name: str, calls: list[tuple[str, str]]) -> None:
+        self.name, self.calls = name, calls
+
+    def __getattribute__(self, attribute: str) -> Any:
+        if attribute.startswith(("before_", "after_")):
+            return lambda: self.calls.append((attribute, self.name))
+        return super().__getattribute__(attribute)
+
+
+def test_compose_calls_all_hooks_in_order() -> None:
+    calls: list[tuple[str, str]] = []
+    policy = ComposePolicy(
+        Hooked("a", calls), Hooked("b", calls), ComposePolicy(Hooked("c", calls), Hooked("d", calls))
+    )
+    hooks = ["before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train"]
+    for hook in hooks:
+        getattr(policy, hook)()
+    assert calls == [(hook, name) for hook in hooks for name in "abcd"]
+
+
+class Counting(BasePolicy):
+    """Counts its steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def after_step(self) -> None:
+        self.count += 1
+
+
+def test_compose_keeps_the_state_of_its_parts() -> None:
+    one, two, joiner = Counting(), Counting(), Counting()
+    policy = ComposePolicy(one, GNSPolicy(), two)
+    policy.after_step()
+    one.after_step()
+    state = policy.state_dict()
+    assert state == {"first": {"count": 2}, "second": {}, "third": {"count": 1}}
+    ComposePolicy(NoPolicy(), joiner, joiner).load_state_dict(state)
+    assert joiner.count == 1
+    ComposePolicy(joiner, NoPolicy()).load_state_dict({})  # of a run with another policy
+    assert joiner.count == 1
+
+
+def test_compose_needs_what_all_of_its_parts_need() -> None:
+    both = ComposePolicy(SeesawPolicy(), CriticalBatchPolicy())
+    assert both.lr_settings() == {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
+
+    class OfItsOwn(BasePolicy):
+        def lr_settings(self) -> dict[str, tuple[str, ...]]:
+            return {"scaling": ("none",)}
+
+    with pytest.raises(ValueError, match=r"^policy: no value of lr\.scaling is right with all of SeesawPolicy, Of"):
+        ComposePolicy(SeesawPolicy(), OfItsOwn())
+
+
+def test_compose_takes_policies_only() -> None:
+    with pytest.raises(ValueError, match=r"^policy\.second=8: must be a kf\.BasePolicy"):
+        ComposePolicy(NoPolicy(), 8)  # type: ignore[arg-type]
+
+    class Wrong(BasePolicy):
+        def decide(self, signals: Signals) -> Any:
+            return 64
+
+    with pytest.raises(TypeError, match=r"^Wrong\.decide returned a value of type int: it must be a kf\.Decision"):
+        ComposePolicy(NoPolicy(), Wrong()).decide(signals())
+
+
+def test_compose_is_built_of_the_options_of_its_parts() -> None:
+    overrides = ["policy=compose", "policy@policy.first=seesaw", "policy@policy.second=gns", "policy.second.factor=2"]
+    with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
+        cfg = hydra.compose("config", [*overrides, "policy@policy.third=schedule", "policy.third.phases=0:8"])
+    policy = make_policy(OmegaConf.to_container(cfg.policy))
+    decided = policy.decide(signals(32, (900, 1000, 1100), done=0.5, base_batch_size=32))
+    # Seesaw has cut by 1.1 seven times, to 0.5132: 62.4 samples, seven micro-batches of 8. gns would have 64 samples,
+    # and asks for the two workers of these.
+    assert decided == Decision(batch_size=56, lr_scale=1.1**-7, workers=2)
+
+
+def test_what_each_policy_needs_of_the_training_is_needed_by_all_of_them() -> None:
+    """Whether input-bound training is grown is said by the owner of the worker count."""
+    named, gns = SchedulePolicy([{"step": 5, "workers": 2}]), GNSPolicy()
+    assert ComposePolicy(named, gns).grows_when_input_bound and not ComposePolicy(gns, named).grows_when_input_bound
+    assert not ComposePolicy(BasePolicy(), SchedulePolicy([{"step": 5, "lr_scale": 2}])).grows_when_input_bound
+    curved = ComposePolicy(CurvaturePolicy(every=6), CurvaturePolicy(every=4), SyncSwitchPolicy(step=9))
+    assert (curved.fisher_every, curved.modes) == (2, ("sma", "ssgd"))
+    plain = ComposePolicy(gns, NoPolicy())
+    assert (plain.fisher_every, plain.modes) == (None, ())

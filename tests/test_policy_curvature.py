@@ -1,0 +1,213 @@
+"""The diagonal Fisher information by AdamW's second moments, and the learning rate that falls where it rises."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import compose
+from policy_signals import signals
+from problems import network, problem
+from torch import nn
+
+import kfuse as kf
+from kfuse.config.schema import ConfigError
+from kfuse.optim.batch_betas import BatchBetas
+from kfuse.policies import CurvaturePolicy
+from kfuse.policies.signals import Decision
+from kfuse.session import reset
+
+# -- the figures -----------------------------------------------------------------------------------------------------
+
+
+def expected(opt: torch.optim.Optimizer) -> tuple[float, float]:
+    """Trace and largest entry from torch's per-parameter state, in float64."""
+    entries = []
+    for group in opt.param_groups:
+        for p in group["params"]:
+            if "exp_avg_sq" in opt.state[p] and opt.state[p]["step"] > 0:
+                v, updates = opt.state[p]["exp_avg_sq"].double(), float(opt.state[p]["step"])
+                entries.append((v / (1 - group["betas"][1] ** updates)).flatten())
+    diagonal = torch.cat(entries)
+    return float(diagonal.sum()), float(diagonal.max())
+
+
+@pytest.mark.parametrize("optimizer", [kf.FusedAdamW, kf.FusedLAMB])
+def test_trace_and_largest_entry_are_those_of_torchs_state(optimizer: Any) -> None:
+    """Two groups with their own beta2; a layer that has a gradient in each second step, and one that has none."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)])
+    groups = [
+        {"params": [*layers[0].parameters(), *layers[2].parameters()]},
+        {"params": [*layers[1].parameters(), *layers[3].parameters()], "betas": (0.9, 0.95)},
+    ]
+    opt = optimizer(groups, lr=0.01)
+    assert opt.fisher() is None
+    for step in range(6):
+        x = torch.randn(8, 4)
+        used = layers[:2] if step % 2 else layers[:3]
+        F.mse_loss(sum(layer(x) for layer in used), torch.zeros(8, 3)).backward()
+        opt.step()
+        opt.zero_grad()
+        fisher = opt.fisher()
+        assert fisher is not None and fisher.dtype == torch.float32 and fisher.shape == (2,)
+        assert fisher.tolist() == pytest.approx(expected(opt), rel=1e-5)
+
+
+def test_betas_that_follow_the_batch_size_correct_the_bias_by_their_product() -> None:
+    """Four updates with beta2 = 0.9, and two with 0.9^4: the initial zero has the weight 0.9^12."""
+    net = nn.Linear(4, 3)
+    opt = kf.FusedAdamW(net.parameters(), betas=(0.9, 0.9))
+    for step in range(6):
+        opt.set_batch_betas(BatchBetas("marek", 4.0) if step > 3 else None)
+        F.mse_loss(net(torch.randn(8, 4)), torch.zeros(8, 3)).backward()
+        opt.step()
+        opt.zero_grad()
+    fisher = opt.fisher()
+    assert fisher is not None
+    diagonal = torch.cat([opt.state[p]["exp_avg_sq"].double().flatten() for p in net.parameters()]) / (1 - 0.9**12)
+    assert fisher.tolist() == pytest.approx([float(diagonal.sum()), float(diagonal.max())], rel=1e-5)
+
+
+class Seeing(kf.BasePolicy):
+    fisher_every = 3
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float | None, float | None]] = []
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append((signals.fisher_trace, signals.fisher_max))
+        return None
+
+
+def trained(sync: str, reproducible: bool) -> tuple[list[tuple[float | None, float | None]], tuple[float, float]]:
+    kf.init(kf.CommOptions(sync=sync, reproducible=reproducible))
+    net, policy = network(), Seeing()
+    opt = kf.FusedAdamW(net.parameters(), betas=(0.9, 0.95))
+    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=16, steps=10)
+    return policy.seen, expected(opt)
+
+
+def test_all_workers_see_the_leaders_figures_with_the_same_bits_for_any_number_of_them() -> None:
+    """In each third step, as they were before it: after 9 updates in step 9. None before the first update."""
+    two, again = run_workers(2, trained, "ssgd", True)
+    try:
+        assert two == again == trained("ssgd", True)  # one worker
+    finally:
+        reset()
+    seen, after = two
+    assert [step for step, (trace, _) in enumerate(seen) if trace is not None] == [3, 6, 9]
+    assert all((trace is None) == (top is None) for trace, top in seen)
+    assert seen[9] == pytest.approx(after, rel=0.2) and seen[9] != after  # one update later
+
+
+@pytest.mark.full
+def test_in_local_steps_they_are_unknown() -> None:
+    for seen, _ in run_workers(2, trained, "local:4", False):
+        assert seen == [(None, None)] * 10
+
+
+def test_without_a_policy_that_needs_them_they_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(kf.FusedAdamW, "fisher", refuse)
+    net = network()
+    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.Hook(kf.BasePolicy()), batch_size=16, steps=3)
+
+
+def test_optimizers_that_do_not_have_them_are_refused() -> None:
+    net = network()
+    for opt in (kf.FusedSGD(net.parameters(), lr=0.1), kf.Optimizer(torch.optim.AdamW(net.parameters()))):
+        with pytest.raises(ValueError, match=r"^CurvaturePolicy needs the second moments of kf\.FusedAdamW"):
+            kf.fit(net, problem(), opt, kf.Hook(CurvaturePolicy()), batch_size=16, steps=3)
+    options = ["policy=curvature", "comm.state=sharded"]
+    with pytest.raises(ConfigError, match=r"^comm\.state=sharded: must be replicated with policy\._target_=kfuse"):
+        compose(options)
+    for optimizer in ("sgd", "torch"):
+        with pytest.raises(ConfigError, match=r"^optimizer\._target_=.*: must be kfuse\.FusedAdamW or kfuse\.FusedLAM"):
+            compose(["policy=curvature", f"optimizer={optimizer}"])
+    for optimizer in ("adamw", "lamb"):
+        assert compose(["policy=curvature", f"optimizer={optimizer}"])["policy"]["every"] == 20
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+def scales(policy: CurvaturePolicy, pairs: list[tuple[float | None, float | None]], **changes: Any) -> list[float]:
+    """What it asks for after each pair; what it asks for comes."""
+    scale, out = policy.scale, []
+    for number, (trace, top) in enumerate(pairs, policy.last_step // policy.every + 1):
+        seen = signals(step=number * policy.every, lr_scale=scale, fisher_trace=trace, fisher_max=top, **changes)
+        decision = policy.decide(seen)
+        assert decision == policy.decide(seen)
+        if decision is not None:
+            assert decision == Decision(lr_scale=decision.lr_scale)
+        scale = scale if decision is None or decision.lr_scale is None else decision.lr_scale
+        out.append(scale)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([(1, 0.1), (1.9, 0.19), (2.1, 0.21), (4.1, 0.41), (4.3, 0.43)], [1, 1, 0.5, 0.5, 0.25]),  # 2.1, 1.95, 2.05
+        ([(1, 0.1), (3, 0.1), (1, 0.3), (3, 0.3)], [1, 1, 1, 0.5]),  # both must rise
+        ([(1, 0.1), (3, 0.3), (1.6, 0.16), (1.4, 0.16), (1.4, 0.14)], [1, 0.5, 0.5, 0.5, 1]),  # below half of 3
+        ([(4, 0.4), (1, 0.1), (3, 0.3)], [1, 1, 0.5]),  # the reference follows downwards; never above 1
+        ([(2.5**k, 2.5**k) for k in range(6)], [1, 0.5, 0.25, 0.125, 0.1, 0.1]),  # the least
+        ([(1, 0.1), (None, None), (3, None), (math.nan, 0.3), (math.inf, 0.3), (0, 0.3), (3, 0.3)], [1] * 6 + [0.5]),
+    ],
+)
+def test_decisions_by_hand(pairs: list[tuple[float | None, float | None]], expected: list[float]) -> None:
+    assert scales(CurvaturePolicy(), pairs) == pytest.approx(expected)
+
+
+def test_values_inside_the_hysteresis_change_nothing() -> None:
+    policy = CurvaturePolicy()
+    scales(policy, [(1, 1), (2.5, 2.5)])
+    assert scales(policy, [(1.3, 1.3), (4.9, 4.9)] * 20) == [0.5] * 40
+
+
+def test_it_decides_at_its_own_steps_only() -> None:
+    """Beside a policy with every=30 the figures are there at steps divisible by 10, their greatest common divisor."""
+    policy = CurvaturePolicy(every=20)
+    seen = {step: 10.0**step for step in (0, 10, 20, 30, 40)}  # above twice the reference at each step
+    decided = {step: policy.decide(signals(step=step, fisher_trace=f, fisher_max=f)) for step, f in seen.items()}
+    half, quarter = Decision(lr_scale=0.5), Decision(lr_scale=0.25)
+    assert decided == {0: None, 10: None, 20: half, 30: half, 40: quarter}  # at 30 it asks for the same again
+    assert policy.reference == [1e40, 1e40]
+
+
+def test_another_batch_size_is_a_new_reference() -> None:
+    policy = CurvaturePolicy()
+    assert scales(policy, [(1, 1)]) == [1]
+    assert scales(policy, [(9, 9), (17, 17), (19, 19)], batch_size=8) == [1, 1, 0.5]
+
+
+def test_state_goes_on() -> None:
+    policy, copy = CurvaturePolicy(), CurvaturePolicy(every=7, rise=3)
+    scales(policy, [(1, 1), (3, 3)])
+    copy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert (copy.every, copy.fisher_every, copy.rise, copy.scale) == (7, 7, 3, 0.5)
+    assert scales(copy, [(8, 8), (9.1, 9.1)]) == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("every=0: must be a whole number", {"every": 0}),
+        ("rise=1: must be above 1", {"rise": 1}),
+        ("factor=1: must be below 1", {"factor": 1}),
+        ("factor=0: must be a finite number above 0", {"factor": 0}),
+        ("least=2: must be at most 1", {"least": 2}),
+    ],
+)
+def test_options_are_checked(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^policy\.{message}"):
+        CurvaturePolicy(**options)

@@ -1,0 +1,241 @@
+"""Pollux' model of a step's time, and the policy that maximises goodput."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from policy_signals import signals
+
+from kfuse.policies import GoodputPolicy
+from kfuse.policies.goodput import efficiency
+from kfuse.policies.signals import Bounds, Decision, Signals
+from kfuse.policies.step_time import StepTime, fit
+
+# -- the model, and its fit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "k", "n", "seconds"),
+    [
+        (StepTime(0.01, 0.02, 0.03, 0.005), 3, 1, 0.01 + 3 * 0.02),  # one worker has no messages
+        (StepTime(0.01, 0.02, 0.03, 0.005), 3, 2, 0.07 + 0.03),
+        (StepTime(0.01, 0.02, 0.03, 0.005), 3, 4, 0.07 + 0.04),
+        (StepTime(0.01, 0.02, 0.03, 0.005, 2.0), 1, 4, 0.05),  # 3, 4, 5
+        (StepTime(0.01, 0.02, 0.03, 0.005, 10.0), 1, 4, 0.04 * (1 + 0.75**10) ** 0.1),
+    ],
+)
+def test_seconds_of_a_step_by_hand(model: StepTime, k: int, n: int, seconds: float) -> None:
+    assert model.seconds(k, n) == pytest.approx(seconds)
+
+
+FITTED = StepTime(0.121, 0.00568, 0.0236, 0.00634, 1.14)
+OVERLAPPED = StepTime(0.01, 0.002, 0.05, 0.01, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "workers", "samples_each", "noise", "base", "throughput", "of_a_sample"),
+    [
+        (FITTED, 1, 32, 0.000502 / 0.00136 * 128, 128, 105.69427902253693, 2.2114014251781473),
+        (FITTED, 2, 32, 0.000502 / 0.00136 * 128, 128, 201.7682794156269, 1.5752961082910322),
+        (FITTED, 2, 128, 0.000502 / 0.00136 * 128, 128, 297.47886299439773, 0.5779019242706394),
+        (FITTED, 8, 64, 0.000502 / 0.00136 * 128, 128, 975.602360666541, 0.3133625042073376),
+        (FITTED, 16, 256, 0.000502 / 0.00136 * 128, 128, 2493.0291469403155, 0.04229703330153105),
+        (OVERLAPPED, 2, 16, 2.0 / 0.5 * 16, 16, 596.8040281274018, 0.8333333333333334),
+        (OVERLAPPED, 8, 64, 2.0 / 0.5 * 16, 16, 3508.799914362508, 0.1388888888888889),
+    ],
+)
+def test_the_figures_of_adaptdls_goodput_function(
+    model: StepTime, workers: int, samples_each: int, noise: float, base: int, throughput: float, of_a_sample: float
+) -> None:
+    """What petuum/adaptdl's GoodputFunction (adaptdl/goodput.py) gives for these parameters, with one replica a node.
+
+    Its atomic batch is a worker's micro-batches here, its GradParams (sqr, var) the noise scale var / sqr * base.
+    """
+    batch_size = workers * samples_each
+    assert batch_size / model.seconds(samples_each, workers) == pytest.approx(throughput, rel=1e-6)
+    assert efficiency(batch_size, base, noise) == pytest.approx(of_a_sample)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.2, 3.0])
+def test_a_fit_predicts_settings_that_it_has_not_seen(gamma: float) -> None:
+    """Times with one percent of noise, as in adaptdl's fit_test.py; predictions reach to twice the workers."""
+    rng = np.random.default_rng(0)
+    true = StepTime(0.1, 0.01, 0.2, 0.03, gamma)
+    k, n = np.meshgrid([4, 8, 16, 32], [1, 2, 3, 4])
+    seconds = true.seconds(k, n) * np.exp(rng.normal(0, 0.01, k.shape))
+    points = [(int(a), int(b), float(c)) for a, b, c in zip(k.flat, n.flat, seconds.flat, strict=True)]
+    model = fit(points)
+    assert model == fit(points)
+    k, n = np.meshgrid([4, 16, 64], [1, 2, 6, 8])
+    assert np.abs(model.seconds(k, n) / true.seconds(k, n) - 1).max() < 0.06
+
+
+def test_what_points_do_not_tell_is_assumed_to_scale() -> None:
+    one = fit([(8, 1, 0.09)])
+    assert (one.constant, one.micro_batch) == pytest.approx((0.045, 0.045 / 8))  # half of the time each
+    assert (one.sync, one.more) == (0.0, 0.0)
+    two = fit([(8, 1, 0.09), (4, 1, 0.05), (4, 2, 0.06)])
+    assert (two.constant, two.micro_batch, two.sync) == pytest.approx((0.01, 0.01, 0.01), rel=1e-3)
+    assert two.more == 0.0
+    assert fit([(8, 1, 0.05), (4, 1, 0.05), (2, 1, 0.05)]).seconds(1, 1) == pytest.approx(0.05, rel=1e-2)
+    with pytest.raises(ValueError, match="there are no points"):
+        fit([])
+
+
+# -- the policy ------------------------------------------------------------------------------------------------------
+
+
+def seen(policy: GoodputPolicy, k: int, n: int, seconds: float, count: int = 8, **changes: Any) -> Signals:
+    """The policy sees so many steps of n workers, with k micro-batches of 8 each; returns the last step's signals."""
+    given: dict[str, Any] = {"workers": n, "previous_step_time_s": seconds, **changes}
+    for step in range(policy.last_step + 1, policy.last_step + 1 + count):
+        at = signals(k * n * 8, step=policy.every * step + 1, **given)
+        assert policy.decide(at) is None
+    return at
+
+
+def decided(policy: GoodputPolicy, last: Signals, **changes: Any) -> Decision | None:
+    step = (last.step // policy.every + 1) * policy.every
+    given: dict[str, Any] = {"step": step, "previous_step_time_s": None, **changes}
+    now = signals(last.batch_size, workers=last.workers, **given)
+    decision = policy.decide(now)
+    assert decision == policy.decide(now)
+    return decision
+
+
+NOISE = {"noise": (200, 200, 200)}
+
+
+def table() -> list[tuple[dict[str, Any], dict[str, Any], Decision | None]]:
+    """One worker, 8 micro-batches of 8 in 90 ms: by assumption 45 ms and 5.625 ms each.
+
+    Goodput of one worker, noise scale 200, by batch size: 64: 711.1; 104: 104 / 0.118125 x 264 / 304 = 764.6;
+    112: 112 / 0.12375 x 264 / 312 = 765.8; 120: 120 / 0.129375 x 264 / 320 = 765.2; 128: 763.1. The gain is 7.69 %.
+    Two workers, 128: 128 / 0.09 x 264 / 328 = 1144.7.
+    """
+    return [
+        ({}, NOISE, Decision(batch_size=112, workers=2)),
+        ({}, {}, Decision(workers=2)),  # the noise scale is unknown: the batch size stays
+        ({}, {"noise_scale_low": 200.0}, Decision(batch_size=112, workers=2)),
+        ({}, {"noise": (200, 900, 5000)}, Decision(batch_size=112, workers=2)),  # the low end counts
+        ({}, {"noise": (math.nan, math.nan, math.nan)}, Decision(workers=2)),
+        ({"margin": 0.076}, NOISE, Decision(batch_size=112, workers=2)),
+        ({"margin": 0.078}, NOISE, Decision(workers=2)),
+        ({"margin": 0.62}, NOISE, None),  # 1144.7 / 711.1 = 1.61
+        ({}, {**NOISE, "bounds": Bounds(8, 104, 1, 1)}, Decision(batch_size=104)),
+        ({}, {**NOISE, "bounds": Bounds(64, 64, 1, 1)}, None),
+        ({}, {**NOISE, "bounds": Bounds(57, 63, 1, 8)}, Decision(workers=2)),  # no whole micro-batches in there
+    ]
+
+
+@pytest.mark.parametrize(("options", "changes", "expected"), table())
+def test_decisions_by_hand(options: dict[str, Any], changes: dict[str, Any], expected: Decision | None) -> None:
+    policy = GoodputPolicy(every=10, **options)
+    assert decided(policy, seen(policy, 8, 1, 0.09), **changes) == expected
+
+
+def shrinking() -> list[tuple[dict[str, Any], Decision | None]]:
+    """One worker, a step of 90 ms for 8 micro-batches of 8, and one of 50 ms for 4: 10 ms, and 10 ms for each.
+
+    64 samples: 711.1 a second. 32 samples with the noise scale 20: 640 x 84 / 52 = 1033.8; with 150: 640 x 214 / 182 =
+    752.5, a gain of 5.8 %; with 170: 640 x 234 / 202 = 741.4, 4.3 %.
+    """
+    return [
+        ({"noise": (5, 10, 20)}, Decision(batch_size=32)),
+        ({"noise": (5, 10, 150)}, Decision(batch_size=32)),
+        ({"noise": (5, 10, 170)}, None),  # the high end counts
+        ({"noise_scale_low": 5.0}, None),  # it is unknown
+    ]
+
+
+@pytest.mark.parametrize(("changes", "expected"), shrinking())
+def test_smaller_batches_by_hand(changes: dict[str, Any], expected: Decision | None) -> None:
+    policy = GoodputPolicy(every=10)
+    seen(policy, 4, 1, 0.05)
+    bounds = Bounds(8, 1024, 1, 1)
+    assert decided(policy, seen(policy, 8, 1, 0.09, bounds=bounds), bounds=bounds, **changes) == expected
+
+
+def test_workers_that_do_not_pay_are_given_back_and_not_tried_again() -> None:
+    """64 samples: 711 a second by one worker; 533 by two, where a step takes 120 ms."""
+    policy = GoodputPolicy(every=10)
+    assert decided(policy, seen(policy, 8, 1, 0.09)) == Decision(workers=2)
+    assert decided(policy, seen(policy, 4, 2, 0.12)) == Decision(workers=1)
+    for _ in range(5):
+        assert decided(policy, seen(policy, 8, 1, 0.09)) is None
+
+
+def test_the_next_workers_are_tried_while_they_pay() -> None:
+    """Perfect scaling, up to the bound: 1, 2, 4, 8; never more than twice as many as were tried."""
+    policy, workers, tried = GoodputPolicy(every=10), 1, [1]
+    while decision := decided(policy, seen(policy, 64 // workers, workers, 0.64 / workers)):
+        workers = decision.workers or workers
+        tried.append(workers)
+    assert tried == [1, 2, 4, 8]
+
+
+def simulate(policy: GoodputPolicy, true: StepTime, noise: float, steps: int) -> list[tuple[int, int]]:
+    """(batch size, workers) of each step in a run with these step times, from 64 and 1 on."""
+    batch_size, workers, run = 64, 1, []
+    before: tuple[int, int] | None = None
+    for step in range(steps):
+        now = batch_size, workers
+        seconds = float(true.seconds(-(-batch_size // (8 * workers)), workers)) if now == before else None
+        at = signals(
+            batch_size,
+            (0.9 * noise, noise, 1.1 * noise),
+            step=step,
+            workers=workers,
+            previous_step_time_s=seconds,
+        )
+        run.append(now)
+        before = now
+        decision = policy.decide(at) or Decision()
+        assert decision.clipped(at.bounds) == (decision, [])
+        batch_size, workers = decision.batch_size or batch_size, decision.workers or workers
+    return run
+
+
+@pytest.mark.parametrize("noise", [10.0, 300.0, 3000.0])
+@pytest.mark.parametrize(
+    "true",
+    [
+        StepTime(0.001, 0.01),
+        StepTime(0.05, 0.001, 0.02, 0.01),
+        StepTime(0.0, 0.002, 0.05, 0.05, 2.0),
+        StepTime(0.02, 0.01, 0.01, 0.002, 3.0),
+    ],
+)
+def test_it_settles_near_the_best_setting(true: StepTime, noise: float) -> None:
+    run = simulate(GoodputPolicy(every=10), true, noise, 300)
+    assert len(set(run[-60:])) == 1
+
+    def goodput(batch_size: int, workers: int) -> float:
+        seconds = true.seconds(-(-batch_size // (8 * workers)), workers)
+        return float(batch_size / seconds * efficiency(batch_size, 64, noise))
+
+    best = max(goodput(8 * m, n) for m in range(1, 129) for n in range(1, 9))
+    if noise > 64:
+        assert goodput(*run[-1]) > best / 1.05**2
+    else:  # smaller batches than the first one, which half of the computation is assumed not to depend on
+        assert goodput(*run[-1]) > goodput(*run[0]) / 1.1  # a wrong prediction costs what it takes to go back
+
+
+def test_state_goes_on_and_a_repeated_step_counts_once() -> None:
+    policy, copy = GoodputPolicy(every=10), GoodputPolicy(every=10, margin=0.3)
+    last = seen(policy, 8, 1, 0.09, count=3)
+    policy.decide(last)
+    copy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert copy.margin == 0.3 and copy.state_dict() == policy.state_dict()
+    assert policy.times == [[0.09] * 3]
+    assert decided(policy, last, noise=(200, 200, 200)) is None  # too few steps are measured
+
+
+@pytest.mark.parametrize(("key", "options"), [("every=0", {"every": 0}), ("margin=0", {"margin": 0})])
+def test_options_are_checked(key: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^policy\.{key}: must be"):
+        GoodputPolicy(**options)

@@ -1,0 +1,85 @@
+"""Synchronous model averaging first, synchronous SGD from a given step on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from distributed import run_workers
+from elastic_job import compose
+from policy_signals import signals
+from problems import network, problem
+
+import kfuse as kf
+from kfuse.config.schema import ConfigError
+from kfuse.policies import SyncSwitchPolicy
+from kfuse.policies.signals import Decision
+
+
+@pytest.mark.parametrize(("step", "asked_at"), [(1, 0), (4, 0), (5, 1), (20, 16)])
+def test_it_asks_once_so_that_the_step_is_the_first(step: int, asked_at: int) -> None:
+    """A decision on step s applies from step s + 4 on."""
+    policy = SyncSwitchPolicy(step)
+    assert policy.initial() == Decision(sync="sma")
+    asked = []
+    for now in range(40):
+        decision = policy.decide(signals(step=now))
+        assert decision == policy.decide(signals(step=now))
+        if decision is not None:
+            asked.append((now, decision))
+    assert asked == [(asked_at, Decision(sync="ssgd"))]
+
+
+def test_it_asks_where_its_step_was_passed_in_another_mode() -> None:
+    """As after a resumption with another policy."""
+    assert SyncSwitchPolicy(20).decide(signals(step=100)) == Decision(sync="ssgd")
+
+
+def test_state_goes_on() -> None:
+    policy, copy = SyncSwitchPolicy(20), SyncSwitchPolicy(30)
+    assert policy.decide(signals(step=16)) is not None
+    copy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert copy.step == 30 and copy.decide(signals(step=26)) is None
+
+
+class Kept(SyncSwitchPolicy):
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.known: list[bool] = []
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.known.append(signals.grad_norm is not None)
+        return super().decide(signals)
+
+
+def switched(step: int) -> tuple[list[bool], bytes]:
+    """In which steps the mean gradient's norm is known, which it is with ssgd; the model."""
+    kf.init()
+    net, policy = network(), Kept(step)
+    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.Hook(policy), batch_size=16, steps=24)
+    return policy.known, b"".join(param.detach().numpy().tobytes() for param in net.parameters())
+
+
+def test_workers_average_models_up_to_the_step_and_gradients_from_it_on() -> None:
+    results = run_workers(2, switched, 14)
+    assert results[0] == results[1]
+    assert results[0][0] == [False] * 14 + [True] * 10
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("comm=reproducible", "comm.sync=sma: must be ssgd with comm.reproducible=true"),
+        ("comm.state=sharded", "comm.sync=sma: must be ssgd with comm.state=sharded"),
+    ],
+)
+def test_what_rules_sma_out_is_refused_before_training(setting: str, message: str) -> None:
+    policy = ["policy=sync_switch", "policy.step=9"]
+    assert compose(policy)["policy"]["step"] == 9
+    with pytest.raises(ConfigError, match=rf"^policy\._target_=kfuse\.policies\.SyncSwitchPolicy: it sets {message}"):
+        compose([*policy, setting])
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"^policy\.step=0: must be a whole number, at least 1"):
+        SyncSwitchPolicy(0)

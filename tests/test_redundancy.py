@@ -1,0 +1,146 @@
+"""The next worker has a worker's shards of the optimizer's state, bit by bit; and where a lost one's come from."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from distributed import run_workers
+from hypothesis import given
+from hypothesis import strategies as st
+from sharded import init, loss_of, net, optimizer, same, tensors, values
+from torch import nn
+
+import kfuse as kf
+from kfuse.comm.group import CommError, Group
+from kfuse.optim.sharding import ShardsLost, plan_moves
+from kfuse.session import Session, reset
+
+UNIT = 8
+
+
+def shards(numel: int, size: int) -> list[slice]:
+    return Group().shards(numel, UNIT, size)
+
+
+def with_mirrors(numel: int, size: int) -> list[list[slice]]:
+    """What each rank has: its own shard, and the one of the rank before."""
+    own = shards(numel, size)
+    return [[own[r], own[r - 1]] if size > 1 else [own[r]] for r in range(size)]
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[int, int, list[int], int]:
+    """(elements, workers before, ranks that survive, new workers)."""
+    size = draw(st.integers(1, 6))
+    alive = draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))
+    return draw(st.integers(0, 300)), size, sorted(alive), draw(st.integers(0, 2))
+
+
+@given(losses())
+def test_survivors_get_all_unless_owner_and_mirror_are_lost(case: tuple[int, int, list[int], int]) -> None:
+    numel, size, alive, new = case
+    before = with_mirrors(numel, size)
+    held = [before[r] for r in alive] + [[] for _ in range(new)]
+    wanted = with_mirrors(numel, len(held))
+    lost = [r for r in range(size) if r not in alive and (r + 1) % size not in alive]
+    if any(before[r][0].stop > before[r][0].start for r in lost):
+        with pytest.raises(ShardsLost):
+            plan_moves(held, wanted)
+        return
+    moves = plan_moves(held, wanted)
+    for to, places in enumerate(wanted):
+        mine = sorted((m.place.start, m.place.stop) for m in moves if m.target == to)
+        assert [e for start, stop in mine for e in range(start, stop)] == sorted(
+            e for place in places for e in range(place.start, place.stop)
+        )
+    for move in moves:
+        assert any(p.start <= move.place.start and move.place.stop <= p.stop for p in held[move.source])
+
+
+def mirrored_run(kind: str, dtype: torch.dtype, steps: int) -> list[Any]:
+    """Some steps; then each worker's shard of each bucket, what it mirrors, and the parameters."""
+    with patch.object(Session, "mirrors", True):
+        init()
+        model = net(dtype)
+        opt = optimizer(kind, model, clip_norm=0.5)
+    for step in range(steps):
+        loss_of(model, step, kf.rank()).backward()
+        opt.step()
+        opt.zero_grad()
+    own, mirrored = [], []
+    for bucket, flat, mirror in zip(opt.engine.gradient_buckets, opt._flats, opt._mirrors, strict=True):
+        for each, found in ((flat, own), (mirror, mirrored)):
+            if not each.width:
+                continue
+            values = {name: tensor.tolist() for name, tensor in each.tensors().items()}
+            found.append((each.place.start, each.place.stop, values, each.steps.tolist(), each.known))
+        assert bucket.mirrored == mirror.place
+    return [own, mirrored, [p.double().tolist() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "lamb"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_next_worker_repeats_each_update(kind: str, dtype: torch.dtype) -> None:
+    """Also of parameters that only some workers use in a step, or none."""
+    results = run_workers(3, mirrored_run, kind, dtype, 5)
+    for rank, (own, _, parameters) in enumerate(results):
+        assert results[(rank + 1) % 3][1] == own
+        assert parameters == results[0][2]
+    assert any(values for _, _, values, _, _ in results[0][0])
+
+
+def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
+    """This worker fails between both halves of step 1, which another one ends: it takes that one's state. In step 2 it
+    fails before the update, and the other one has begun.
+    """
+    init()
+    models = net(), net()
+    other, this = (optimizer("lamb", model) for model in models)
+
+    def fails(*_: Any) -> None:
+        raise CommError("another worker is lost")
+
+    def backward(step: int, *of: nn.Module) -> None:
+        for model in of:
+            loss_of(model, step, 0).backward()
+
+    try:
+        backward(0, *models)
+        other.step()
+        this.step()
+        for step, broken in ((1, (this.engine, "share_sums")), (2, (this.engine._reduction, "share_sums"))):
+            other.zero_grad()
+            this.zero_grad()
+            backward(step, models[0])
+            other.step()
+            with patch.object(*broken, fails), pytest.raises(CommError):
+                backward(step, models[1])
+                this.step()
+            this.engine.abort()
+            this.zero_grad()
+            if step == 1:
+                assert this.has_begun(1)
+                models[1].load_state_dict(models[0].state_dict())
+                this.load_state_dict(other.state_dict())
+                this.engine.step = 2
+        assert not this.has_begun(2)
+        this.resume_update(other.begun_update(), 2, owner_is_lost=False)
+        assert same(values(models[1]), values(models[0]))
+        assert same(tensors(this.state_dict()), tensors(other.state_dict()))
+    finally:
+        reset()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"redundancy": "raid"}, "elastic.redundancy='raid': must be one of mirror, snapshot, none"),
+        ({"snapshot_every": 0}, "elastic.snapshot_every=0: must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        kf.CommOptions(state="sharded", **options)

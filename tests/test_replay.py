@@ -1,0 +1,694 @@
+"""`kfuse replay`: signals are rebuilt exactly, a run's own policy decides as it did, another takes steps of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from elastic_job import (
+    DEADLINE_S,
+    Job,
+    assert_none_left,
+    command_line,
+    compose,
+    override,
+    read_lines,
+    wait_until,
+    words,
+)
+from omegaconf import OmegaConf
+from witness import seen
+
+import kfuse as kf
+from kfuse.cli.app import main
+from kfuse.observe.run_dir import RunDirectory
+from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
+from kfuse.policies.signals import DECISION_LAG, Bounds, Decision, Signals
+from kfuse.replay.events import began_at, decisions
+from kfuse.replay.recorded import Recorded, TradeOff, signals_of
+from kfuse.replay.run import run
+from kfuse.replay.steps import DecidedSettings, RecordedSteps, SimulatedSteps
+
+BOUNDS = Bounds(8, 1024, 1, 8)
+MICRO = 8
+
+
+def course(noise: Sequence[float | None], batch_size: int = 32, epoch: int | None = None, workers: int = 1) -> Recorded:
+    """A run of constant batch size, with these noise scales. epoch: samples of one."""
+    signals = [
+        Signals(
+            step=step,
+            epoch=0 if epoch is None else batch_size * step // epoch,
+            samples=batch_size * (step + 1),
+            lr=0.1,
+            lr_scale=1.0,
+            batch_size=batch_size,
+            workers=workers,
+            micro_batches=batch_size // MICRO,
+            micro_batch=MICRO,
+            grad_sq=2.0,
+            grad_variance=None if n is None else 2.0 * n,
+            grad_norm=math.sqrt(2.0 + 2.0 * (n or 0.0) / batch_size),
+            noise_scale=n,
+            noise_scale_low=n,
+            noise_scale_high=n,
+            bounds=BOUNDS,
+        )
+        for step, n in enumerate(noise)
+    ]
+    return Recorded(signals, [0.5] * len(signals))
+
+
+def linear(batch_size: int, *means: float | None) -> float:
+    return batch_size / 32
+
+
+class Fixed(BasePolicy):
+    """Begins with this batch size."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+
+    def initial(self) -> Decision | None:
+        return Decision(batch_size=self._batch_size)
+
+
+class Watching(BasePolicy):
+    """Keeps the signals, and asks for `decision` after step `at`."""
+
+    def __init__(self, at: int = -1, decision: Decision | None = None) -> None:
+        self.seen: list[Signals] = []
+        self._at, self._decision = at, decision
+
+    def decide(self, signals: Signals) -> Decision | None:
+        self.seen.append(signals)
+        return self._decision if signals.step == self._at else None
+
+
+# -- steps of another policy --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [8, 32, 64, 256, 1024])
+def test_a_fixed_batch_size_lies_on_the_hyperbola(batch_size: int) -> None:
+    """By hand: N = 100 and 3300 steps of 32: each makes 32/132, so Smin = 800 and Emin = 80,000.
+
+    steps = Smin + Emin / B. The noise scale of the run is constant, so any schedule of batch sizes gives its own sum.
+    """
+    recorded = course([100.0] * 3300)
+    trade_off = recorded.trade_off()
+    assert trade_off is not None
+    assert (trade_off.least_steps, trade_off.least_samples) == (pytest.approx(800), pytest.approx(80_000))
+    assert trade_off.critical_batch == pytest.approx(100)
+    replayed = run(Fixed(batch_size), SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    steps, samples = trade_off.predict(batch_size)
+    assert steps == pytest.approx(800 + 80_000 / batch_size)
+    assert (steps / 800 - 1) * (samples / 80_000 - 1) == pytest.approx(1)
+    assert replayed.steps == math.ceil(steps - 1e-6) and replayed.samples == replayed.steps * batch_size
+    assert not replayed.cut_off
+
+
+def test_a_noise_scale_that_grows_is_met_at_the_same_progress() -> None:
+    """By hand: 100 steps of 32 at N = 32 make 50, then 100 at N = 96 make 25.
+
+    With B = 96: 50 / (96 / 128) = 66.7 steps, then 25 / (96 / 192) = 50 steps: 117, as the step between has parts.
+    """
+    recorded = course([32.0] * 100 + [96.0] * 100)
+    watching = Watching(0, Decision())
+    watching.initial = lambda: Decision(batch_size=96)  # type: ignore[method-assign]
+    replayed = run(watching, SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    assert replayed.steps == 117
+    assert [each.noise_scale for each in watching.seen[:66]] == [32.0] * 66
+    assert {each.noise_scale for each in watching.seen[67:]} == {96.0}
+
+
+def test_its_signals_follow_its_own_settings() -> None:
+    """A decision on step 9 is in force from step 13 on; what the settings decide is computed, the rest unknown."""
+    recorded = course([100.0] * 400, epoch=640)
+    signals = [
+        replace(each, throughput=(1.0,), eval_accuracy=0.5, loss=1.0, link_latencies=((0.0,),))
+        for each in recorded.signals
+    ]
+    watching = Watching(9, Decision(batch_size=128, workers=2, lr_scale=0.5))
+    source = SimulatedSteps(Recorded(signals, recorded.seconds), linear, BOUNDS)
+    result = run(watching, source, DecidedSettings(32, 1), BOUNDS)
+    before, after = watching.seen[12], watching.seen[13]
+    assert before == signals[12]  # with the run's own settings: exactly as recorded
+    assert (after.step, after.batch_size, after.workers, after.lr_scale) == (13, 128, 2, 0.5)
+    assert after.samples == 13 * 32 + 128 and after.micro_batches == 16
+    assert after.lr == pytest.approx(0.1 * 4 * 0.5)
+    assert after.grad_norm == pytest.approx(math.sqrt(2 + 200 / 128))
+    assert (after.grad_sq, after.grad_variance, after.noise_scale, after.loss) == (2.0, 200.0, 100.0, 1.0)
+    assert after.eval_accuracy == 0.5
+    assert (after.throughput, after.link_latencies) == ((None, None), None)
+    change = result.changes[0]
+    assert (change.step, change.samples, change.before) == (9 + DECISION_LAG - 1, 13 * 32, DecidedSettings(32, 1))
+    assert change.after == DecidedSettings(128, 2, 0.5)
+    assert result.seconds is None, "no step of 128 samples on 2 workers was measured"
+    epochs = [each.epoch for each in watching.seen]
+    assert epochs == [max(0, each.samples - 1) // 640 for each in watching.seen]
+    ends = {each.samples for each in watching.seen if each.samples % 640 == 0}
+    assert ends == set(range(640, watching.seen[-1].samples + 1, 640)), "an epoch's last step is short"
+
+
+def test_a_step_of_one_micro_batch_measures_nothing() -> None:
+    watching = Watching()
+    watching.initial = lambda: Decision(batch_size=8)  # type: ignore[method-assign]
+    run(watching, SimulatedSteps(course([100.0] * 50), linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    assert {(each.grad_sq, each.grad_variance, each.noise_scale, each.noise_scale_low) for each in watching.seen} == {
+        (None,) * 4
+    }
+
+
+def test_an_unknown_noise_scale_predicts_nothing() -> None:
+    recorded = course([None] * 40)
+    assert recorded.trade_off() is None
+    replayed = run(Fixed(64), SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    assert (replayed.steps, replayed.samples) == (20, 1280), "the position is counted in samples"
+
+
+def test_the_noise_scale_where_it_is_unknown() -> None:
+    recorded = course([None, 50.0, None, 60.0, None])
+    assert recorded.noise_scales() == [50.0, 50.0, 50.0, 60.0, 60.0]
+    low = [replace(recorded.signals[2], noise_scale_low=value) for value in (40.0, 90.0)]
+    signals = [*recorded.signals[:2], *low, recorded.signals[4]]
+    assert Recorded(signals, [None] * 5).noise_scales() == [50.0, 50.0, 50.0, 90.0, 50.0]
+
+
+def test_a_replay_that_takes_too_long_is_cut_off() -> None:
+    replayed = run(Fixed(8), SimulatedSteps(course([1e6] * 30, 1024), linear, BOUNDS), DecidedSettings(1024, 1), BOUNDS)
+    assert replayed.cut_off and replayed.steps == 300
+
+
+def test_times_are_those_of_the_same_batch_and_workers() -> None:
+    replayed = run(NoPolicy(), SimulatedSteps(course([100.0] * 30), linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    assert (replayed.steps, replayed.seconds) == (30, 15.0)
+
+
+def test_decisions_are_clipped_and_said_once() -> None:
+    policy = SchedulePolicy([{"step": 0, "batch_size": 5000, "workers": 99}])
+    replayed = run(policy, SimulatedSteps(course([100.0] * 30), linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    assert [(each.step, each.after) for each in replayed.changes] == [(0, DecidedSettings(1024, 8))]
+    assert replayed.changes[0].notes[0].startswith("batch_size 5000 clipped to 1024")
+
+
+def test_sync_topology_and_tree_are_reported_where_they_are_new() -> None:
+    asked = Decision(sync="local:4", topology="tree", tree=(0, 0))
+    policy = types.SimpleNamespace(initial=lambda: None, decide=lambda signals: asked)
+    replayed = run(policy, RecordedSteps(course([100.0] * 30)), DecidedSettings(32, 1), BOUNDS, "ssgd")  # type: ignore[arg-type]
+    assert [(each.step, each.others) for each in replayed.changes] == [
+        (3, {"sync": "local:4", "topology": "tree", "tree": (0, 0)})
+    ]
+
+
+def test_a_policy_that_returns_no_decision_is_an_error() -> None:
+    policy = types.SimpleNamespace(initial=lambda: None, decide=lambda signals: 7)
+    with pytest.raises(TypeError, match=r"must be a kf\.Decision or None"):
+        run(policy, RecordedSteps(course([1.0])), DecidedSettings(32, 1), BOUNDS)  # type: ignore[arg-type]
+
+
+def test_trade_off_by_hand() -> None:
+    assert TradeOff(100, 5000).predict(50) == (200, 10_000)
+
+
+# -- what is recorded, and read back ------------------------------------------------------------------------------
+
+
+def test_every_signal_is_rebuilt(tmp_path: Path) -> None:
+    """A field of `Signals` that nothing records would be lost: this fails for it by name."""
+    line = {name: None for name in ("lr", "grad_sq", "grad_variance")} | {"step": 0}
+    filled: dict[str, Any] = {each.name: index for index, each in enumerate(fields(Signals))}
+    from kfuse.policies.signals import OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS
+
+    line |= {name: filled[name] for name in OF_COLUMNS} | {"step": 0, "grad_sq": 2.0, "grad_variance": 3.0}
+    line["signals"] = {name: filled[name] for name in OTHER_SIGNALS if name != "bounds"} | {"bounds": vars(BOUNDS)}
+    (rebuilt,) = signals_of([line])
+    for each in fields(Signals):
+        if each.name not in ("step", "bounds", "grad_sq", "grad_variance", *RUNNING_MEANS):
+            assert getattr(rebuilt, each.name) == filled[each.name], each.name
+    assert (rebuilt.mean_grad_sq, rebuilt.mean_grad_variance, rebuilt.bounds) == (2.0, 3.0, BOUNDS)
+
+
+def test_signals_that_change_in_steps_without_a_line_are_not_lost(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, tensorboard=False, every=4)
+    for step in range(8):
+        directory.metrics({"step": step} | ({"signals": {"lr_scale": 0.1 * step}} if step in (0, 2, 6, 7) else {}))
+    directory.close()
+    told = [line.get("signals") for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert told == [{"lr_scale": 0.0}, {"lr_scale": 0.2}, {"lr_scale": pytest.approx(0.7)}]
+
+
+def test_running_means_are_unknown_after_a_gap() -> None:
+    lines = [vars(each) | {"signals": {"bounds": vars(BOUNDS)} | others(each)} for each in course([5.0] * 4).signals]
+    assert [each.mean_grad_sq for each in signals_of(lines)] == [pytest.approx(2.0)] * 4
+    assert [each.mean_grad_sq for each in signals_of([lines[0], *lines[2:]])] == [pytest.approx(2.0), None, None]
+
+
+def others(each: Signals) -> dict[str, Any]:
+    return {"lr_scale": each.lr_scale, "micro_batch": each.micro_batch}
+
+
+def test_decisions_that_were_made_again_count_once() -> None:
+    def event(step: int | None, kind: str, **more: Any) -> dict[str, Any]:
+        return {"time": 0.0, "step": step, "kind": kind, **more}
+
+    events = [
+        event(3, "decision", batch_size=[1, 2]),
+        event(9, "decision", batch_size=[2, 4], lr=[0.1, 0.2]),
+        event(8, "resumed", path="x"),
+        event(9, "decision", batch_size=[2, 3]),
+        event(10, "decision", workers=[1, 2]),
+        event(11, "decision", tree="binary", why="the workers have changed"),
+    ]
+    assert decisions(events) == [(3, {"batch_size": [1, 2]}), (9, {"batch_size": [2, 3]})]
+    assert decisions([*events, events[0]]) == decisions(events), "a new leader sends its newest events again"
+    assert (began_at(events), began_at([event(8, "resumed", path="x"), *events])) == (0, 8)
+    assert decisions([*events, event(None, "started", note="")]) == []
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def train(directory: Path, hook: kf.Hook | None = None, **arguments: Any) -> None:
+    """A script's run, recorded."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 6), torch.randn(64, 1)
+    model = torch.nn.Linear(6, 1)
+    opt = kf.FusedSGD(model.parameters(), lr=0.05)
+    kf.fit(
+        model,
+        (x, y),
+        opt,
+        hook,
+        batch_size=8,
+        micro_batch=2,
+        epochs=6,
+        loss_fn=F.mse_loss,
+        run_dir=directory,
+        **arguments,
+    )
+
+
+def replay(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["kfuse", "replay", *map(str, words)])
+    return main()
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    train(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_the_table_and_the_summary(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phases = "policy.phases=[{step: 8, batch_size: 16, lr_scale: 0.5}]"
+    assert replay(monkeypatch, recorded, "policy=schedule", phases, "plot=null") == 0
+    out = capsys.readouterr().out
+    assert "SchedulePolicy on" in out and "another policy" in out
+    row = next(line.split() for line in out.splitlines() if "8 -> 16" in line)
+    assert row[:2] == ["7", "64"], "in force from step 8 on, as asked for"
+    assert "1 -> 0.5" in out
+    assert any(line.split()[:2] == ["recorded", "48"] for line in out.splitlines())
+    assert not list(recorded.glob("*.png"))
+
+
+def test_a_script_s_own_policy_must_be_named(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay(monkeypatch, recorded) == 2
+    assert "policy: must be given" in capsys.readouterr().err
+
+
+BAD = [
+    ((), "must be given the directory of a run"),
+    (("nowhere", "policy=none"), "nowhere: must be the directory of a run: it has no metrics.jsonl"),
+    (("RUN", "policy=none", "batch.size=8"), "batch.size=8: must be one of policy, policy.NAME, batch.min"),
+    (("RUN", "policy=none", "seed=1"), "seed=1: must be one of policy"),
+    (("RUN", "policy=gns", "policy.every=0"), "policy.every=0: must be a whole number, at least 1"),
+    (("RUN", "policy=gnz"), "policy"),
+    (("RUN", "policy._target_=nothing.Here"), "there is no module nothing"),
+    (("RUN", "policy._target_=kfuse.Hook", "+policy.policy=1"), "policy"),
+    (("RUN", "policy=none", "batch.max=x"), "batch.max=x: must be a whole number"),
+    (("RUN", "policy=none", "batch.max=4"), "must include the 8 that the run began with"),
+    (("RUN", "policy=none", "workers.min=9", "workers.max=8"), "workers.min=9, workers.max=8: must be 1 <= min <= max"),
+    (("RUN", "policy._target_=epoch_collective.EpochCollective", "+policy.directory=x"), "acts in after_epoch"),
+    (("RUN", "policy=gns", "policy.factor=1,2"), "policy.factor=1,2: must be one value; a list needs [brackets]"),
+    (("RUN", "policy=gns,none"), "policy=gns,none: must be one value"),
+    (("RUN", "policy=gns", "policy.on_error=foo"), "policy.on_error=foo: must be one of stop, go_on"),
+    (("RUN", "policy={}"), "policy={}: must be the name of a policy"),
+    (("RUN", "policy=gns", "~policy.factor"), "~policy.factor: must be key=value: nothing can be removed"),
+    (("RUN", "policy=none", "plot=a.png", "plot=b.png"), "plot=b.png: must be given once"),
+    (("RUN", "policy=none", "--multirun"), "kfuse replay takes overrides only, not --multirun"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), BAD)
+def test_what_cannot_be_replayed_is_one_clear_line(
+    given: tuple[str, ...],
+    told: str,
+    recorded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sorted(path.name for path in recorded.iterdir())
+    assert replay(monkeypatch, *(recorded if word == "RUN" else word for word in given)) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("kfuse: error: ")
+    assert captured.out == "" and sorted(path.name for path in recorded.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no step yet"),
+        ('{"step": 0}\n', "have no signals"),
+        ("nonsense\n", "line 1 is damaged"),
+        ('{"step": 0, "signals": {"bounds": {"batch_min": 1}}}\n', "another version of kfuse"),
+    ],
+)
+def test_damaged_metrics_are_one_clear_line(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert replay(monkeypatch, tmp_path, "policy=none") == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_line_that_is_being_written_is_left_out(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (recorded / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 48, "los')
+    assert replay(monkeypatch, recorded, "policy=none", "plot=null") == 0
+    assert "48" in capsys.readouterr().out
+
+
+def test_settings_of_the_rate_that_do_not_suit_the_policy_are_said(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if the command line had made the run: the configuration is there, and its policy is the run's own."""
+    config = compose(["policy=none", "batch.size=8", "batch.micro=2", "lr.scaling=linear", "lr.decay=cosine"])
+    (recorded / ".hydra").mkdir()
+    OmegaConf.save(OmegaConf.create(config), recorded / ".hydra" / "config.yaml")
+    assert replay(monkeypatch, recorded, "plot=null") == 0
+    out = capsys.readouterr().out
+    assert "the run's own policy" in out and "0 decisions, as recorded" in out and "It decides nothing." in out
+    assert replay(monkeypatch, recorded, "policy=seesaw", "plot=null") == 0
+    out = capsys.readouterr().out
+    assert "SeesawPolicy is right with lr.decay=none, constant; the run has cosine" in out and "lr.scaling" not in out
+    (recorded / ".hydra" / "config.yaml").write_text("policy: {")
+    assert replay(monkeypatch, recorded, "plot=null") == 2
+    assert "config.yaml: cannot be read" in capsys.readouterr().err
+
+
+class Raising(BasePolicy):
+    """For `policy._target_`: a rule with a bug."""
+
+    def decide(self, signals: Signals) -> Decision | None:
+        return Decision(batch_size=int(1 / (signals.step - 7)))
+
+
+def test_a_policy_that_raises_is_reported_with_its_traceback(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay(monkeypatch, recorded, f"policy._target_={Raising.__module__}.Raising") == 1
+    captured = capsys.readouterr()
+    assert "ZeroDivisionError" in captured.err and "signals.step - 7" in captured.err
+    assert "raised an error" in captured.out
+    assert not list(recorded.glob("*.png")) and not list(recorded.glob(".replay*"))
+
+
+class Matplotlib:
+    """In place of matplotlib, which tests do not need: what is drawn is kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: OSError | None = None) -> None:
+        self.error = error
+        self.labels: list[str] = []
+        package, pyplot = types.ModuleType("matplotlib"), types.ModuleType("matplotlib.pyplot")
+        package.__spec__ = pyplot.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+        package.use, package.pyplot = lambda name: None, pyplot  # type: ignore[attr-defined]
+        pyplot.subplots = lambda rows, **how: (self, [self] * rows)  # type: ignore[attr-defined]
+        pyplot.close = lambda figure: None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "matplotlib", package)
+        monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+
+    def plot(self, xs: Sequence[float], ys: Sequence[float], **how: Any) -> None:
+        assert len(xs) == len(ys)
+        self.labels.append(how["label"])
+
+    step = plot
+
+    def fill_between(self, xs: Sequence[float], low: Sequence[float], high: Sequence[float], **how: Any) -> None:
+        assert len(xs) == len(low) == len(high)
+
+    def set(self, **how: Any) -> None: ...
+    def legend(self) -> None: ...
+
+    def savefig(self, file: Any, **how: Any) -> None:
+        file.write(b"half of it")
+        if self.error is not None:
+            raise self.error
+        file.write(b", and the rest")
+
+
+def test_the_summary_compares_each_figure_with_the_recorded_one(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay(monkeypatch, recorded, "policy=none", "plot=null") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    heading = ["steps", "vs", "recorded", "samples", "vs", "recorded", "time", "of", "steps", "vs", "recorded"]
+    row = lines[lines.index(heading) + 2]
+    assert row[:5] == ["recorded", "48", "1.00", "384", "1.00"]
+    assert row[6:] == ["s", "1.00"] and float(row[5]) >= 0
+
+
+def test_a_resumed_run_is_recorded_as_its_policy_saw_it(tmp_path: Path) -> None:
+    """With other bounds. Steps after the last checkpoint are made again, and the one before is decided on again."""
+
+    class Ends(Watching):
+        def decide(self, signals: Signals) -> Decision | None:
+            if signals.step == 8:
+                raise RuntimeError("the end")
+            return super().decide(signals)
+
+    first, second = Ends(), Watching()
+    keeps: dict[str, Any] = {"checkpoint": tmp_path / "checkpoints", "checkpoint_every": 5, "keep": 99}
+    with pytest.raises(RuntimeError, match="the end"):
+        train(tmp_path / "run", kf.Hook(first), **keeps)
+    wait_until("the checkpoint", (tmp_path / "checkpoints" / "step-00000005").exists)
+    train(tmp_path / "run", kf.Hook(second), **keeps, resume="auto", max_batch_size=64)
+    rebuilt = signals_of(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert rebuilt == [*first.seen[:4], *second.seen]
+    assert [each.bounds.batch_max for each in rebuilt] == [512] * 4 + [64] * 44
+
+
+def test_the_plot_is_written_whole_or_not_at_all(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = Matplotlib(monkeypatch)
+    assert replay(monkeypatch, recorded, "policy=gns") == 0
+    assert (recorded / "replay_gns.png").read_bytes() == b"half of it, and the rest"
+    assert {"recorded", "gns"} <= set(drawn.labels)
+    assert replay(monkeypatch, recorded, "policy=none", f"plot={tmp_path}/mine.png") == 0
+    assert (tmp_path / "mine.png").exists()
+    assert replay(monkeypatch, recorded, "policy=none", f"plot={tmp_path}/no/mine.png") == 2
+    assert "must be a file in a directory that is there" in capsys.readouterr().err
+    Matplotlib(monkeypatch, OSError(28, "No space left on device"))
+    assert replay(monkeypatch, recorded, "policy=none") == 1
+    assert "cannot be written: No space left on device" in capsys.readouterr().out
+    assert [path.name for path in recorded.glob("*.png")] == ["replay_gns.png"] and not list(recorded.glob(".replay*"))
+
+
+def test_a_plot_is_named_after_the_policy_s_option_also_that_of_the_run_s_own_policy(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recorded / ".hydra").mkdir()
+    config = compose(["policy=norm_test", "batch.size=8", "batch.micro=2"])
+    OmegaConf.save(OmegaConf.create(config), recorded / ".hydra" / "config.yaml")
+    own = f"policy._target_={Deciding.__module__}.Deciding"
+    for given, name in (([], "norm_test"), (["policy=norm_test"], "norm_test"), ([own], "Deciding")):
+        drawn = Matplotlib(monkeypatch)
+        assert replay(monkeypatch, recorded, *given) == 0
+        assert drawn.labels and [path.name for path in recorded.glob("*.png")] == [f"replay_{name}.png"]
+        (recorded / f"replay_{name}.png").unlink()
+
+
+class Deciding(BasePolicy):
+    """For `policy._target_`: a class of one's own."""
+
+    def decide(self, signals: Signals) -> Decision | None:
+        return None
+
+
+def test_without_matplotlib_there_is_no_plot_and_it_is_said(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kfuse.cli.replay_request.find_spec", lambda name: None)
+    assert replay(monkeypatch, recorded, "policy=none") == 0
+    assert "no plot is drawn, which needs matplotlib" in capsys.readouterr().out
+    assert replay(monkeypatch, recorded, "policy=none", "plot=x.png") == 2
+    assert "plot=x.png: needs matplotlib" in capsys.readouterr().err
+
+
+# -- real runs: the run's own policy decides as it did --------------------------------------------------------------
+
+DIGITS = words(
+    "model=mlp data=digits model.hidden=[24] batch.size=16 batch.micro=4 batch.max=128 train.epochs=6 lr.base=0.003",
+    "workers.max=3 train.eval_every=20",
+)
+PHASES = [
+    {"step": 0, "batch_size": 24},
+    {"step": 20, "workers": 2, "lr_scale": 0.3},
+    {"step": 60, "batch_size": 48},
+    {"step": 100, "batch_size": 999, "workers": 1},
+]
+
+
+def assert_replayed(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], least: int = 1
+) -> None:
+    """The run's own policy makes the decisions that its events have."""
+    capsys.readouterr()
+    made = len([each for each in decisions(job.events) if each[0] >= began_at(job.events)])
+    assert made >= least
+    assert replay(monkeypatch, job.directory, "plot=null") == 0
+    out = capsys.readouterr().out
+    assert f"{made} decisions, as recorded in events.jsonl" in out, out
+    assert "the run's own policy" in out
+
+
+def assert_rebuilt(job: Job, directory: Path) -> None:
+    """The signals of the metrics are those that each worker's policy had, in every bit."""
+    rebuilt = {each.step: each for each in signals_of(job.metrics)}
+    had = seen(directory)
+    assert {each.step for each in had} == set(rebuilt)
+    for each in had:
+        assert rebuilt[each.step] == each
+
+
+def finished(job: Job, overrides: Sequence[str]) -> Job:
+    with command_line(job.directory, overrides) as (process, job):
+        assert process.wait(DEADLINE_S) == 0
+    assert_none_left(job.pids)
+    return job
+
+
+def witness(directory: Path, **arguments: Any) -> list[str]:
+    directory.mkdir(exist_ok=True)
+    given = {"directory": str(directory), **arguments}
+    return ["policy._target_=witness.Witness", *(override(f"+policy.{name}", value) for name, value in given.items())]
+
+
+@pytest.mark.full
+def test_the_bare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    job = finished(Job(tmp_path / "run"), [])
+    assert_replayed(job, monkeypatch, capsys, least=2)
+    events = (job.directory / "events.jsonl").read_text()
+    changed = events.replace('"batch_size": [32, ', '"batch_size": [31, ', 1)
+    assert changed != events
+    (job.directory / "events.jsonl").write_text(changed)
+    assert replay(monkeypatch, job.directory, "plot=null") == 0
+    assert "not as recorded from decision 1 on" in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scaling", ["adascale", "linear"])
+def test_a_schedule(
+    scaling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*DIGITS, f"lr.scaling={scaling}", "policy=schedule", override("policy.phases", PHASES)]
+    assert_replayed(finished(Job(tmp_path / "run"), overrides), monkeypatch, capsys, least=4)
+
+
+@pytest.mark.full
+def test_workers_that_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the noise scale, with audits, evaluations, throughputs and links, on up to three workers."""
+    saw = tmp_path / "saw"
+    slow = witness(saw, pace_s=0.01, alone_s=0.3)  # so that the others come in time
+    more = ["comm=reproducible", "comm.audit_every=10", *slow]
+    job = finished(Job(tmp_path / "run"), [*DIGITS, *more])
+    assert job.summary["workers"] > 1
+    assert_rebuilt(job, saw)
+    assert_replayed(job, monkeypatch, capsys, least=2)
+
+
+@pytest.mark.full
+def test_a_killed_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    saw = tmp_path / "saw"
+    overrides = [*DIGITS, "workers.count=2", *witness(saw, pace_s=0.05)]
+    with command_line(tmp_path / "run", overrides) as (process, job):
+        wait_until("60 steps", lambda: len(job.metrics) >= 60)
+        os.kill(job.views[-1]["workers"][0]["pid"], signal.SIGKILL)
+        assert process.wait(DEADLINE_S) == 0
+    assert_none_left(job.pids)
+    assert job.of_kind("failure")
+    assert_rebuilt(job, saw)
+    assert_replayed(job, monkeypatch, capsys)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_resumed_run(
+    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the same directory, where steps after the last checkpoint are made again; or in another one."""
+    saw, again = tmp_path / "saw", tmp_path / "again"
+    overrides = [*DIGITS, "checkpoint.every_steps=25"]
+    with command_line(tmp_path / "run", [*overrides, *witness(saw, pace_s=0.05)]) as (process, job):
+        wait_until("90 steps", lambda: len(job.metrics) >= 90)
+        wait_until("a checkpoint", (job.directory / "checkpoints" / "step-00000075").exists)
+        for pid in {process.pid, *job.pids}:  # at once, so that nobody writes another checkpoint
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        assert_none_left(job.pids)
+    first = len(job.metrics)
+    resume = str(job.directory) if elsewhere else "auto"
+    resumed = Job(tmp_path / "other" if elsewhere else job.directory)
+    job = finished(resumed, [*overrides, *witness(again, pace_s=0.02), f"checkpoint.resume={resume}"])
+    resumed_at = job.of_kind("resumed")[0]["step"]
+    assert 75 <= resumed_at < first
+    rebuilt = signals_of(job.metrics)  # elsewhere too: the checkpoint has the records of the last 128 steps
+    assert [each.step for each in rebuilt] == list(range(job.summary["steps"]))
+    had = [each for each in seen(saw) if each.step < resumed_at - 1] + seen(again)
+    assert {each.step for each in had} == set(range(len(rebuilt)))
+    for each in had:
+        assert rebuilt[each.step] == each
+    assert_replayed(job, monkeypatch, capsys)
+
+
+@pytest.mark.full
+def test_a_fixed_number_of_workers_and_lines_of_some_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With observe.every the policy is asked after the recorded steps only, and this is said."""
+    job = finished(Job(tmp_path / "run"), [*DIGITS, "observe.every=4", "train.epochs=2"])
+    assert [line["step"] for line in job.metrics][:3] == [0, 4, 8]
+    assert replay(monkeypatch, job.directory, "plot=null") == 0
+    assert "metrics.jsonl lacks steps" in capsys.readouterr().out
+    text = (job.directory / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(text[-1])["step"] == job.summary["steps"] - 1
+
+
+def test_gns_on_its_own_steps_takes_the_recorded_ones() -> None:
+    """Another course, the same settings: a policy that decides as the run's did makes the run's steps."""
+    recorded = course([100.0] * 300)
+    policy = GNSPolicy(factor=0.32)
+    followed = run(policy, RecordedSteps(recorded), DecidedSettings(32, 1), BOUNDS)
+    carried = run(policy, SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    assert followed.changes == carried.changes == [] and carried.steps == followed.steps == 300
+    assert (carried.samples, carried.seconds) == (followed.samples, followed.seconds) == (9600, 150.0)

@@ -1,0 +1,375 @@
+"""Programs: what is valid, what the transformations make of them, and that all of them train alike.
+
+`simulate` runs a program on several workers as its operations are described. What a worker does not have is NaN, and a
+message brings nothing before its wait: so a program that reads too early, or forgets something, has a wrong result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_workers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import kfuse as kf
+from kfuse.comm import transports
+from kfuse.comm.engine import make_programs
+from kfuse.comm.plan import StepPlan
+from kfuse.comm.schedule import (
+    ALL,
+    GRADIENT,
+    KINDS,
+    PARAMETER,
+    SHARD,
+    Op,
+    Program,
+    all_reduce,
+    fuse,
+    mirror,
+    overlap,
+    reorder,
+    split,
+    validate,
+)
+
+PLAIN = all_reduce("allreduce")
+SPLIT = {reduces: split(all_reduce("x"), "x", reduces) for reduces in (False, True)}
+PROGRAMS = {
+    "all-reduce": PLAIN,
+    "reduce-scatter, all-gather": SPLIT[False],
+    "contributions, all-gather": SPLIT[True],
+    "sharded": reorder(SPLIT[False]),
+    "sharded, reduced here": reorder(SPLIT[True]),
+    "fused": fuse(reorder(SPLIT[True])),
+    "overlapped": overlap(reorder(SPLIT[False])),
+    "fused, overlapped": overlap(fuse(reorder(SPLIT[True]))),
+    "mirrored": mirror(reorder(SPLIT[False])),
+    "fused, mirrored": mirror(fuse(reorder(SPLIT[True]))),
+}
+
+# -- a simulation ----------------------------------------------------------------------------------------------------
+
+LENGTHS = (11, 3)
+"""Elements of the two buckets: with four workers the second one has an empty shard."""
+CLIP = 0.5
+Array = Any
+
+
+class Worker:
+    """What a worker has of a bucket. NaN: nothing yet."""
+
+    def __init__(self, rank: int, size: int, numel: int) -> None:
+        rng = np.random.default_rng([rank, numel])
+        cut = -(-numel // size)
+        self.shard = slice(min(rank * cut, numel), min((rank + 1) * cut, numel))
+        self.gradient = rng.integers(-8, 8, numel).astype(float)  # whole numbers: sums have no rounding
+        self.parameter = np.arange(numel, dtype=float)
+        self.mean = np.full(numel, np.nan)
+        self.flat = np.full(numel, np.nan)
+        self.message: tuple[str, Array] | None = None
+        self.contributions: Array = np.full((size, numel), np.nan)
+        self.measured = np.nan
+        self.mirror: Array = np.zeros(0)
+
+    def at(self, place: str) -> slice:
+        return self.shard if place == SHARD else slice(None)
+
+
+def simulate(program: Program, size: int) -> list[list[Array]]:
+    """Each worker's parameters of both buckets after a step of the program, clipped by the norm of all gradients."""
+    buckets = [[Worker(rank, size, numel) for rank in range(size)] for numel in LENGTHS]
+    at = next((i for i, op in enumerate(program.ops) if op.kind == "barrier"), len(program.ops))
+    for workers in buckets:
+        for op in program.ops[:at]:
+            for kind in op.kinds:
+                _do(kind, op, workers, buckets, program)
+    for op in program.ops[at:]:
+        for workers in buckets:
+            for kind in op.kinds:
+                _do(kind, op, workers, buckets, program)
+    return [[workers[rank].parameter for workers in buckets] for rank in range(size)]
+
+
+def _do(kind: str, op: Op, workers: list[Worker], buckets: list[list[Worker]], program: Program) -> None:
+    everyone = np.stack([w.flat for w in workers])
+    means = np.stack([w.mean for w in workers])
+    parameters = np.stack([w.parameter for w in workers])
+    sums = [_norm(b, op.place, program) for b in buckets] if kind == "update" else []
+    for w, before in zip(workers, [workers[-1], *workers[:-1]], strict=True):
+        if kind == "pack":
+            w.flat = w.gradient / len(workers)
+        elif kind == "exchange":
+            w.message = ("parts", everyone) if op.place == SHARD else ("mean", everyone.sum(0))
+        elif kind == "mirror":
+            w.message = ("mirror", before.mean[before.shard])
+        elif kind == "share":
+            source = means if op.what == GRADIENT else parameters
+            joined = np.concatenate([source[r, other.shard] for r, other in enumerate(workers)])
+            w.message = ("mean" if op.what == GRADIENT else "parameter", joined)
+        elif kind == "wait" and w.message is not None:
+            name, value = w.message
+            if name == "parts" and not program.has("reduce"):
+                w.mean[w.shard] = value.sum(0)[w.shard]
+            elif name == "parts":
+                w.contributions = value
+            else:
+                setattr(w, name, value.copy())
+            w.message = None
+        elif kind == "reduce":
+            w.mean[w.shard] = w.contributions.sum(0)[w.shard]
+        elif kind == "measure":
+            w.measured = (0.0 if np.isnan(w.measured) else w.measured) + (w.mean[w.at(op.place)] ** 2).sum()
+        elif kind == "update":
+            norm = np.sqrt(sum(sums))
+            if program.has("mirror"):  # the update can be repeated: the gradient is there, before anybody updates
+                assert np.array_equal(w.mirror, before.mean[before.shard])
+            w.parameter[w.at(op.place)] -= w.mean[w.at(op.place)] * min(1.0, CLIP / norm)
+
+
+def _norm(workers: list[Worker], place: str, program: Program) -> float:
+    """The bucket's sum of squares: one worker's, or the sum of all shards'."""
+    whole = any(op.place == ALL for op in program.ops if "measure" in op.kinds)
+    measured = [w.measured for w in workers]
+    return float(measured[0] if whole else sum(measured))
+
+
+def is_right(program: Program, size: int) -> bool:
+    """Every worker has the parameters that one worker alone would have with the mean of all gradients."""
+    workers = [[Worker(rank, size, numel) for rank in range(size)] for numel in LENGTHS]
+    means = [np.stack([w.gradient / size for w in each]).sum(0) for each in workers]
+    factor = min(1.0, CLIP / np.sqrt(sum(float((mean**2).sum()) for mean in means)))
+    wanted = [np.arange(len(mean)) - mean * factor for mean in means]
+    return all(np.allclose(a, b) for found in simulate(program, size) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_transformation_makes_an_equivalent_program(name: str, size: int) -> None:
+    validate(PROGRAMS[name])
+    assert is_right(PROGRAMS[name], size)
+
+
+# -- validity --------------------------------------------------------------------------------------------------------
+
+OPS = st.builds(
+    Op,
+    st.sampled_from([*KINDS, "reduce+measure"]),
+    st.sampled_from([ALL, SHARD]),
+    st.sampled_from(["", GRADIENT, PARAMETER, "x", "forward"]),
+)
+
+
+@st.composite
+def altered(draw: st.DrawFn) -> Program:
+    """A program with a few operations left out, put in, repeated or moved."""
+    ops = list(draw(st.sampled_from(list(PROGRAMS.values()))).ops)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(ops) - 1))
+        match draw(st.sampled_from(["leave out", "put in", "repeat", "move"])):
+            case "leave out" if len(ops) > 1:
+                del ops[at]
+            case "put in":
+                ops.insert(at, draw(OPS))
+            case "repeat":
+                ops.insert(draw(st.integers(0, len(ops))), ops[at])
+            case _:
+                ops.insert(draw(st.integers(0, len(ops) - 1)), ops.pop(at))
+    return Program(tuple(ops))
+
+
+def is_valid(program: Program) -> bool:
+    try:
+        validate(program)
+    except ValueError:
+        return False
+    return True
+
+
+@settings(max_examples=600, deadline=None)
+@given(altered(), st.integers(1, 4))
+def test_what_is_valid_is_right(program: Program, size: int) -> None:
+    if is_valid(program):
+        with np.errstate(invalid="ignore"):
+            assert is_right(program, size), str(program)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_operation_can_be_left_out_or_repeated(name: str) -> None:
+    """But for a fused measure's partner: a transport may add up itself, so a program may do without `reduce`."""
+    ops = PROGRAMS[name].ops
+    for at, op in enumerate(ops):
+        if op.kind != "reduce":
+            assert not is_valid(Program((*ops[:at], *ops[at + 1 :]))), f"without {op}"
+        assert not is_valid(Program((*ops[: at + 1], *ops[at:]))), f"{op} twice"
+
+
+@pytest.mark.parametrize(
+    ("ops", "reason"),
+    [
+        ((Op("exchange", ALL, "x"),), "must follow pack"),
+        ((*PLAIN.ops[:2], Op("barrier")), "must come once, when the bucket's sum is there"),
+        ((*PLAIN.ops[:2], Op("wait", SHARD)), "no message under way brings that"),
+        (
+            (*PLAIN.ops[:3], Op("reduce", SHARD)),
+            "must follow the wait for an exchange",
+        ),
+        ((*PLAIN.ops[:3], Op("measure"), Op("update")), "must follow the barrier"),
+        ((*PLAIN.ops[:4], Op("update")), "needs the mean gradient, measured"),
+        ((*SPLIT[False].ops[:3], Op("barrier"), Op("measure")), "the mean gradient is not there"),
+        ((*SPLIT[False].ops[:3], Op("share", ALL, PARAMETER)), "needs this worker's shard of the parameters, updated"),
+        ((*PLAIN.ops, Op("share", ALL, PARAMETER)), "needs this worker's shard of the parameters, updated"),
+        ((*PLAIN.ops, Op("update")), "must come once"),
+        (PROGRAMS["sharded"].ops[:-2], "all parameters must be updated"),
+        (PROGRAMS["sharded"].ops[:-1], "no message under way"),
+        ((*PLAIN.ops[:2], Op("wait", ALL, "forward")), "only parameters can be waited for in the next forward"),
+        ((Op("pack"), Op("sort")), "'sort' is no operation"),
+    ],
+)
+def test_what_is_not_valid(ops: tuple[Op, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        validate(Program(ops))
+
+
+def test_a_transformation_refuses_what_it_is_not_for() -> None:
+    with pytest.raises(ValueError, match="split: the exchange must leave the whole sum"):
+        split(SPLIT[True], "x", True)
+    with pytest.raises(ValueError, match="the program has no share gradient"):
+        reorder(PLAIN)
+    with pytest.raises(ValueError, match="the program has no share gradient"):
+        reorder(reorder(SPLIT[True]))
+    with pytest.raises(ValueError, match="the program has no reduce"):
+        fuse(PLAIN)
+    for program in (SPLIT[True], fuse(reorder(SPLIT[True]))):
+        with pytest.raises(ValueError, match="fuse: a measure must follow the reduce"):
+            fuse(program)
+    for program in (PLAIN, SPLIT[True], Program(())):
+        with pytest.raises(ValueError, match="overlap: the program must end with the share of the parameters"):
+            overlap(program)
+    measures_more = Program((*SPLIT[True].ops[:3], Op("reduce", SHARD), Op("measure")))
+    with pytest.raises(ValueError, match="reduce and measure must be of one place"):
+        fuse(measures_more)
+
+
+@pytest.mark.parametrize("name", transports.NAMES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_programs_of_all_transports_are_valid(name: str, sharded: bool) -> None:
+    if name not in transports.allowed(False, sharded):
+        return
+    program = transports.program(name, sharded)
+    validate(program)
+    assert program.sharded == sharded
+
+
+def every_step() -> Iterator[tuple[kf.CommOptions, str, bool, bool, bool]]:
+    """All that the programs of a step depend on."""
+    for state, dtype, reproducible in product(("replicated", "sharded"), ("fp32", "bf16"), (False, True)):
+        for name in (*transports.allowed(reproducible, state == "sharded")[1:], "my.Transport"):
+            with contextlib.suppress(ValueError):  # what does not go together
+                options = kf.CommOptions(name, state=state, dtype=dtype, reproducible=reproducible)
+                for adds_up, mirrors, overlaps in product((False, True), repeat=3):
+                    if options.sharded or not overlaps:
+                        yield options, name, adds_up, mirrors, overlaps
+
+
+def test_the_programs_of_a_step_are_right_with_all_options() -> None:
+    found = {case: make_programs(*case) for case in every_step()}
+    assert {program.transport for program, _ in found.values()} == {*transports.NAMES, "my.Transport"}
+    for (options, name, adds_up, mirrors, overlaps), (program, apart) in found.items():
+        assert is_right(program, 3) and is_right(apart, 3)
+        assert (program.sharded, apart.sharded) == (options.sharded, False)
+        assert program.has("mirror") == (mirrors and options.sharded) and not apart.has("mirror")
+        assert (program.ops[-1].what == "forward") == overlaps
+        if name == "reduce_scatter":
+            librarys = adds_up and options.dtype == "fp32"
+            assert program.transport == ("reduce_scatter" if librarys else "all_to_all")
+            assert librarys != (program.has("reduce"))
+
+
+@pytest.mark.parametrize("which", ["program", "program_apart"])
+def test_an_engine_runs_valid_programs_only(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_measure = Program(tuple(op for op in PLAIN.ops if op.kind != "measure"))
+    monkeypatch.setattr(transports, which, lambda *_: without_measure)
+    with pytest.raises(ValueError, match="needs the mean gradient, measured"):
+        kf.FusedSGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def test_where_a_gpu_does_it() -> None:
+    streams = {op.kind: op.stream for op in PROGRAMS["fused"].ops}
+    assert streams == {
+        "pack": "compute",
+        "exchange": "messages",
+        "wait": "compute",  # the last one; the first waits on the side stream
+        "reduce+measure": "side",
+        "barrier": "compute",
+        "update": "compute",
+        "share": "messages",
+    }
+
+
+# -- real workers ----------------------------------------------------------------------------------------------------
+
+
+def train(schedule: str, state: str, reproducible: bool) -> dict[str, Any]:
+    """A few planned, clipped steps; each micro-batch's random numbers are its own. The last bucket has small parts."""
+    options = kf.CommOptions(schedule=schedule, state=state, reproducible=reproducible, bucket_mb=0.2)
+    group = kf.init(options).group
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(12, 150), nn.Tanh(), nn.Linear(150, 300), nn.Tanh(), nn.Linear(300, 5))
+    opt = kf.FusedSGD(net.parameters(), lr=0.5, clip_norm=0.3)
+    norms = []
+    for step in range(4):
+        ends = [8 * (r + 1) // group.size for r in range(group.size)]
+        ranges = tuple(range(a, b) for a, b in zip([0, *ends], ends, strict=False))
+        weights = step == 2  # then the means are known only when all buckets are here
+        opt.begin(StepPlan(16, ranges, by_weight=weights))
+        for j in ranges[group.rank]:
+            x = torch.randn(2, 12, generator=torch.Generator().manual_seed(10 * step + j))
+            last = j == ranges[group.rank][-1]
+            with opt.micro_batch(samples=2, last=last, weight=1.0 + j if weights else None):
+                net(x).square().sum(1).mean().backward()
+        opt.step()
+        opt.zero_grad()
+        assert opt.stats is not None
+        norms.append(opt.stats.grad_norm)
+    values = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return {
+        "bits": hashlib.sha256(values.numpy().tobytes()).hexdigest(),
+        "norms": norms,
+        "values": values[::97].tolist(),
+    }
+
+
+@pytest.mark.parametrize("workers", [2, *(pytest.param(count, marks=pytest.mark.full) for count in (3, 4))])
+def test_split_reordered_and_fused_programs_have_the_bits_of_one_worker(workers: int) -> None:
+    """In reproducible mode: the order of additions is the step's own, and sums of squares are those of whole blocks."""
+    reference = run_workers(1, train, "all_to_all", "replicated", True)[0]
+    assert len(set(reference["norms"])) == 4 and max(reference["norms"]) > 0.3
+    for state in ("replicated", "sharded"):
+        for result in run_workers(workers, train, "all_to_all", state, True):
+            assert result == reference, state
+
+
+@pytest.mark.parametrize(
+    ("schedule", "state"),
+    [
+        ("reduce_scatter", "replicated"),
+        ("reduce_scatter", "sharded"),
+        ("all_to_all", "sharded"),
+        ("tree", "replicated"),
+    ],
+)
+def test_every_program_trains_as_the_all_reduce(schedule: str, state: str) -> None:
+    plain = run_workers(3, train, "allreduce", "replicated", False)[0]
+    results = run_workers(3, train, schedule, state, False)
+    assert results[0] == results[1] == results[2]
+    assert results[0]["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    assert results[0]["values"] == pytest.approx(plain["values"], rel=1e-4, abs=1e-6)

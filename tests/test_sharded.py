@@ -1,0 +1,485 @@
+"""comm.state=sharded: the same updates as with replicated state and as torch's, from a shard of the state each."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import sharded as s
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse.comm.group import CommError
+from kfuse.kernels import BLOCK
+from kfuse.session import reset
+
+PARTS, STEPS = 8, 6
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def full(*arguments: Any) -> Any:
+    return pytest.param(*arguments, marks=pytest.mark.full)
+
+
+def trainings(state: str, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Parameters and optimizer state after some steps, reproducible, by optimizer and dtype."""
+    found: dict[str, Any] = {}
+    s.init(state, reproducible=True)
+    for kind in kinds:
+        for dtype in DTYPES:
+            model = s.net(dtype)
+            opt = s.optimizer(kind, model, clip_norm=0.5)
+            for step in range(STEPS):
+                s.planned_step(opt, model, step, PARTS)
+            found[f"{kind} {dtype}"] = s.values(model), s.tensors(opt.state_dict()), opt.stats.grad_norm
+    return found
+
+
+ALL = tuple(s.KINDS)
+
+
+@pytest.fixture(scope="module")
+def replicated() -> Callable[[tuple[str, ...]], dict[str, Any]]:
+    """The trainings of these optimizers on one worker, with replicated state."""
+    return cache(lambda kinds: run_workers(1, trainings, "replicated", kinds)[0])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "workers"), [(("adamw", "lamb"), 3), full(ALL, 1), full(ALL, 2), full(ALL, 3), full(ALL, 4)]
+)
+def test_the_same_bits_as_replicated_state(replicated: Any, kinds: tuple[str, ...], workers: int) -> None:
+    """Parameters, moments, masters, step counts and the norm: also of a layer that is used in some steps only."""
+    for found in run_workers(workers, trainings, "sharded", kinds):
+        for name, (params, state, norm) in replicated(kinds).items():
+            assert s.same(found[name][0], params), name
+            assert s.same(found[name][1], state), name
+            assert found[name][2] == norm, name
+
+
+def beside_ddp(kind: str) -> dict[str, float]:
+    s.init()
+    return s.beside_ddp(kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("adamw", 1), ("adamw", 2), ("adamw", 3), ("adamw", 4), ("momentum", 3), ("nesterov", 3)]
+)
+def test_as_ddp_with_torchs_optimizer(kind: str, workers: int) -> None:
+    for found in run_workers(workers, beside_ddp, kind):
+        assert found["params"] < 2e-6 and found["norm"] < 1e-5
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+def state_bytes() -> dict[str, tuple[int, int, int]]:
+    """By dtype: bytes of moments and masters on this worker; parameters; blocks of 4096 that the buckets have."""
+    found = {}
+    s.init()
+    for dtype in DTYPES:
+        model = s.net(dtype)
+        opt = s.optimizer("adamw", model)
+        s.loss_of(model, 2, 0).backward()
+        opt.step()
+        tensors = [tensor for flat in opt._flats for tensor in flat.tensors().values()]
+        assert not opt.state or all(set(state) == {"step"} for state in opt.state.values())
+        blocks = sum(-(-bucket.body // BLOCK) for bucket in opt.engine.gradient_buckets)
+        numel = sum(p.numel() for p in model.parameters())
+        found[str(dtype)] = (sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()), numel, blocks)
+    return found
+
+
+@pytest.mark.parametrize("workers", [full(1), full(2), 4])
+def test_bytes_of_state_a_parameter(workers: int) -> None:
+    """8/n for fp32 parameters, 12/n with masters; shards are whole blocks, so a bucket may round up to one more."""
+    ranks = run_workers(workers, state_bytes)
+    for dtype, each in (("torch.float32", 8), ("torch.bfloat16", 12)):
+        counted = [found[dtype][0] for found in ranks]
+        numel, blocks = ranks[0][dtype][1:]
+        assert each * numel <= sum(counted) <= each * blocks * BLOCK
+        buckets = 5
+        assert max(counted) <= each * (numel / workers + buckets * BLOCK)
+
+
+# -- p.grad -----------------------------------------------------------------------------------------------------------
+
+
+def said(act: Any) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def gradients() -> dict[str, Any]:
+    session = s.init()
+    model = s.net()
+    opt = s.optimizer("adamw", model)
+    s.loss_of(model, 0, session.group.rank).backward()
+    p = model.first.weight
+    found: dict[str, Any] = {
+        "used": [param.grad is not None for param in model.parameters()],
+        "shape": (p.grad.shape, p.grad.dtype, p.grad.device.type, p.grad.is_sparse),
+        "repr": repr(p.grad),
+        "clip": said(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+        "norm": said(lambda: p.grad.norm()),
+        "scale": said(lambda: p.grad.mul_(2.0)),
+        "copy": said(lambda: p.grad.clone()),
+        "numbers": said(lambda: p.grad.sum().item()),
+        "its address": said(lambda: p.grad.data_ptr()),
+        "its memory": said(lambda: p.grad.untyped_storage()),
+        "data": said(lambda: p.grad.data),
+        "new data": said(lambda: setattr(p.grad, "data", torch.ones(333, 30))),
+        "a list": said(lambda: p.grad.tolist()),
+        "an array": said(lambda: p.grad.numpy()),
+        "NumPy": said(lambda: np.asarray(p.grad)),
+        "DLPack": said(lambda: torch.from_dlpack(p.grad)),
+        "one value": said(lambda: bool(p.grad)),
+        "pickled": said(lambda: pickle.dumps(p.grad)),
+        "deep copy": said(lambda: copy.deepcopy(p.grad)),
+        "moved": said(lambda: model.float().cpu() and "nothing to do"),
+        "second backward": said(lambda: s.loss_of(model, 0, 0).backward()),
+        "its step": said(opt.step),
+    }
+    opt.zero_grad()
+    s.loss_of(model, 0, session.group.rank).backward()
+    opt.step()
+    with_old = s.values(model)
+    found["kept"] = said(lambda: s.loss_of(model, 0, 0).backward())
+    found["kept, and a step"] = said(opt.step)
+
+    def planned(several: bool) -> None:
+        with opt.micro_batch(samples=4, several_backwards=several):
+            s.loss_of(model, 0, 0).backward()
+
+    found["kept, and a micro-batch"] = said(lambda: planned(False))
+    found["kept, and backwards in one"] = said(lambda: planned(True))
+    found["unchanged"] = s.same(with_old, s.values(model))
+    opt.zero_grad(set_to_none=False)
+    found["zeros"] = [type(param.grad).__name__ for param in model.parameters()]
+    s.loss_of(model, 0, session.group.rank).backward()
+    found["after zeros"] = type(p.grad).__name__
+    opt.step()
+    return found
+
+
+@pytest.mark.parametrize("workers", [full(1), 2])
+def test_p_grad_has_no_values(workers: int) -> None:
+    for found in run_workers(workers, gradients):
+        assert found["used"] == [True] * 4 + [False] + [True] * 2
+        assert found["shape"] == (torch.Size([333, 30]), torch.float32, "cpu", False)
+        assert found["repr"] == "ShardedGradient(shape=(333, 30), dtype=torch.float32, device=cpu)"
+        for name in (
+            *("clip", "norm", "scale", "copy", "numbers", "its address", "its memory", "data", "new data", "a list"),
+            *("an array", "NumPy", "DLPack", "one value", "pickled", "deep copy"),
+        ):
+            assert found[name].startswith("RuntimeError: "), name
+            assert "with comm.state=sharded" in found[name] and "clip_norm=..." in found[name], (name, found[name])
+        assert found["moved"] == found["kept"] == "nothing" and found["unchanged"]
+        for name in ("second backward", "its step", "kept, and a step"):
+            assert "zero_grad()" in found[name], (name, found[name])
+        for name in ("kept, and a step", "kept, and a micro-batch", "kept, and backwards in one"):
+            assert "the last step's gradients are still there" in found[name], (name, found[name])
+        assert found["zeros"] == ["Tensor"] * 4 + ["NoneType"] + ["Tensor"] * 2
+        assert found["after zeros"] == "ShardedGradient"
+
+
+def gan(state: str) -> list[Tensor]:
+    """As docs/promises.md has it: the generator's loss reaches a critic that has the gradients of its last step."""
+    session = s.init(state)
+    torch.manual_seed(1)
+    generator, critic = nn.Linear(5, 30), s.net()
+    opt_g, opt_d = kf.FusedAdamW(generator.parameters(), lr=0.01), s.optimizer("adamw", critic)
+    for step in range(6):
+        x, _ = s.batch(step, session.group.rank)
+        fake = generator(x[:, :5])
+        opt_d.zero_grad()
+        (critic(x, s.extra(step, 0)) - critic(fake.detach())).square().mean().backward()
+        opt_d.step()
+        opt_g.zero_grad()
+        critic(fake, s.extra(step, 1)).square().mean().backward()
+        opt_g.step()
+    return s.values(generator) + s.values(critic)
+
+
+def test_a_loss_that_reaches_the_last_steps_gradients_of_another_optimizer() -> None:
+    expected, found = run_workers(2, gan, "replicated"), run_workers(2, gan, "sharded")
+    assert s.same(*found)
+    for p, q in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+
+
+def by_hand(state: str) -> list[Tensor]:
+    """Gradients without a backward; replaced after one; several losses; accumulated over backwards."""
+    s.init(state, reproducible=True)
+    model = s.net()
+    opt = s.optimizer("adamw", model)
+    generator = torch.Generator().manual_seed(5)
+    given = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+    for p, gradient in zip(model.parameters(), given, strict=True):
+        p.grad = gradient.clone()
+    opt.step()
+    opt.zero_grad()
+    s.loss_of(model, 0, 0).backward()
+    model.second.weight.grad = given[2].clone()
+    opt.step()
+    opt.zero_grad()
+    with opt.micro_batch(samples=4, several_backwards=True):
+        for part in (0, 1):
+            s.loss_of(model, 2, part).backward()
+    opt.step()
+    opt.zero_grad()
+    opt.accumulate(2)
+    for _ in range(2):
+        (s.loss_of(model, 4, 0) / 2).backward()
+    opt.step()
+    opt.zero_grad()
+    opt.accumulate(1)
+    return s.values(model)
+
+
+@pytest.mark.full
+def test_gradients_set_by_hand_and_several_backwards() -> None:
+    expected = run_workers(1, by_hand, "replicated")[0]
+    for workers in (1, 2):
+        for found in run_workers(workers, by_hand, "sharded"):
+            for p, q in zip(found, expected, strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+# -- loss scaling, overflow -----------------------------------------------------------------------------------------
+
+
+def scaled(state: str, clip: float | None, unscale: bool) -> tuple[list[Tensor], list[float], list[bool]]:
+    """Steps with torch's GradScaler; the loss of the last rank overflows in the third one."""
+    session = s.init(state)
+    rank, size = session.group.rank, session.group.size
+    model = s.net()
+    opt = s.optimizer("adamw", model, clip_norm=clip)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales, skipped = [], []
+    for step in range(6):
+        loss = s.loss_of(model, step, rank)
+        if step == 2 and rank == size - 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        before = s.values(model)
+        if unscale:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scales.append(scaler.get_scale())
+        skipped.append(s.same(before, s.values(model)))
+    return s.values(model), scales, skipped
+
+
+@pytest.mark.parametrize(("clip", "unscale"), [full(None, False), (0.3, False), full(0.3, True), full(None, True)])
+def test_grad_scaler(clip: float | None, unscale: bool) -> None:
+    replicated = run_workers(2, scaled, "replicated", clip, unscale)
+    found = run_workers(2, scaled, "sharded", clip, unscale)
+    for params, scales, skipped in found:
+        assert scales == replicated[0][1] == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
+        assert skipped == [False, False, True, False, False, False]
+        assert s.same(params, found[0][0])
+        for p, q in zip(params, replicated[0][0], strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-5)
+
+
+def mixed(state: str) -> tuple[list[Tensor], Any]:
+    """GradScaler asks for each dtype's gradients: bf16 and fp32 parameters; the second step overflows."""
+    session = s.init(state)
+    torch.manual_seed(4)
+    params = [nn.Parameter(torch.randn(9000)), nn.Parameter(torch.randn(9000).bfloat16())]
+    opt = kf.FusedAdamW(params, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        loss = (params[0] * params[1].float()).square().mean()
+        if step == 1 and session.group.rank == 0:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    return [p.detach().float() for p in params], s.tensors(opt.state_dict())
+
+
+def test_grad_scaler_with_parameters_of_two_dtypes() -> None:
+    expected, states = run_workers(1, mixed, "replicated")[0]
+    for found, state in run_workers(2, mixed, "sharded"):
+        assert all(torch.allclose(p, q, rtol=1e-2, atol=1e-3) for p, q in zip(found, expected, strict=True))
+        assert [int(state[k, "step"]) for k in (0, 1)] == [int(states[k, "step"]) for k in (0, 1)] == [2, 2]
+
+
+def overflowing(state: str, bad: bool) -> tuple[list[Tensor], bool]:
+    """Squares of finite gradients overflow fp32 on one rank's shard only; or one gradient is infinite."""
+    session = s.init(state, reproducible=True)
+    model = s.net()
+    opt = s.optimizer("adamw", model, clip_norm=1.0)
+    before = s.values(model)
+    x, y = s.batch(0, 0)
+    loss = F.mse_loss(model(x), y) + 1e25 * model.first.weight[0, 0]
+    if bad and session.group.rank == session.group.size - 1:
+        loss = loss + torch.inf * model.last.bias[0]
+    loss.backward()
+    opt.step()
+    return s.values(model), s.same(before, s.values(model))
+
+
+@pytest.mark.full
+def test_gradients_whose_squares_overflow() -> None:
+    for workers in (1, 2, 3):
+        expected = run_workers(1, overflowing, "replicated", False)[0][0]
+        for params, skipped in run_workers(workers, overflowing, "sharded", False):
+            assert not skipped
+            for p, q in zip(params, expected, strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        assert [skipped for _, skipped in run_workers(workers, overflowing, "sharded", True)] == [True] * workers
+
+
+# -- its state --------------------------------------------------------------------------------------------------------
+
+
+def saves(kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    s.init(reproducible=True)
+    model = s.net(dtype)
+    opt = s.optimizer(kind, model)
+    for step in range(3):
+        s.planned_step(opt, model, step, PARTS)
+    return {"model": model.state_dict(), "opt": opt.state_dict()}
+
+
+def loads(state: str, saved: dict[str, Any], kind: str, dtype: torch.dtype) -> tuple[list[Tensor], Any]:
+    s.init(state, reproducible=True)
+    model = s.net(dtype)
+    opt = s.optimizer(kind, model)
+    model.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["opt"])
+    for step in range(3, 6):
+        s.planned_step(opt, model, step, PARTS)
+    return s.values(model), s.tensors(opt.state_dict())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "dtype"), [("adamw", DTYPES[0]), ("sgd", DTYPES[1]), ("lamb", DTYPES[1])])
+def test_state_saved_on_some_workers_is_loaded_on_others(kind: str, dtype: torch.dtype) -> None:
+    """And between replicated and sharded state."""
+    saved = run_workers(3, saves, kind, dtype)
+    expected = run_workers(1, loads, "replicated", copy.deepcopy(saved[0]), kind, dtype)[0]
+    for workers in (1, 2, 4):
+        for params, state in run_workers(workers, loads, "sharded", copy.deepcopy(saved[-1]), kind, dtype):
+            assert s.same(params, expected[0]) and s.same(state, expected[1])
+
+
+def alone() -> tuple[str, str]:
+    """Rank 0 alone asks for the state; the other one goes on with the next step."""
+    reset()
+    session = kf.init(kf.CommOptions(state="sharded"), timeout_s=5.0)
+    model = s.net()
+    opt = s.optimizer("adamw", model)
+    s.loss_of(model, 0, 0).backward()
+    opt.step()
+    opt.zero_grad()
+    session.group.timeout_s = 1.0  # the first step, as processes come up, may take longer
+    asked = said(opt.state_dict) if session.group.rank == 0 else ""
+    return asked, said(lambda: s.loss_of(model, 1, 0).backward()) if session.group.rank else ""
+
+
+@pytest.mark.full
+def test_a_state_dict_that_one_worker_alone_asks_for() -> None:
+    (asked, _), (_, waited) = run_workers(2, alone)
+    assert asked == (
+        "CommError: opt.state_dict() or kf.state_dict(), with comm.state=sharded: waited 1.0 s for rank 1: "
+        "every worker must call it"
+    )
+    assert waited.startswith("CommError: step 1, "), waited
+
+
+def refreezes(state: str) -> tuple[list[Tensor], Any]:
+    """A layer is frozen for two steps, and a parameter group is added."""
+    s.init(state, reproducible=True)
+    model, more = s.net(), nn.Parameter(torch.ones(5000))
+    opt = s.optimizer("adamw", model)
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            s.planned_step(opt, model, step, PARTS, lambda loss: loss + (more * more).sum() * 1e-3)
+
+    steps(0, 2)
+    model.second.requires_grad_(False)
+    opt.rebuild()
+    steps(2, 4)
+    model.second.requires_grad_(True)
+    opt.add_param_group({"params": [more], "lr": 0.1})
+    more.grad = None
+    steps(4, 6)
+    return [*s.values(model), more.detach().clone()], s.tensors(opt.state_dict())
+
+
+@pytest.mark.full
+def test_freezing_and_a_further_parameter_group() -> None:
+    params, state = run_workers(1, refreezes, "replicated")[0]
+    for workers in (1, 3):
+        for found in run_workers(workers, refreezes, "sharded"):
+            assert s.same(found[0], params) and s.same(found[1], state)
+
+
+def two() -> list[Tensor]:
+    """Two optimizers, whose parameters one backward reaches, and BatchNorm's statistics."""
+    session = s.init()
+    rank = session.group.rank
+    torch.manual_seed(1)
+    a, b = nn.Sequential(nn.Linear(30, 200), nn.BatchNorm1d(200)), nn.Linear(200, 5)
+    opts = [kf.FusedAdamW(a.parameters(), lr=0.01), kf.FusedSGD(b.parameters(), lr=0.1, momentum=0.9)]
+    opts[0].sync_buffers(a)
+    for step in range(4):
+        x, y = s.batch(step, rank)
+        F.mse_loss(b(torch.tanh(a(x))), y).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return [*s.values(a), *s.values(b), *(buffer.clone() for buffer in a.buffers())]
+
+
+def test_two_optimizers_and_buffers() -> None:
+    first, second = run_workers(2, two)
+    assert s.same(first, second)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    try:
+        for options, words in (
+            ({"schedule": "allreduce"}, "comm.schedule='allreduce': must be one of auto, all_to_all"),
+            ({"schedule": "tree"}, "comm.schedule='tree': must be one of auto, all_to_all"),
+            ({"schedule": "my.Own"}, "comm.state=sharded: must be replicated with comm.schedule='my.Own'"),
+        ):
+            with pytest.raises(ValueError) as error:
+                kf.CommOptions(state="sharded", **options)
+            assert str(error.value).startswith(words)
+        for sync in ("local:4", "sma", "pair"):
+            with pytest.raises(ValueError, match=f"comm.sync={sync}: must be ssgd with comm.state=sharded"):
+                kf.CommOptions(state="sharded", sync=sync)
+        s.init()
+        with pytest.raises(
+            ValueError, match=r"use kf\.FusedAdamW, kf\.FusedSGD or kf\.FusedLAMB, or comm\.state=replicated"
+        ):
+            kf.Optimizer(torch.optim.AdamW(model.parameters()))
+        with pytest.raises(RuntimeError, match=r"comm\.state=sharded has one model only"):
+            kf.FusedAdamW(model.parameters()).average_models()
+    finally:
+        reset()
+    assert issubclass(CommError, RuntimeError)

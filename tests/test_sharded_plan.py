@@ -1,0 +1,74 @@
+"""Which worker gives which part of the state to whom: everything arrives, and only what changes owner travels."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfuse.comm.group import Group
+from kfuse.kernels import BLOCK
+from kfuse.optim.sharding import Move, ShardsLost, hand_overs, plan_moves
+
+SIZES = st.integers(1, 6)
+
+
+def group(size: int) -> Group:
+    made = Group()
+    made.size = size
+    return made
+
+
+def elements(places: list[slice]) -> set[int]:
+    """In units that every place begins and ends at (but for the end of the bucket)."""
+    return {at for place in places for at in range(place.start, place.stop, BLOCK)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(old=SIZES, new=SIZES, blocks=st.integers(0, 40), data=st.data())
+def test_a_resize(old: int, new: int, blocks: int, data: st.DataObject) -> None:
+    """Some workers leave, which hand over before; some stay, in any order of ranks; some join, and have nothing."""
+    numel = max(0, blocks * BLOCK - data.draw(st.integers(0, 100)))
+    stay = data.draw(st.permutations(range(old)))[: data.draw(st.integers(1, min(old, new)))]
+    ranks = data.draw(st.permutations(range(new)))
+    new_ranks = [ranks[stay.index(rank)] if rank in stay else None for rank in range(old)]
+    before, after = group(old).shards(numel, BLOCK), group(new).shards(numel, BLOCK)
+
+    taken = hand_overs(group(old), numel, new_ranks, new)
+    moves = plan_moves([[shard] for shard in before], taken)
+    assert all(new_ranks[move.source] is None and new_ranks[move.target] is not None for move in moves)
+    held: list[list[slice]] = [[] for _ in range(new)]
+    for rank, later in enumerate(new_ranks):
+        if later is not None:
+            held[later] = [before[rank], *taken[rank]]
+    assert elements([place for places in held for place in places]) == elements([slice(0, numel)])
+
+    moves = plan_moves(held, [[shard] for shard in after])
+    arrived: list[list[slice]] = [[] for _ in range(new)]
+    for move in moves:
+        assert elements([move.place]) <= elements(held[move.source])
+        arrived[move.target].append(move.place)
+    for target, places in enumerate(arrived):
+        assert elements(places) == elements([after[target]])
+        assert all(a.stop == b.start for a, b in pairwise(places))
+        travelled = [move.place for move in moves if move.target == target and move.source != target]
+        assert not elements(travelled) & elements(held[target])
+
+
+def test_a_holder_keeps_its_own_and_the_first_of_several_gives() -> None:
+    held = [[slice(0, 8)], [slice(4, 12)], [slice(4, 16)]]
+    assert plan_moves(held, [[slice(0, 4)], [slice(4, 12)], [], [slice(4, 16)]]) == [
+        Move(0, 0, slice(0, 4)),
+        Move(1, 1, slice(4, 8)),
+        Move(1, 1, slice(8, 12)),
+        Move(0, 3, slice(4, 8)),
+        Move(1, 3, slice(8, 12)),
+        Move(2, 3, slice(12, 16)),
+    ]
+
+
+def test_what_nobody_has_is_named() -> None:
+    with pytest.raises(ShardsLost, match="elements 4 to 8, 12 to 16"):
+        plan_moves([[slice(0, 4)], [slice(8, 12)]], [[slice(0, 16)]])

@@ -1,0 +1,434 @@
+"""Modes are switched while training runs, and go through checkpoints, joins and deaths; what is wrong is refused."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_workers
+from elastic_job import assert_exact, chaos, override, run_job, words
+from sync_policies import Modes
+from torch import Tensor, nn
+
+import kfuse as kf
+from kfuse import session
+from kfuse.optim.consistency import ConsistencyError
+from kfuse.train.precision import cast_parameters
+
+EVERY_ORDER = [mode for pair in permutations(("ssgd", "local:3", "sma"), 2) for mode in pair]
+
+
+def network(seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2))
+
+
+def data(count: int = 240) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, 5, generator=torch.Generator().manual_seed(0))
+    return x, x[:, :2].sin()
+
+
+def all_equal(values: list[Tensor]) -> bool:
+    """Whether all workers have the same bits of these tensors."""
+    flat = torch.cat([value.detach().double().reshape(-1) for value in values])
+    return all(torch.equal(each, flat) for each in kf.allgather(flat))
+
+
+class Compares(Modes):
+    """Notes before each step which of the model and the optimizer's state all workers have alike."""
+
+    def __init__(self, modes: dict[int, str], net: nn.Module, opt: Any) -> None:
+        super().__init__(modes)
+        self._net, self._opt = net, opt
+        self.alike: list[tuple[bool, bool]] = []
+
+    def before_step(self) -> None:
+        moments = [state[name] for state in self._opt.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        model = all_equal(list(self._net.state_dict().values()))
+        self.alike.append((model, all_equal(moments) if moments else True))
+
+
+SPAN = 7
+"""Steps that each mode is in force, in the test of all switches."""
+
+
+def switch(modes: list[str], outer: bool) -> tuple[Any, ...]:
+    """Each mode is asked for at a multiple of SPAN steps, and is in force four steps later."""
+    kf.init(kf.CommOptions(check_every=1, **({"outer_lr": 0.7, "outer_momentum": 0.9} if outer else {})))
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.02)
+    policy = Compares({SPAN * k: mode for k, mode in enumerate(modes)}, net, opt)
+    steps = SPAN * len(modes) + 4
+    summary = kf.fit(net, data(), opt, kf.Hook(policy), batch_size=12, micro_batch=3, epochs=None, steps=steps)
+    assert summary is not None
+    return policy.alike, policy.known, summary["params_sha256"], summary["loss"]
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_models_and_optimizer_states_meet_at_every_switch(outer: bool) -> None:
+    """Between ssgd, local:3 and sma in every order. With ssgd workers' parameters are compared at every step, too."""
+    results = run_workers(3, switch, EVERY_ORDER, outer)
+    assert results[0] == results[1] == results[2]
+    alike, known, _, loss = results[0]
+    assert loss < 0.3
+    former = "ssgd"
+    for k, mode in enumerate(EVERY_ORDER):
+        begins = SPAN * k + 4
+        if mode != former:
+            assert alike[begins] == (True, True), f"{former} to {mode}"
+        during = alike[begins + 1 : begins + SPAN]
+        if mode == "ssgd":
+            assert during == [(True, True)] * len(during)
+        elif mode == "sma":
+            assert not any(model for model, _ in during)
+        else:
+            averaged = [model for model, _ in during]
+            assert any(averaged) and not all(averaged)
+        expected = [mode == "ssgd"] * (SPAN - 4)  # of the last steps of this mode before the next one is asked for
+        assert known[begins + 1 : begins + 1 + len(expected)] == expected
+        former = mode
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_the_central_model_is_evaluated_and_is_the_result(precision: str) -> None:
+    results = run_workers(2, evaluate_centre, precision)
+    assert results[0] == results[1]
+
+
+def evaluate_centre(precision: str) -> Any:
+    """Evaluations leave each worker its own model. The last one is of the model that training ends with."""
+    kf.init(kf.CommOptions(sync="sma"))
+    net, held = network(), data(60)
+    if precision == "bf16-true":
+        cast_parameters(net)
+    opt = kf.FusedAdamW(net.parameters(), lr=0.02)
+    policy = Compares({}, net, opt)
+    arguments: dict[str, Any] = dict(heldout=held, eval_every=4, precision=precision)
+    summary = kf.fit(net, data(), opt, kf.Hook(policy), batch_size=12, micro_batch=3, **arguments)
+    assert summary is not None and not any(model for model, _ in policy.alike[1:])
+    net.eval()
+    with torch.no_grad():
+        x = held[0].to(net[0].weight.dtype)
+        loss = F.mse_loss(net(x).float(), held[1]).item()
+        assert loss == pytest.approx(summary["eval_loss"], rel=1e-5 if precision == "fp32" else 0.05)
+    assert all_equal(list(net.state_dict().values()))
+    digests = kf.allgather(torch.tensor([int(summary["params_sha256"][:12], 16)]))
+    assert digests[0] == digests[1]
+    return summary["eval_loss"], [value.double().sum().item() for value in net.state_dict().values()]
+
+
+class FromTheStart(Modes):
+    """Begins with a mode."""
+
+    def initial(self) -> kf.Decision:
+        return kf.Decision(sync="sma")
+
+
+def initial() -> list[bool]:
+    net, policy = network(), FromTheStart({})
+    kf.fit(net, data(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=12, micro_batch=6)
+    return policy.known
+
+
+def test_a_policy_may_begin_with_a_mode() -> None:
+    for known in run_workers(2, initial):
+        assert known == [False] * 20
+
+
+# Its state
+
+
+def outer_in_two_parts(split: int | None) -> list[bytes]:
+    kf.init(kf.CommOptions(sync="local:5", outer_lr=0.7, outer_momentum=0.9))
+    state = None
+    for part in ("first", "second") if split else ("whole",):
+        net = network(3 if part != "second" else 9)
+        opt = kf.FusedAdamW(net.parameters(), lr=0.02)
+        loader = kf.DataLoader(data(), net, opt, batch_size=12, micro_batch=4)
+        if state is not None:
+            kf.load_state_dict(state)
+        for number, step in enumerate(loader):
+            for x, y in step:
+                F.mse_loss(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            if part == "first" and number == split:
+                state = kf.state_dict()
+                break
+    return [value.numpy().tobytes() for value in net.state_dict().values()]
+
+
+def test_outer_momentum_is_part_of_the_state() -> None:
+    """One worker, so that the bits can be compared: within a round, and as one ends."""
+    whole = outer_in_two_parts(None)
+    assert outer_in_two_parts(7) == whole
+    assert outer_in_two_parts(9) == whole
+
+
+def fitted(sync: str, folder: Path | None, steps: int) -> str:
+    session.reset()
+    kf.init(kf.CommOptions(sync=sync, outer_lr=0.7, outer_momentum=0.9))
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.02)
+    more: dict[str, Any] = {}
+    if folder is not None:
+        more = {"checkpoint": folder, "checkpoint_every": 7, "resume": "auto"}
+    summary = kf.fit(net, data(), opt, batch_size=12, micro_batch=4, epochs=None, steps=steps, **more)
+    assert summary is not None and all_equal(list(net.parameters()))
+    return str(summary["params_sha256"])
+
+
+def test_a_checkpoint_has_the_outer_steps_state(tmp_path: Path) -> None:
+    """Bit by bit with one worker: from the middle of a round."""
+    whole = fitted("local:5", None, 24)
+    fitted("local:5", tmp_path, 17)
+    assert fitted("local:5", tmp_path, 24) == whole
+
+
+@pytest.mark.parametrize("sync", ["sma", "local:5"])
+def test_workers_resume_from_a_checkpoint(sync: str, tmp_path: Path) -> None:
+    """On another number of workers too. All end with one model."""
+    results = run_workers(2, fitted, sync, tmp_path, 17)
+    results += run_workers(3, fitted, sync, tmp_path, 24)
+    assert len(set(results)) == 2
+
+
+def sma_in_two_parts() -> tuple[Any, ...]:
+    kf.init(kf.CommOptions(sync="sma"))
+    net = network()
+    opt = kf.FusedAdamW(net.parameters(), lr=0.02)
+    for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, micro_batch=3)):
+        for x, y in step:
+            F.mse_loss(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        if number == 7:
+            state = kf.state_dict()
+            break
+    centre = state["synchronisation"]["rule"]["centre"]
+    other = network(9)
+    opt = kf.FusedAdamW(other.parameters(), lr=0.02)
+    loader = kf.DataLoader(data(), other, opt, batch_size=12, micro_batch=3)
+    kf.load_state_dict(state)
+    for step in loader:
+        begins = torch.cat([p.detach().reshape(-1) for p in other.parameters()])
+        for x, y in step:
+            F.mse_loss(other(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        break
+    return begins.tolist(), centre["model"].tolist(), centre["change"].abs().sum().item()
+
+
+def test_a_training_that_resumes_begins_from_the_central_model() -> None:
+    """And with its momentum."""
+    results = run_workers(2, sma_in_two_parts)
+    assert results[0] == results[1]
+    begins, model, change = results[0]
+    assert begins == pytest.approx(model, abs=1e-6) and change > 0
+
+
+def ends_with_one_model(sync: str, outer: bool, channels_last: bool, schedule: str) -> list[bool]:
+    """For each kind of optimizer."""
+    settings: dict[str, Any] = dict(sync=sync, schedule=schedule)
+    kf.init(kf.CommOptions(**settings, **(dict(outer_lr=0.7, outer_momentum=0.5) if outer else {})))
+    makes: list[Any] = [
+        lambda params: kf.FusedSGD(params, lr=0.05, momentum=0.9),
+        lambda params: kf.FusedLAMB(params, lr=0.01),
+        lambda params: kf.Optimizer(torch.optim.AdamW(params, lr=0.01)),
+        lambda params: kf.Optimizer(torch.optim.RMSprop(params, lr=0.01)),
+    ]
+    found, generator = [], torch.Generator().manual_seed(1)
+    x, y = torch.randn(96, 2, 4, 4, generator=generator), torch.randint(0, 3, (96,), generator=generator)
+    for make in makes:
+        torch.manual_seed(0)
+        parts = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+        layout = torch.channels_last if channels_last else torch.contiguous_format  # pickle does not find their module
+        net = nn.Sequential(*parts).to(memory_format=layout)
+        arguments: dict[str, Any] = dict(batch_size=16, micro_batch=4, clip_norm=1.0, weight_fn=lambda batch: 2.0)
+        summary = kf.fit(net, (x, y), make(net.parameters()), epochs=2, heldout=(x, y), eval_every=5, **arguments)
+        assert summary is not None and summary["eval_loss"] < 2.0, summary
+        found.append(all_equal(list(net.state_dict().values())))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["allreduce", "tree"])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("sync", "outer"), [("local:3", False), ("local:4", True), ("sma", False)])
+def test_each_kind_of_optimizer_ends_with_one_model(sync: str, outer: bool, channels_last: bool, schedule: str) -> None:
+    """With clipping, weights, BatchNorm and evaluations."""
+    for found in run_workers(2, ends_with_one_model, sync, outer, channels_last, schedule):
+        assert found == [True] * 4
+
+
+# What is refused
+
+
+def test_a_loop_of_bare_backwards_needs_ssgd() -> None:
+    kf.init(kf.CommOptions(sync="local:4"))
+    net = nn.Linear(3, 1)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    net(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"comm\.sync=local:4: must be ssgd in a loop of your own"):
+        opt.step()
+
+
+def scaled() -> str:
+    kf.init(kf.CommOptions(sync="sma"))
+    net, scaler = network(), torch.amp.GradScaler("cpu")
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    before = net[0].weight.detach().clone()
+    try:
+        for step in kf.DataLoader(data(), net, opt, batch_size=12, micro_batch=6):
+            for x, y in step:
+                scaler.scale(F.mse_loss(net(x), y)).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    except RuntimeError as error:
+        assert torch.equal(before, net[0].weight), "nothing was updated before"
+        return str(error)
+    return ""
+
+
+def test_a_gradient_scaler_needs_ssgd() -> None:
+    for said in run_workers(2, scaled):
+        assert said.startswith("GradScaler with comm.sync: must be ssgd")
+
+
+def freezes(thaws: bool, options: dict[str, Any]) -> str:
+    """thaws: another layer of the same size is trained then."""
+    kf.init(kf.CommOptions(**options))
+    net = nn.Sequential(network(), *(nn.Linear(2, 2) for _ in range(2)))
+    if thaws:
+        net[2].requires_grad_(False)
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    try:
+        for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, micro_batch=6)):
+            for x, y in step:
+                F.mse_loss(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            if number == 3:
+                net[1].requires_grad_(False)
+                net[2].requires_grad_(True)
+                opt.rebuild()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("thaws", [False, True])
+def test_other_trained_parameters_are_refused_where_their_weights_are_kept(thaws: bool) -> None:
+    for options in ({"sync": "sma"}, {"sync": "local:3", "outer_momentum": 0.5}):
+        for said in run_workers(2, freezes, thaws, options):
+            assert "the trained parameters have changed since this mode began: call kf.set_sync('ssgd')" in said
+    assert run_workers(2, freezes, thaws, {"sync": "local:3"}) == ["", ""]
+
+
+# Workers come and go
+
+TRAINING = words(
+    "model=mlp model.hidden=[16] data=digits batch.size=96 batch.micro=8 train.epochs=5 workers.count=3 workers.max=3",
+    "lr.base=0.01 comm.check_every=1",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "outer"), [("sma", False), ("local:5", False), ("local:5", True)])
+@pytest.mark.parametrize("moment", ["forward", "between_reduction_and_update", "after_step", "evaluation"])
+def test_workers_that_are_lost_take_nobody_along(tmp_path: Path, mode: str, moment: str, outer: bool) -> None:
+    """The others go on, newcomers join, all meet in one model, and then have the same parameters at each step."""
+    events = [
+        {"step": 15, "moment": moment, "rank": 1, "how": "kill", "workers": 3},
+        {"step": 40, "moment": "after_step", "rank": 0, "how": "kill", "workers": 3},
+    ]
+    policy = chaos(
+        tmp_path, events=events, gates=[{"step": 38, "workers": 3}, {"step": 60, "workers": 3}], adaptive=False
+    )
+    policy[0] = "policy._target_=sync_policies.ChaosOfModes"
+    policy.append(override("+policy.modes", {"4": mode, "66": "ssgd"}))
+    settings = words("comm.outer_lr=0.7 comm.outer_momentum=0.9") if outer else []
+    job = run_job(tmp_path / "run", [*TRAINING, *settings, *policy])
+    assert job.error is None, job.told()
+    assert_exact(job)
+    assert [view["reason"] for view in job.views].count("failure") == 2
+    changes = [event["sync"] for event in job.of_kind("decision") if "sync" in event]
+    assert changes == [["ssgd", mode], [mode, "ssgd"]]
+    by_step = {record["step"]: record for record in job.metrics}
+    assert all(by_step[step]["grad_norm"] is None for step in range(8, 70) if by_step[step]["workers"] > 1)
+    assert all(by_step[step]["grad_norm"] is not None for step in range(70, len(by_step)))
+    assert all(record["loss"] is not None for record in job.metrics)
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "call", "step"),
+    [
+        ("sma", "begin", 15),
+        ("sma", "end", 15),
+        ("sma", "average", 50),  # where models meet, before ssgd
+        ("local:5", "average", 15),
+        ("local:5", "average", 66),
+    ],
+)
+def test_a_worker_lost_in_the_middle_of_a_synchronisation(
+    tmp_path: Path, mode: str, call: str, step: int, after: bool
+) -> None:
+    """All of it happens, or nothing: the others have one central model, and meet in one model."""
+    policy = chaos(tmp_path, gates=[{"step": 30, "workers": 3}, {"step": 80, "workers": 3}], adaptive=False)
+    policy[0] = "policy._target_=sync_policies.ChaosOfModes"
+    policy.append(override("+policy.modes", {"4": mode, "66": "ssgd"}))
+    policy.append(override("+policy.killed", {"step": step, "rank": 1, "call": call, "after": after}))
+    outer = words("comm.outer_lr=0.7 comm.outer_momentum=0.5") if mode != "sma" else []
+    job = run_job(tmp_path / "run", [*TRAINING, *outer, *policy])
+    assert job.error is None, job.told()
+    assert_exact(job)
+    assert [view["reason"] for view in job.views].count("failure") == 1
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "outer"), [("sma", False), ("local:5", True)])
+def test_one_worker_becomes_three_and_one_again(tmp_path: Path, mode: str, outer: bool) -> None:
+    phases = [{"step": 10, "workers": 3}, {"step": 30, "workers": 1}, {"step": 45, "workers": 2}]
+    gates = [{"step": 25, "workers": 3}, {"step": 40, "workers": 1}, {"step": 55, "workers": 2}]
+    policy = chaos(tmp_path, phases=phases, gates=gates, adaptive=False)
+    policy[0] = "policy._target_=sync_policies.ChaosOfModes"
+    policy.append(override("+policy.modes", {"62": "ssgd"}))
+    settings = words("workers.count=1", f"comm.sync={mode}")
+    settings += words("comm.outer_lr=0.7 comm.outer_momentum=0.5") if outer else []
+    job = run_job(tmp_path / "run", [*TRAINING, *settings, *policy])
+    assert job.error is None, job.told()
+    assert_exact(job)
+    assert [len(view["workers"]) for view in job.views] in ([1, 3, 1, 2], [1, 2, 3, 1, 2], [1, 3, 2, 1, 2])
+    for record in job.metrics:
+        assert (record["grad_norm"] is None) == (record["workers"] > 1 and record["step"] < 66), record
+    assert job.summary["eval_accuracy"] > 0.85
+
+
+@pytest.mark.full
+def test_differences_would_be_seen() -> None:
+    """The tests above rely on it: with ssgd, parameters that differ end the job."""
+    with pytest.raises(AssertionError, match=ConsistencyError.__name__):
+        run_workers(2, differ)
+
+
+def differ() -> None:
+    kf.init(kf.CommOptions(check_every=1))
+    net = network()
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, micro_batch=6)):
+        if number == 3 and kf.rank() == 1:
+            net[0].weight.data += 1e-3
+        for x, y in step:
+            F.mse_loss(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()

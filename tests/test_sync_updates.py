@@ -1,0 +1,345 @@
+"""The models of real workers follow the published updates: SMA (CROSSBOW), local SGD with outer momentum (DiLoCo)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_workers
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import kfuse as kf
+from kfuse.train import load_balance
+
+DIM, START = 2000, 30.0
+
+
+class Point(nn.Module):
+    """A model whose loss is a quadratic: half the squared distance from the sample, summed over the elements."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((dim,), START))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.w - x).square().sum(1).mean() / 2
+
+
+class Unknown(kf.BasePolicy):
+    """Sees whether figures of the mean gradient are given."""
+
+    def __init__(self) -> None:
+        self.known: list[bool] = []
+
+    def decide(self, signals: kf.Signals) -> None:
+        self.known += [signals.noise_scale is not None, signals.grad_norm is not None]
+
+
+def samples(steps: int, dim: int = DIM) -> Tensor:
+    return torch.randn(3 * steps, dim, generator=torch.Generator().manual_seed(0))
+
+
+def trained(model: Any, opt: Any, data: Tensor, policy: kf.BasePolicy) -> tuple[Any, Any]:
+    """What this worker was given in each step, and its model before each step."""
+    given, before = [], []
+    for step in kf.DataLoader(TensorDataset(data), model, opt, policy=policy, batch_size=3, micro_batch=1, seed=3):
+        before.append(model.w.detach().numpy().copy())
+        for (x,) in step:
+            given.append(x[0].numpy().copy())
+            model.loss(x).backward()
+        opt.step()
+        opt.zero_grad()
+    return np.array(given), np.array(before)
+
+
+def sma(steps: int, lr: float, alpha: float | None, momentum: float) -> tuple[Any, ...]:
+    """What this worker was given in each step, its model before each step, and the result."""
+    load_balance.shares = lambda relative: None  # type: ignore[assignment]  # also where the machine is busy
+    kf.init(kf.CommOptions(sync="sma", sma_alpha=alpha, sma_momentum=momentum))
+    model, policy = Point(), Unknown()
+    opt = kf.FusedSGD(model.parameters(), lr=lr)
+    given, before = trained(model, opt, samples(steps), policy)
+    return given, before, model.w.detach().numpy().copy(), any(policy.known)
+
+
+def published_sma(given: Any, lr: float, alpha: float, momentum: float) -> tuple[Any, Any]:
+    """Algorithm 1 of CROSSBOW in float64. given: [workers, steps, dim]. Models before each step; the central one."""
+    workers = len(given)
+    models = np.full((workers, given.shape[2]), START)
+    centre, former, seen = models[0], models[0], []
+    for x in given.swapaxes(0, 1).astype(np.float64):
+        seen.append(models)
+        corrections = alpha * (models - centre)
+        models = models - lr * (models - x) - corrections
+        centre, former = centre + corrections.sum(0) + momentum * (centre - former), centre
+    return np.array(seen).swapaxes(0, 1), centre
+
+
+@pytest.mark.parametrize(("alpha", "momentum"), [(None, 0.9), (0.1, 0.5), (0.3, 0.0)])
+def test_sma_is_the_published_update(alpha: float | None, momentum: float) -> None:
+    results = run_workers(3, sma, 40, 0.2, alpha, momentum)
+    given, before = (np.stack([result[k] for result in results]) for k in (0, 1))
+    models, centre = published_sma(given, 0.2, alpha or 1 / 3, momentum)
+    np.testing.assert_allclose(before, models, rtol=1e-5, atol=2e-5)
+    assert np.abs(before[0, -1] - before[1, -1]).max() > 0.05, "each worker has a model of its own"
+    for result in results:
+        np.testing.assert_allclose(result[2], centre, rtol=1e-5, atol=2e-5, err_msg="the result is the central model")
+        np.testing.assert_array_equal(result[2], results[0][2])
+        assert not result[3], "the gradient's norm and the noise scale are unknown"
+
+
+@pytest.mark.parametrize(("alpha", "momentum"), [(None, 0.9), (None, 0.0), (0.1, 0.9)])
+def test_sma_has_the_predicted_rate_on_a_noisy_quadratic(alpha: float | None, momentum: float) -> None:
+    """Of the mean of the models, and of the noise around it: the state (w_1, w_2, w_3, z, z') is a linear recursion."""
+    steps, lr = 150, 0.1
+    results = run_workers(3, sma, steps, lr, alpha, momentum)
+    means = np.mean([result[1] for result in results], 0).astype(np.float64)  # [steps, dim]
+    a = alpha or 1 / 3
+    step = np.zeros((5, 5))
+    step[:3, :3] = (1 - lr - a) * np.eye(3)
+    step[:3, 3] = a
+    step[3, :3] = a
+    step[3, 3:] = [1 - 3 * a + momentum, -momentum]
+    step[4, 3] = 1
+    predicted = max(abs(np.linalg.eigvals(step)))
+    # With momentum the mean swings, so its rate is found from the recurrence that its values follow.
+    order, error = 3 if momentum else 2, means.mean(1)[:60]
+    past = np.stack([error[k : k - order] for k in range(order)], 1)
+    recurrence = np.linalg.lstsq(past, error[order:], rcond=None)[0]
+    found = max(abs(np.roots([1, *-recurrence[::-1]])))
+    assert np.log(found) == pytest.approx(np.log(predicted), rel=0.1)
+    covariance, noise = np.zeros((5, 5)), np.diag([lr**2] * 3 + [0, 0])
+    spread = []
+    for _ in range(steps):
+        spread.append(covariance[:3, :3].mean())
+        covariance = step @ covariance @ step.T + noise
+    late = slice(steps - 40, steps)
+    assert means.var(1)[late].mean() == pytest.approx(np.mean(spread[late]), rel=0.1)
+
+
+# Local SGD with an outer step
+
+
+def diloco(steps: int, every: int, eval_every: int | None, adam: bool, lr: float, momentum: float) -> tuple[Any, ...]:
+    load_balance.shares = lambda relative: None  # type: ignore[assignment]
+    kf.init(kf.CommOptions(sync=f"local:{every}", outer_lr=lr, outer_momentum=momentum))
+    model = Point(50)
+    inner: Any = torch.optim.AdamW(model.parameters(), lr=0.3) if adam else torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = kf.Optimizer(inner)
+    given = []
+
+    def loss(model: Point, batch: tuple[Tensor]) -> Tensor:
+        (x,) = batch
+        given.extend(x.numpy().copy() if model.training else [])
+        return model.loss(x)
+
+    data = samples(steps, 50)
+    arguments: dict[str, Any] = dict(batch_size=3, micro_batch=1, seed=5, eval_every=eval_every)
+    summary = kf.fit(model, TensorDataset(data), opt, step_fn=loss, heldout=TensorDataset(data[:6]), **arguments)
+    assert summary is not None
+    return np.array(given), model.w.detach().numpy().copy(), summary["params_sha256"]
+
+
+def published_diloco(
+    given: Any, every: int, eval_every: int | None, adam: bool, lr: float, momentum: float
+) -> np.ndarray[Any, Any]:
+    """Algorithm 1 of DiLoCo in float64, by torch's optimizers. Evaluations average the models, as kfuse says."""
+    common = nn.Parameter(torch.full((50,), START, dtype=torch.float64))
+    outer = torch.optim.SGD([common], lr=lr, momentum=momentum, nesterov=True)
+    models = [nn.Parameter(common.detach().clone()) for _ in given]
+    inners = [torch.optim.AdamW([w], lr=0.3) if adam else torch.optim.SGD([w], lr=0.1) for w in models]
+    steps = given.shape[1]
+    for step in range(steps):
+        for w, inner, x in zip(models, inners, given[:, step], strict=True):
+            w.grad = w.detach() - torch.from_numpy(x).double()
+            inner.step()
+        mean = torch.stack([w.detach() for w in models]).mean(0)
+        if (step + 1) % every == 0:
+            common.grad = common.detach() - mean
+            outer.step()
+            mean = common.detach()
+        elif not ((eval_every and (step + 1) % eval_every == 0) or step + 1 == steps):
+            continue
+        for w in models:
+            w.data.copy_(mean)
+    return models[0].detach().numpy()
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("eval_every", [None, 3])
+def test_outer_steps_are_diloco_s(adam: bool, eval_every: int | None) -> None:
+    """The inner optimizers' states stay with the workers. An evaluation averages the models, and the round goes on."""
+    settings = (4, eval_every, adam, 0.7, 0.9)
+    results = run_workers(3, diloco, 22, *settings)
+    given = np.stack([result[0] for result in results])
+    for _, found, digest in results:
+        np.testing.assert_allclose(found, published_diloco(given, *settings), rtol=1e-4, atol=1e-4)
+        assert digest == results[0][2]
+
+
+def test_an_outer_step_of_rate_1_without_momentum_is_the_average() -> None:
+    """But for the inner optimizers' states, which SGD has none of."""
+    plain, outer = (run_workers(2, diloco, 10, 3, None, False, lr, 0.0) for lr in (1.0, 1.0 - 1e-12))
+    np.testing.assert_allclose(plain[0][1], outer[0][1], rtol=1e-6)
+
+
+def test_one_worker_has_outer_steps_too() -> None:
+    settings = (4, None, True, 0.7, 0.9)
+    given, found, _ = run_workers(1, diloco, 8, *settings)[0]
+    single = given.reshape(8, 3, 50).mean(1)[None]
+    np.testing.assert_allclose(found, published_diloco(single, *settings), rtol=1e-4, atol=1e-4)
+
+
+# A worker without a micro-batch
+
+
+def idle_steps(sync: str, kind: str, samples: int, batch_size: int, epochs: int) -> tuple[Any, ...]:
+    """Of this worker: its sample in each step (NaN: none), its model before it, its numbers of updates after it; each
+    step's figures; the result.
+    """
+    load_balance.shares = lambda relative: None  # type: ignore[assignment]
+    kf.init(kf.CommOptions(sync=sync))
+    model = Point(40)
+    params = list(model.parameters())
+    made: dict[str, Any] = {
+        "fused": lambda: kf.FusedAdamW(params, lr=0.3, weight_decay=0.1),
+        "wrapped": lambda: kf.Optimizer(torch.optim.AdamW(params, lr=0.3, weight_decay=0.1)),
+        "momentum": lambda: kf.FusedSGD(params, lr=0.05, momentum=0.9),
+    }
+    opt = made[kind]()
+    x = torch.randn(samples, 40, generator=torch.Generator().manual_seed(0))
+    given, before, updates, figures = [], [], [], []
+    loader = kf.DataLoader(TensorDataset(x), model, opt, batch_size=batch_size, micro_batch=1, epochs=epochs, seed=3)
+    for step in loader:
+        before.append(model.w.detach().numpy().copy())
+        given.append(np.full(40, np.nan, np.float32))
+        for (sample,) in step:
+            given[-1] = sample[0].numpy().copy()
+            loss = model.loss(sample)
+            step.loss = loss
+            loss.backward()
+        opt.step()
+        opt.zero_grad()
+        updates.append(float(opt.state.get(model.w, {}).get("step", 0.0)))
+        stats = opt.stats
+        assert stats is not None
+        figures.append((stats.loss, stats.samples, stats.micro_batches, stats.grad_norm, stats.skipped))
+    return np.array(given), np.array(before), updates, figures, model.w.detach().numpy().copy()
+
+
+def published_idle_steps(given: Any, every: int, meets: list[int], kind: str) -> tuple[Any, Any, Any, Any]:
+    """In float64. given: [workers, steps, dim]; meets: steps after which models meet, also within `every`. every: 0:
+    sma. Before each step the models; after it the numbers of updates; each step's mean loss; the result.
+    """
+    workers, steps, dim = given.shape
+    w, m, v, t = np.full((workers, dim), START), np.zeros((workers, dim)), np.zeros((workers, dim)), np.zeros(workers)
+    centre, former, since = w[0].copy(), w[0].copy(), 0
+    seen, updates, losses = [], [], []
+    for step in range(steps):
+        seen.append(w.copy())
+        corrections = (w - centre) / workers
+        busy = [j for j in range(workers) if not np.isnan(given[j, step, 0])]
+        losses.append(np.mean([np.square(w[j] - given[j, step]).sum() / 2 for j in busy]))
+        for j in busy:
+            gradient = w[j] - given[j, step].astype(np.float64)
+            t[j] += 1
+            if kind == "momentum":
+                m[j] = 0.9 * m[j] + gradient
+                w[j] -= 0.05 * m[j]
+            else:
+                m[j], v[j] = 0.9 * m[j] + 0.1 * gradient, 0.999 * v[j] + 0.001 * gradient**2
+                root = np.sqrt(v[j] / (1 - 0.999 ** t[j])) + 1e-8
+                w[j] = w[j] * (1 - 0.3 * 0.1) - 0.3 * (m[j] / (1 - 0.9 ** t[j])) / root
+        updates.append(t.copy())
+        since += 1
+        if not every:
+            w -= corrections
+            centre, former = centre + corrections.sum(0) + 0.9 * (centre - former), centre
+        elif since == every or step in meets:
+            for values in (w, m, v):
+                values[:] = values.mean(0)
+            t[:], since = t.mean(), 0
+    return np.array(seen).swapaxes(0, 1), np.array(updates).T, losses, w[0] if every else centre
+
+
+@pytest.mark.parametrize("kind", ["fused", "wrapped", "momentum"])
+@pytest.mark.parametrize("sync", ["local:3", "sma"])
+@pytest.mark.parametrize(("samples", "batch_size"), [(13, 3), (16, 2)])
+def test_a_worker_without_a_micro_batch_makes_no_update(sync: str, kind: str, samples: int, batch_size: int) -> None:
+    """In an epoch's last step, and in all steps: then it has no state as the others' are averaged."""
+    results = run_workers(3, idle_steps, sync, kind, samples, batch_size, 2)
+    given, before, updates = (np.stack([result[k] for result in results]) for k in range(3))
+    steps = given.shape[1]
+    assert np.isnan(given).any() and not np.isnan(given).all(axis=(0, 2)).any()
+    meets = [steps // 2 - 1, steps - 1]
+    seen, counts, losses, final = published_idle_steps(given, 3 if sync == "local:3" else 0, meets, kind)
+    np.testing.assert_allclose(before, seen, rtol=1e-4, atol=1e-4)
+    if kind != "momentum":
+        np.testing.assert_allclose(updates, counts, rtol=1e-6)
+    for *_, figures, found in results:
+        np.testing.assert_allclose(found, final, rtol=1e-4, atol=1e-4)
+        assert figures == results[0][3], "a step's record is that of all workers"
+        np.testing.assert_allclose([loss for loss, *_ in figures], losses, rtol=1e-4)
+        busy = (~np.isnan(given[:, :, 0])).sum(0)
+        assert [rest for _, *rest in figures] == [[count, count, None, False] for count in busy]
+
+
+# An outer round that ends as the mode changes
+
+
+class Changes(kf.BasePolicy):
+    """Asks for a mode after step `at`: it is in force from step `at` + 4 on."""
+
+    def __init__(self, at: int, mode: str) -> None:
+        self._at, self._mode = at, mode
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        return kf.Decision(sync=self._mode) if signals.step == self._at else None
+
+
+def changing(at: int, mode: str, steps: int) -> tuple[Any, ...]:
+    load_balance.shares = lambda relative: None  # type: ignore[assignment]
+    kf.init(kf.CommOptions(sync="local:3", outer_lr=0.7, outer_momentum=0.5))
+    model = Point(50)
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    return trained(model, opt, samples(steps, 50), Changes(at, mode))
+
+
+def published_change(given: Any, at: int, mode: str) -> Any:
+    """Models before each step, in float64."""
+    workers, steps, dim = given.shape
+    w, seen, rounds = np.full((workers, dim), START), [], 3
+    theta, velocity, began = w[0].copy(), np.zeros(dim), 0
+    centre, former, now = w[0].copy(), w[0].copy(), "local"
+    for step in range(steps):
+        seen.append(w.copy())
+        corrections = (w - centre) / workers
+        gradient = w - given[:, step].astype(np.float64)
+        w = w - 0.1 * (gradient.mean(0) if now == "ssgd" else gradient)
+        if now == "sma":
+            w = w - corrections
+            centre, former = centre + corrections.sum(0) + 0.9 * (centre - former), centre
+        complete = now == "local" and step + 1 - began >= rounds
+        if complete:
+            gain = theta - w.mean(0)
+            velocity = 0.5 * velocity + gain
+            theta, began = theta - 0.7 * (gain + 0.5 * velocity), step + 1
+            w = np.tile(theta, (workers, 1))
+        if step + 1 == at + 4 and mode.startswith("local"):
+            rounds = int(mode[6:])
+        elif step + 1 == at + 4:
+            w = np.tile(w.mean(0), (workers, 1))
+            now, centre, former = mode, w[0].copy(), w[0].copy()
+    return np.array(seen).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("at", [8, 9])
+@pytest.mark.parametrize("mode", ["ssgd", "sma", "local:5", "local:2"])
+def test_a_round_that_ends_as_the_mode_changes_makes_its_outer_step(at: int, mode: str) -> None:
+    """In force from step 12 on, after the fourth round, and within the fifth."""
+    results = run_workers(3, changing, at, mode, 24)
+    given, before = (np.stack([result[k] for result in results]) for k in (0, 1))
+    np.testing.assert_allclose(before, published_change(given, at, mode), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,409 @@
+"""Trees of workers: the spanning tree of measured links is the least, lists of parents are checked, links are measured.
+
+The sums along each tree are in test_transports.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import WorkersFailed, run_workers
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import network, problem
+
+import kfuse as kf
+from kfuse.comm import transports
+from kfuse.comm.latency import measure
+from kfuse.comm.tail import RANK_SLOTS, RECORD_SLOTS, VOTE, Announcement, Tail
+from kfuse.comm.topology import (
+    SAME,
+    Links,
+    alike,
+    check_parents,
+    chunks,
+    depths,
+    duration,
+    rooted,
+    rounds,
+    spanning_tree,
+)
+from kfuse.comm.transports.tree import parents as shape_parents
+from kfuse.observe.run_dir import RunDirectory
+from kfuse.train.reporter import Reporter
+
+Times = list[list[float]]
+
+
+@st.composite
+def symmetric_times(draw: st.DrawFn, values: st.SearchStrategy[float]) -> Times:
+    size = draw(st.integers(1, 6))
+    times = [[0.0] * size for _ in range(size)]
+    for a, b in itertools.combinations(range(size), 2):
+        times[a][b] = times[b][a] = draw(values)
+    return times
+
+
+def trees(size: int) -> list[list[tuple[int, int]]]:
+    """All labelled trees, by their Pruefer codes (Cayley: size ** (size - 2) of them)."""
+    if size < 3:
+        return [[(0, 1)] if size == 2 else []]
+    out = []
+    for code in itertools.product(range(size), repeat=size - 2):
+        degree = [1 + code.count(r) for r in range(size)]
+        edges = []
+        for inner in code:
+            leaf = degree.index(1)
+            edges.append((leaf, inner))
+            degree[leaf] -= 1
+            degree[inner] -= 1
+        edges.append((degree.index(1), size - 1 - degree[::-1].index(1)))
+        out.append(edges)
+    return out
+
+
+def links_of(parents: Sequence[int]) -> list[tuple[int, int]]:
+    return [(r, parent) for r, parent in enumerate(parents) if r != parent]
+
+
+ANY = st.floats(1e-6, 10.0)
+FEW = st.sampled_from([1.0, 2.0, 10.0])  # many trees are equally good
+
+
+@pytest.mark.parametrize("values", [ANY, FEW], ids=["any times", "equal times"])
+def test_no_labelled_tree_takes_less_time_than_the_spanning_tree(values: st.SearchStrategy[float]) -> None:
+    @given(symmetric_times(values))
+    def check(times: Times) -> None:
+        parents = spanning_tree(times)
+        check_parents(parents, len(times))
+        least = min(sum(times[a][b] for a, b in tree) for tree in trees(len(times)))
+        assert sum(times[a][b] for a, b in links_of(parents)) == pytest.approx(least)
+
+    check()
+
+
+@given(symmetric_times(ANY))
+def test_no_other_root_of_the_tree_is_faster(times: Times) -> None:
+    parents = spanning_tree(times)
+    others = [rooted(parents, root) for root in range(len(times))]
+    for root, other in enumerate(others):
+        assert other[root] == root
+        assert {frozenset(link) for link in links_of(other)} == {frozenset(link) for link in links_of(parents)}
+    assert duration(parents, times) == min(duration(other, times) for other in others)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16, 64])
+def test_equal_links_give_a_tree_of_few_levels(size: int) -> None:
+    parents = spanning_tree([[float(a != b) for b in range(size)] for a in range(size)])
+    assert max(depths(parents)) <= math.ceil(math.log2(size))
+    assert max(map(parents.count, parents)) <= 1 + math.ceil(math.log2(size))
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_the_measured_tree_has_a_shape_before_links_are_measured(size: int) -> None:
+    """`kfuse schedule` predicts its cost."""
+    check_parents(shape_parents("latency", [""] * size), size)
+
+
+def test_the_time_of_a_tree() -> None:
+    times = [[0, 3, 4, 9], [3, 0, 9, 7], [4, 9, 0, 9], [9, 7, 9, 0]]
+    assert duration([0, 0, 0, 1], times) == 7 + (3 + 4) + (3 + 4) + 7  # a round for each level, up and down
+    assert duration([0, 0, 0, 1], times, count=2) == (7 + 7 + 7 + 7 + 7) / 2  # five rounds of half the buffer
+    assert duration([0, 0, 1, 2], times) == 2 * (9 + 9 + 3)
+    assert duration([0], [[0]]) == 0
+
+
+@pytest.mark.parametrize(("nbytes", "count"), [(0, 1), (2**18, 1), (2**19, 2), (2**21, 8), (2**30, 8)])
+def test_small_buffers_go_in_one_piece(nbytes: int, count: int) -> None:
+    assert chunks(nbytes) == count
+
+
+def test_times_that_noise_may_have_set_apart_are_equal() -> None:
+    times = [[0.0, 1.0, 1.4, 1.6], [1.0, 0.0, 2.2, 30.0], [1.4, 2.2, 0.0, 2.5], [1.6, 30.0, 2.5, 0.0]]
+    assert SAME == 1.5
+    assert alike(times) == [[0.0, 1.0, 1.0, 1.6], [1.0, 0.0, 1.6, 30.0], [1.0, 1.6, 0.0, 2.5], [1.6, 30.0, 2.5, 0.0]]
+
+
+def test_a_small_message_and_a_large_one_have_different_trees() -> None:
+    """Rank 2 is near rank 0 for a short message, and behind a slow link for a long one."""
+    near, far, slow, fast = 1e-4, 1e-2, 1e6, 1e9
+    links = Links(
+        ((0.0, near, near), (near, 0.0, far), (near, far, 0.0)),
+        ((None, fast, slow), (fast, None, fast), (slow, fast, None)),
+    )
+    assert links.seconds(10**6) == [
+        [0.0, pytest.approx(1.1e-3), pytest.approx(1.0001)],
+        [pytest.approx(1.1e-3), 0.0, pytest.approx(1.1e-2)],
+        [pytest.approx(1.0001), pytest.approx(1.1e-2), 0.0],
+    ]
+    assert {frozenset(link) for link in links_of(links.tree(8))} == {frozenset((0, 1)), frozenset((0, 2))}
+    assert {frozenset(link) for link in links_of(links.tree(10**6))} == {frozenset((0, 1)), frozenset((1, 2))}
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_the_rounds_of_pairs(size: int) -> None:
+    found = rounds(size)
+    pairs = [pair for each in found for pair in each]
+    assert sorted(pairs) == list(itertools.combinations(range(size), 2)), "each pair once"
+    assert all(len({rank for pair in each for rank in pair}) == 2 * len(each) for each in found), "disjoint"
+    assert len(found) == (size - 1 if size % 2 == 0 else size if size > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("parents", "words"),
+    [
+        ([0, 0], "tree [0, 0]: must have 3 ranks, one parent for each worker, not 2"),
+        ([0, 0, 3], "tree [0, 0, 3]: each parent must be a rank from 0 to 2, not 3"),
+        ([0, 0, -1], "tree [0, 0, -1]: each parent must be a rank from 0 to 2, not -1"),
+        ([0, 1, 1], "tree [0, 1, 1]: must have one root, a rank that is its own parent; ranks 0, 1 are"),
+        ([1, 2, 0], "tree [1, 2, 0]: must have one root, a rank that is its own parent; none is"),
+        ([0, 2, 1], "tree [0, 2, 1]: rank 1 must lead to the root 0, not into a circle"),
+    ],
+)
+def test_what_is_no_tree_is_refused_in_one_line(parents: list[int], words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        check_parents(parents, 3)
+    assert str(refused.value) == words
+
+
+@given(st.integers(1, 6).flatmap(lambda size: st.lists(st.integers(0, size - 1), min_size=size, max_size=size)))
+def test_each_list_that_is_a_tree_is_taken(parents: list[int]) -> None:
+    size = len(parents)
+    reached = {r for r, parent in enumerate(parents) if r == parent}
+    is_tree = len(reached) == 1
+    for _ in range(size):
+        reached |= {r for r, parent in enumerate(parents) if parent in reached}
+    try:
+        check_parents(parents, size)
+        taken = True
+    except ValueError:
+        taken = False
+    assert taken == (is_tree and len(reached) == size)
+
+
+def test_measured_links_are_series_of_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = RunDirectory(tmp_path)
+    for step, size in ((0, 3), (7, 2)):
+        matrix = [[None if a == b else float(10 * a + b) for b in range(size)] for a in range(size)]
+        seconds = [[each or 0.0 for each in row] for row in matrix]
+        directory.event({"kind": "links", "step": step, "latency_s": seconds, "bytes_per_s": matrix})
+    directory.close()
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    pairs = ["0-1", "0-2", "1-2"]
+    names = [f"links/{figure}/{pair}" for figure in ("latency_s", "bytes_per_s") for pair in pairs]
+    assert sorted(board.Tags()["scalars"]) == sorted(names)
+    assert [(e.step, e.value) for e in board.Scalars("links/bytes_per_s/0-1")] == [(0, 1.0), (7, 1.0)]
+    assert [(e.step, e.value) for e in board.Scalars("links/latency_s/1-2")] == [(0, 12.0)]
+
+
+# -- real workers ---------------------------------------------------------------------------------------------------
+
+
+def links_of_the_group() -> tuple[Links, list[float], Links | None, Links | None]:
+    group = kf.init().group
+    measured = measure(group)
+    row = kf.peer_latencies()
+    links, of_lane = group.links, group.lane(1).links
+    kf.barrier()  # none ends while another one still connects its lane
+    return measured, row, links, of_lane
+
+
+@pytest.mark.parametrize("workers", [1, 3, pytest.param(4, marks=pytest.mark.full)])
+def test_all_workers_measure_the_same_links(workers: int) -> None:
+    results = run_workers(workers, links_of_the_group)
+    first = results[0][0]
+    assert all(measured == first for measured, *_ in results)
+    for a, b in itertools.product(range(workers), repeat=2):
+        latency, rate = first.latencies[a][b], first.throughputs[a][b]
+        assert latency == first.latencies[b][a] and rate == first.throughputs[b][a]
+        assert (latency == 0 and rate is None) if a == b else (latency > 0 and rate is not None and rate > 0)
+    for rank, (_, row, again, of_lane) in enumerate(results):
+        assert again is not None and row == list(again.latencies[rank]) and of_lane == again
+        assert again == results[0][2], "measured anew, the same on all workers"
+
+
+def measure_without_one() -> str:
+    session = kf.init()
+    session.group.timeout_s = 2  # to connect may take longer
+    if session.group.rank == 2:
+        time.sleep(10)
+        return "silent"
+    try:
+        measure(session.group)
+    except kf.CommError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.full
+def test_a_worker_that_does_not_answer_ends_the_measurement() -> None:
+    *errors, _ = run_workers(3, measure_without_one)
+    assert all("measuring links" in error for error in errors), errors
+
+
+def measure_as_one_dies() -> str:
+    group = kf.init().group
+    if group.rank == 2:
+        os._exit(1)
+    try:
+        measure(group)
+    except kf.CommError as error:
+        Path(os.environ["SAID"], str(group.rank)).write_text(str(error))
+    return "over"
+
+
+@pytest.mark.full
+def test_a_worker_that_dies_ends_the_measurement(tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed, match="1 of 3 workers"):
+        run_workers(3, measure_as_one_dies, env={"SAID": str(tmp_path)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert all("measuring links" in path.read_text() for path in tmp_path.iterdir())
+
+
+def sum_between_hosts_as_one_dies() -> str:
+    """Ranks 0, 1 and 3 are the first of their hosts; rank 3 dies between two sums. What rank 0 and 1 say."""
+    group = kf.init(timeout_s=10).group
+    group.hosts = ["a", "b", "b", "c"]
+    transport = transports.make("tree", group, "host")
+    transport.plan([1] * group.size, ())
+    for step in range(2):
+        if step == 1 and group.rank == 3:
+            os._exit(1)
+        flat = torch.ones(8)
+        try:
+            transport.launch(0, [flat], f"step {step}, bucket 1 of 1")
+            transport.wait(0)
+        except kf.CommError as error:
+            Path(os.environ["SAID"], str(group.rank)).write_text(str(error))
+            break
+        assert float(flat[0]) == 4.0
+    return "over"
+
+
+@pytest.mark.full
+def test_a_lost_host_ends_the_sum_between_hosts(tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed, match="1 of 4 workers"):
+        run_workers(4, sum_between_hosts_as_one_dies, env={"SAID": str(tmp_path)})
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert {"0", "1"} <= set(said)
+    assert all("step 1, bucket 1 of 1 (tree" in text for text in said.values()), said
+
+
+class Trees(kf.BasePolicy):
+    """Rank 0 sets a list of parents by a call, then one by a decision; all measure the links. What policies saw."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.seen: list[kf.Signals] = []
+        self.rows: list[list[float]] = []
+
+    def after_step(self) -> None:
+        self.step += 1
+        if self.step == 2 and kf.rank() == 0:
+            kf.set_topology("tree")
+            kf.set_tree([1, 1, 1])
+        if self.step == 12:
+            self.rows.append(kf.peer_latencies())
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append(signals)
+        return {8: kf.Decision(tree=[0, 2, 0]), 9: kf.Decision(tree=[0, 1, 2]), 14: kf.Decision(tree="latency")}.get(
+            signals.step
+        )
+
+
+def train_along_lists() -> tuple[list[object], list[kf.Signals], list[list[float]], list[tuple[str, object]], str]:
+    """The tree of each step, the signals, the latencies, the events, and a digest of the parameters."""
+    kf.init()
+    events: list[tuple[str, object]] = []
+    plain = Reporter.event
+
+    def event(self: Reporter, step: int, kind: str, **fields: object) -> None:
+        events.append((kind, fields.get("tree", fields.get("note"))))
+        plain(self, step, kind, **fields)
+
+    Reporter.event = event  # type: ignore[assignment, method-assign]
+    net, policy, trees = network(), Trees(), []
+    opt = kf.FusedSGD(net.parameters(), lr=0.1)
+    for step in kf.DataLoader(problem(240), net, opt, batch_size=12, micro_batch=4, policy=policy, epochs=1):
+        for x, y in step:
+            F.cross_entropy(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        trees.append(opt.engine.tree)
+    digest = hashlib.sha256(torch.cat([p.detach().flatten() for p in net.parameters()]).numpy().tobytes())
+    return trees, policy.seen, policy.rows, events, digest.hexdigest()
+
+
+def test_a_list_of_parents_applies_on_all_workers_at_one_step() -> None:
+    results = run_workers(3, train_along_lists)
+    trees, seen, _, events, _ = results[0]
+    assert all((each[0], each[1], each[4]) == (trees, seen, results[0][4]) for each in results), "ranks disagree"
+    assert list(dict.fromkeys(trees)) == [None, (1, 1, 1), (0, 2, 0), "latency"]
+    assert trees.index((1, 1, 1)) == 4 and trees.index((0, 2, 0)) == 8 + 4
+    decided = [tree for kind, tree in events if kind == "decision" and tree is not None]
+    assert decided == [(1, 1, 1), (0, 2, 0), "latency"]
+    [note] = [note for kind, note in events if kind == "clipped"]
+    assert str(note).startswith("tree [0, 1, 2]: must have one root") and str(note).endswith("; it stays as it is")
+
+
+def test_policies_see_the_links_once_they_are_measured() -> None:
+    results = run_workers(3, train_along_lists)
+    _, seen, _, events, _ = results[0]
+    known = [signals.link_latencies for signals in seen]
+    first = next(step for step, latencies in enumerate(known) if latencies is not None)
+    assert first == 10, "step 10 is reported after step 11, whose hook has measured"
+    assert all(latencies is not None for latencies in known[first:])
+    for rank, (_, _, [row], *_) in enumerate(results):
+        assert known[first] is not None and row == list(known[first][rank]) and row[rank] == 0.0
+    throughputs = seen[first].link_throughputs
+    assert throughputs is not None and throughputs[1][1] is None and (throughputs[0][2] or 0) > 0
+    assert [kind for kind, _ in events].count("links") == 1
+
+
+def test_a_list_for_other_workers_is_refused() -> None:
+    net = network()
+    for tree, words in (([0, 0], "tree [0, 0]: must have 1 ranks"), ([0.0], "tree [0.0]: must be one of binary")):
+        with pytest.raises((ValueError, TypeError)) as refused:
+            kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(SetsTree(tree)), batch_size=8)
+        assert words in str(refused.value)
+
+
+class SetsTree(kf.BasePolicy):
+    def __init__(self, tree: list[int] | list[float]) -> None:
+        self.tree = tree
+
+    def after_step(self) -> None:
+        kf.set_tree(self.tree)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 63), max_size=64), st.integers(0, 3), st.integers(0, 2**20))
+def test_a_list_arrives_in_the_tail_as_it_was_sent(parents: list[int], transport: int, batch_size: int) -> None:
+    sent = Announcement(batch_size=batch_size, lr_scale=0.75, transport=transport, parents=tuple(parents))
+    ranks = max(1, len(parents))
+    totals = torch.zeros(2, dtype=torch.float64)
+    place = torch.zeros(Tail(3, 0, ranks, figures=2).numel)
+    for rank in range(ranks):
+        tail = Tail(3, rank, ranks, figures=2)
+        told = sent if rank == 0 else Announcement()
+        of_rank = torch.zeros_like(place)
+        for first in (True, False):  # two micro-batches
+            more = {"announcement": told, "seconds": 0.5 + rank, "vote": 2.0} if first else {}
+            tail.write(of_rank, not first, samples=1.0, sum_squares=totals[0], loss=1.0, figures=[7.0, 8.0], **more)  # type: ignore[arg-type]
+        place += of_rank
+    values = Tail(3, 0, ranks, figures=2).record(place, totals).tolist()[:-2]
+    assert Announcement.from_slots(values) == sent
+    assert values[RECORD_SLOTS + VOTE :: RANK_SLOTS] == [2.0] * ranks
+    assert values[RECORD_SLOTS::RANK_SLOTS] == [0.5 + rank for rank in range(ranks)]
