@@ -8,7 +8,10 @@ import hypothesis
 import pytest
 import torch
 
+from kfuse.comm import devices
 from kfuse.session import reset
+
+_OF = devices.of
 
 # How long an example takes, or is drawn, says more of what else the machine does than of what is tested.
 hypothesis.settings.register_profile("kfuse", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -17,7 +20,7 @@ hypothesis.settings.load_profile("kfuse")
 
 @pytest.fixture(autouse=True)
 def fresh_session() -> Iterator[None]:
-    """No session outlives its test.
+    """No session outlives its test, and no double of a device.
 
     With one thread a test takes the same time beside busy processes: several would wait for the one without a core.
     """
@@ -25,3 +28,5 @@ def fresh_session() -> Iterator[None]:
     reset()
     yield
     reset()
+    left, devices.of = devices.of, _OF
+    assert left is _OF, "the test has left a double of the device behind"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ TRAINING = words(
     "model._target_=nccl_jobs.Classifier data=digits batch.size=16 batch.micro=4 batch.max=64 train.steps=60",
     "train.eval_every=20",
 )
+
+
+@pytest.fixture(autouse=True)
+def ends_with_the_test() -> Iterator[None]:
+    """Settings are checked in this process, by making the model: so the double is installed here too."""
+    with installed():
+        yield
 
 
 @pytest.fixture(scope="module")
