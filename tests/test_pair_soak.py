@@ -18,6 +18,8 @@ from kfuse.elastic.supervisor import Supervisor
 
 pytestmark = pytest.mark.full
 
+STRIKES = 6
+
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_losses_at_random_instants(tmp_path: Path, seed: int) -> None:
@@ -25,7 +27,7 @@ def test_losses_at_random_instants(tmp_path: Path, seed: int) -> None:
 
     async def strike(supervisor: Supervisor, job: Job) -> None:
         views = 0
-        while sum(struck.values()) < 12:
+        while sum(struck.values()) < STRIKES:
             # Three that have the training's state, and none that is lost yet: where all are the job rightly ends.
             def whole(views: int = views) -> bool:
                 return len(job.views) > views and len(job.views[-1]["workers"]) == 3
@@ -46,12 +48,12 @@ def test_losses_at_random_instants(tmp_path: Path, seed: int) -> None:
                 await until("its end", lambda worker=worker: worker.state is State.ENDED)  # type: ignore[misc]
 
     settings = words(
-        "train.epochs=1000 train.steps=1500 train.eval_every=40 batch.size=24 batch.micro=4 comm.timeout_s=10",
+        "train.epochs=1000 train.steps=900 train.eval_every=40 batch.size=24 batch.micro=4 comm.timeout_s=10",
         "model._target_=apart.Paced +model.seconds=0.01 elastic.max_failures=50 elastic.heartbeat_timeout_s=2",
     )
     job = run_job(tmp_path / "run", [*TRAINING, *orders(), *settings], strike)
     assert job.error is None, job.told()
-    assert sum(struck.values()) == 12
-    assert job.summary["steps"] == 1500
+    assert sum(struck.values()) == STRIKES
+    assert job.summary["steps"] == 900
     assert_none_twice(job, -(-1437 // 24))
     assert job.summary["eval_accuracy"] > 0.8
