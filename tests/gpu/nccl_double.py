@@ -85,12 +85,11 @@ class AsynchronousCpu(devices.Device):
 def installed(log: Path | None = None, faults: Faults | None = None) -> Iterator[None]:
     """Context: the double is torch's ProcessGroupNCCL, and every device is asynchronous."""
     global _faults
-    of, before, log_before = devices.of, _faults, os.environ.get(LOG, "")
+    of, before = devices.of, _faults
     install(log, faults)
     try:
         yield
     finally:
-        os.environ[LOG] = log_before
         devices.of = of  # type: ignore[assignment]
         del dist.ProcessGroupNCCL
         _faults = before

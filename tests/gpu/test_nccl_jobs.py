@@ -29,8 +29,9 @@ TRAINING = words(
 
 
 @pytest.fixture(autouse=True)
-def ends_with_the_test() -> Iterator[None]:
+def ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Settings are checked in this process, by making the model: so the double is installed here too."""
+    monkeypatch.setenv(nccl_double.LOG, "")
     with installed():
         yield
 
