@@ -64,10 +64,10 @@ from workers import messages_from, set_torchrun_variables
 
 WORKERS = 2
 TARGET_AT = 0.6
-"""Of the samples of the run that the target is taken from."""
+"""Part of the samples of a run after which its quality is the target."""
 TUNING_SEED = 1000  # none of those compared
 _MOST_BEYOND = 4
-"""How often the sweep goes beyond its rates."""
+"""Times that the sweep tries rates beyond those that it has."""
 SYSTEMS = ("ddp-small", "ddp-best", *KFUSE)
 
 
@@ -117,7 +117,7 @@ def workers() -> Iterator[Any]:
 def sweep(name: str, part: float, train: Any, advance: Any) -> dict[str, Any]:
     """DDP at each batch size and rate, and beyond: `rates_beyond`. Returns what `choose` picks.
 
-    One run before is not recorded.
+    A run before them, with the largest batch, warms up the processes and is not recorded.
     """
     setting = PROBLEMS[name].setting
 
@@ -147,7 +147,7 @@ def rates_beyond(records: list[dict[str, Any]], small: int) -> list[tuple[int, f
     for size in sorted({each["batch_size"] for each in records}):
         runs = [each for each in records if each["batch_size"] == size]
         rates = [each["lr"] for each in runs]
-        best = chosen["lr"] if size == small else min(runs, key=lambda each: _merit(each, chosen["sweep_target"]))["lr"]
+        best = chosen["lr"] if size == small else min(runs, key=lambda each: _order(each, chosen["sweep_target"]))["lr"]
         if best == min(rates):
             found.append((size, best / 2))
         if best == max(rates):
@@ -155,21 +155,19 @@ def rates_beyond(records: list[dict[str, Any]], small: int) -> list[tuple[int, f
     return found
 
 
-def _merit(record: dict[str, Any], target: float) -> tuple[float, float]:
-    """Seconds to the target, and the quality: lower is better."""
+def _order(record: dict[str, Any], target: float) -> tuple[float, float]:
+    """What records are compared by: seconds to the target, then the quality. The lowest is the best."""
     found = reached(record["curve"], target)
     return float("inf") if found is None else found["seconds"], at_samples(record["curve"], TARGET_AT)
 
 
 def choose(records: list[dict[str, Any]], small: int) -> dict[str, Any]:
     """From a sweep: the small batch's rate, and the batch size and rate that reaches its target first."""
-
     tuned = min(
         (each for each in records if each["batch_size"] == small), key=lambda each: at_samples(each["curve"], TARGET_AT)
     )
     target = at_samples(tuned["curve"], TARGET_AT)
-
-    best = min(records, key=lambda each: _merit(each, target))
+    best = min(records, key=lambda each: _order(each, target))
     rows = [
         {
             **{of: each[of] for of in ("batch_size", "lr")},

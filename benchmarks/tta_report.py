@@ -39,7 +39,8 @@ Curve = Sequence[Sequence[Any]]
 def smooth(curve: Curve) -> list[list[Any]]:
     """The curve with each quality but the first and last replaced by the median of it and its two neighbours.
 
-    With a constant learning rate the quality goes up and down: one lucky measurement shall not count as there.
+    With a constant learning rate the quality goes up and down: one low measurement, by chance, shall not count as the
+    target reached.
     """
     values = [math.inf if row[-1] is None else row[-1] for row in curve]
     middle = [sorted(values[k - 1 : k + 2])[1] for k in range(1, len(values) - 1)]
@@ -87,7 +88,9 @@ def ratio(value: float | None, base: float | None) -> float:
         return math.inf
     if base is None:
         return 0.0
-    return value / base if base else math.inf if value else 1.0
+    if base == 0:
+        return math.inf if value else 1.0
+    return value / base
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""The systems of time_to_accuracy.py: how each trains a problem, through the doors that its users take.
+"""The systems of time_to_accuracy.py: how each trains a problem, by the interface that its users call.
 
 Those of kfuse run by `kf.fit`. DDP is a loop as its users write it: DistributedDataParallel, gradients as bucket views,
 torch's fused optimizer, each worker's share of the batch in one forward. All have the same initial model, the same
@@ -31,7 +31,7 @@ EVALUATIONS = 20
 WARM_UP = 0.05
 """Part of the samples over which the learning rate rises."""
 FIXED = ("ddp-small", "ddp-best", "fixed", "cosine", "linear")
-"""The systems whose batch size never changes and whose learning rate heeds no gradients."""
+"""The systems whose batch size never changes and whose learning rate does not depend on the gradients."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Job:
 
 
 class Course:
-    """What a run did: each step's settings, and the quality at equal intervals of samples. Evaluation is off the clock.
+    """What a run did: each step's settings, and the quality at equal intervals of samples.
+
+    The time of evaluations does not count.
 
     An evaluation is due at the first step with which the run has used k / EVALUATIONS of its samples. Every worker
     evaluates by itself, at the same time; none goes on before all have ended.
@@ -81,7 +83,7 @@ class Course:
             self._due = math.floor(samples * EVALUATIONS / self._problem.samples) + 1
 
     def evaluate(self) -> None:
-        """The clock stands meanwhile."""
+        """Its time does not count."""
         self._spent = self._spent + time.perf_counter() - self._resumed if self.finished else 0.0
         self._model.eval()
         with torch.no_grad():
@@ -105,10 +107,10 @@ class Course:
 
 
 class Timed(kf.BasePolicy):
-    """Hands everything on to a policy, and notes the course of the run."""
+    """Calls a policy, and records the steps and evaluations of the run in a `Course`."""
 
-    def __init__(self, rule: kf.BasePolicy, course: Course) -> None:
-        self._rule, self._course = rule, course
+    def __init__(self, policy: kf.BasePolicy, course: Course) -> None:
+        self._policy, self._course = policy, course
 
     def before_step(self) -> None:
         if self._course.finished == 0:
@@ -118,26 +120,26 @@ class Timed(kf.BasePolicy):
         self._course.end_step()
 
     def initial(self) -> kf.Decision | None:
-        return self._rule.initial()
+        return self._policy.initial()
 
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
         """Called when a step's statistics are there: after the next step, or at the end."""
         course = self._course
         course.steps[signals.step] = (signals.samples, signals.batch_size, signals.lr)
         since = course.finished - signals.step - 1
-        decision = self._rule.decide(signals)
+        decision = self._policy.decide(signals)
         # The steps since then are as large as this one, except by a change; `record` has their true samples.
         course.evaluate_when_due(signals.samples + since * signals.batch_size)
         return decision
 
     def lr_settings(self) -> Mapping[str, tuple[str, ...]]:
-        return self._rule.lr_settings()
+        return self._policy.lr_settings()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._rule.state_dict()
+        return self._policy.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rule.load_state_dict(state)
+        self._policy.load_state_dict(state)
 
 
 def warm_up_steps(problem: Problem) -> int:
@@ -183,7 +185,7 @@ def run(job: Job, problem: Problem) -> dict[str, Any]:
 def train_kfuse(job: Job, problem: Problem) -> Course:
     """By kf.fit."""
     new_session(kf.CommOptions("allreduce"))  # what `auto` takes would depend on the machine's load
-    rule, scaling, decay = KFUSE[job.system](problem)
+    policy, scaling, decay = KFUSE[job.system](problem)
     setting, model = problem.setting, problem.model(job.seed)
     made = kf.FusedAdamW if setting.optimizer == "adamw" else kf.FusedSGD
     course = Course(problem, model, kf.barrier)
@@ -191,7 +193,7 @@ def train_kfuse(job: Job, problem: Problem) -> Course:
         model,
         problem.data(job.seed),
         made(model.parameters(), lr=job.lr),
-        kf.Hook(Timed(rule, course)),
+        kf.Hook(Timed(policy, course)),
         epochs=1,
         batch_size=setting.batch_size,
         micro_batch=setting.micro_batch,

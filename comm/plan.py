@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -58,26 +58,31 @@ class CommOptions:
     nccl_cga_cluster_size: int | None = None  # thread blocks in a cluster
     nccl_cta_policy: str | None = None  # default | efficiency | zero
 
+    @classmethod
+    def configured(cls, config: Mapping[str, Any]) -> CommOptions:
+        """Those of a configuration of the command line, plain values. Raises ValueError for what does not go together.
+
+        A setting of the section `comm` that is no field here is read by others (`timeout_s`).
+        """
+        comm, names = config["comm"], {each.name for each in fields(cls)}
+        of_elastic = {name: config["elastic"][name] for name in ("redundancy", "snapshot_every", "keep_sums")}
+        of_comm = {name: value for name, value in comm.items() if name in names}
+        return cls(**{**of_comm, "schedule": comm["_target_"] or comm["schedule"], **of_elastic})
+
     def __post_init__(self) -> None:
+        self._check_each()
+        self._check_together()
+
+    def _check_each(self) -> None:
+        """Raises ValueError for a value that no other setting makes right."""
         if self.state not in ("replicated", "sharded"):
             raise ValueError(f"comm.state={self.state!r}: must be one of replicated, sharded")
-        if self.overlap_share and not self.sharded:
-            raise ValueError("comm.overlap_share=true: must be false with comm.state=replicated")
         if self.redundancy not in ("mirror", "snapshot", "none"):
             raise ValueError(f"elastic.redundancy={self.redundancy!r}: must be one of mirror, snapshot, none")
         if self.snapshot_every < 1:
             raise ValueError(f"elastic.snapshot_every={self.snapshot_every!r}: must be at least 1")
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"comm.dtype={self.dtype!r}: must be one of fp32, bf16")
-        self.transport()  # raises where there is none
-        if self.reproducible and self.dtype != "fp32":
-            raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.reproducible=true")
-        if self.schedule == "symmetric" and self.dtype != "fp32":
-            raise ValueError(f"comm.dtype={self.dtype!r}: must be fp32 with comm.schedule=symmetric")
-        if self.synchronisation.mode != "ssgd" and self.reproducible:
-            raise ValueError(f"comm.sync={self.sync}: must be ssgd with comm.reproducible=true")
-        if self.synchronisation.mode != "ssgd" and self.sharded:
-            raise ValueError(f"comm.sync={self.sync}: must be ssgd with comm.state=sharded")
         if not 0 < self.outer_lr < math.inf:
             raise ValueError(f"comm.outer_lr={self.outer_lr}: must be above 0")
         if self.sma_alpha is not None and not 0 < self.sma_alpha <= 1:
@@ -85,6 +90,37 @@ class CommOptions:
         for name in ("outer_momentum", "sma_momentum"):
             if not 0 <= (momentum := getattr(self, name)) < 1:
                 raise ValueError(f"comm.{name}={momentum}: must be at least 0 and below 1")
+        for name in ("check_every", "audit_every"):
+            if (every := getattr(self, name)) is not None and every < 1:
+                raise ValueError(f"comm.{name}={every!r}: must be at least 1, or None for never")
+        for name in ("nccl_min_ctas", "nccl_max_ctas"):
+            if (ctas := getattr(self, name)) is not None and ctas < 1:
+                raise ValueError(f"comm.{name}={ctas!r}: must be at least 1, or None for NCCL's own choice")
+        cluster = self.nccl_cga_cluster_size
+        if cluster is not None and not 0 <= cluster <= 8:
+            raise ValueError(f"comm.nccl_cga_cluster_size={cluster!r}: must be 0 to 8, or None for NCCL's own choice")
+        if (policy := self.nccl_cta_policy) not in (None, *CTA_POLICIES):
+            raise ValueError(f"comm.nccl_cta_policy={policy!r}: must be one of {', '.join(CTA_POLICIES)}, or None")
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0, or None for a measured choice")
+
+    def _check_together(self) -> None:
+        """Raises ValueError for values that are allowed each, but not together.
+
+        The command line makes these options too, before a worker starts, and prints these messages. So none of them
+        spells None, which is null there.
+        """
+        if self.overlap_share and not self.sharded:
+            raise ValueError("comm.overlap_share=true: must be false with comm.state=replicated")
+        self.transport()  # raises where there is none
+        if self.reproducible and self.dtype != "fp32":
+            raise ValueError(f"comm.dtype={self.dtype}: must be fp32 with comm.reproducible=true")
+        if self.schedule == "symmetric" and self.dtype != "fp32":
+            raise ValueError(f"comm.dtype={self.dtype}: must be fp32 with comm.schedule=symmetric")
+        if self.synchronisation.mode != "ssgd" and self.reproducible:
+            raise ValueError(f"comm.sync={self.sync}: must be ssgd with comm.reproducible=true")
+        if self.synchronisation.mode != "ssgd" and self.sharded:
+            raise ValueError(f"comm.sync={self.sync}: must be ssgd with comm.state=sharded")
         if self.keep_sums and self.sharded:
             raise ValueError("elastic.keep_sums=true: must be false with comm.state=sharded")
         if self.keep_sums and self.slots_on_host:
@@ -95,28 +131,14 @@ class CommOptions:
             raise ValueError(f"elastic.keep_sums=true: must be false with comm.sync={self.sync}")
         if self.slots_on_host and not self.reproducible:
             raise ValueError("comm.slots_on_host=true: must be false with comm.reproducible=false")
-        if self.check_every is not None and self.check_every < 1:
-            raise ValueError(f"comm.check_every={self.check_every!r}: must be at least 1, or None for never")
-        if self.audit_every is not None and self.audit_every < 1:
-            raise ValueError(f"comm.audit_every={self.audit_every!r}: must be at least 1, or None for never")
         if self.audit_every is not None and not self.reproducible:
-            raise ValueError(f"comm.audit_every={self.audit_every}: must be None without comm.reproducible=true")
-        least, most, cluster = self.nccl_min_ctas, self.nccl_max_ctas, self.nccl_cga_cluster_size
-        if least is not None and least < 1:
-            raise ValueError(f"comm.nccl_min_ctas={least!r}: must be at least 1, or None for NCCL's own choice")
-        if most is not None and most < (least or 1):
-            raise ValueError(
-                f"comm.nccl_max_ctas={most!r}: must be at least {least or 1}, or None for NCCL's own choice"
-            )
-        if cluster is not None and not 0 <= cluster <= 8:
-            raise ValueError(f"comm.nccl_cga_cluster_size={cluster!r}: must be 0 to 8, or None for NCCL's own choice")
-        if (policy := self.nccl_cta_policy) not in (None, *CTA_POLICIES):
-            raise ValueError(f"comm.nccl_cta_policy={policy!r}: must be one of {', '.join(CTA_POLICIES)}, or None")
-        if self.bucket_mb is not None and not self.bucket_mb > 0:
-            raise ValueError(f"comm.bucket_mb={self.bucket_mb!r}: must be above 0, or None for a measured choice")
+            raise ValueError(f"comm.reproducible=false: must be true with comm.audit_every={self.audit_every}")
+        least, most = self.nccl_min_ctas, self.nccl_max_ctas
+        if least is not None and most is not None and most < least:
+            raise ValueError(f"comm.nccl_max_ctas={most}: must be at least comm.nccl_min_ctas={least}")
         if self.bucket_mb is None and (self.reproducible or self.sharded):
             setting = "comm.reproducible=true" if self.reproducible else "comm.state=sharded"
-            raise ValueError(f"comm.bucket_mb=None: must be a number with {setting}")
+            raise ValueError(f"comm.bucket_mb: must be a number with {setting}")
 
     @property
     def synchronisation(self) -> Sync:

@@ -190,5 +190,5 @@ def test_what_malladis_rule_does_not_cover_is_refused() -> None:
 
 
 def test_keep_is_no_rule() -> None:
-    with pytest.raises(ValueError, match=r"^rule=keep: must be one of malladi, marek$"):
+    with pytest.raises(ValueError, match=r"^scaling=keep: must be one of malladi, marek$"):
         scaled_betas("keep", 0.9, 0.999, 2.0)  # type: ignore[arg-type]

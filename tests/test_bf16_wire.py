@@ -76,12 +76,12 @@ def test_auto_takes_sums_in_fp32(sharded: bool) -> None:
 
 
 def test_reproducible_sums_travel_in_fp32() -> None:
-    with pytest.raises(ValueError, match=r"comm\.dtype='bf16': must be fp32 with comm\.reproducible=true"):
+    with pytest.raises(ValueError, match=r"comm\.dtype=bf16: must be fp32 with comm\.reproducible=true"):
         kf.CommOptions(dtype="bf16", reproducible=True)
 
 
 def test_what_is_read_in_other_gpus_memory_is_fp32() -> None:
-    with pytest.raises(ValueError, match=r"comm\.dtype='bf16': must be fp32 with comm\.schedule=symmetric"):
+    with pytest.raises(ValueError, match=r"comm\.dtype=bf16: must be fp32 with comm\.schedule=symmetric"):
         kf.CommOptions(dtype="bf16", schedule="symmetric")
 
 

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 import kfuse.cli.run
 from kfuse.cli import kfuse_run
 from kfuse.cli.app import main
+from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
 from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.config.schema import SETTINGS, ConfigError, Setting
@@ -135,6 +136,30 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 )
 def test_every_option_of_every_group_is_valid(overrides: list[str]) -> None:
     validate(compose(*overrides))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reproducible": True, "dtype": "bf16"},
+        {"reproducible": True, "schedule": "tree"},
+        {"reproducible": True, "sync": "sma"},
+        {"reproducible": True, "bucket_mb": None},
+        {"state": "sharded", "schedule": "allreduce"},
+        {"state": "sharded", "bucket_mb": None},
+        {"overlap_share": True},
+        {"audit_every": 5},
+        {"slots_on_host": True},
+        {"nccl_min_ctas": 4, "nccl_max_ctas": 2},
+    ],
+    ids=str,
+)
+def test_scripts_and_the_command_line_refuse_the_same_options_with_one_message(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^comm\.") as refused:
+        CommOptions(**options)
+    words = [f"comm.{name}={instantiate.show(value)}" for name, value in options.items()]
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(refused.value))}$"):
+        validate(compose(*words))
 
 
 def test_validate_changes_nothing() -> None:

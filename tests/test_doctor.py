@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kfuse.cli import doctor, machine, self_test, trials
+from kfuse.cli import doctor, machine, self_test, self_test_processes
 from kfuse.cli.app import main
 
 BAD_TRANSPORTS = """
@@ -136,7 +136,7 @@ def test_in_a_worker_of_a_job_its_processes_are_none(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("KFUSE_CONTROL", "127.0.0.1:1")
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(OSError, match="none is started"), trials.started("devices", {}, RANK="0"):
+    with pytest.raises(OSError, match="none is started"), self_test_processes.started("devices", {}, RANK="0"):
         pass
     assert "KFUSE_CONTROL" not in given[0] and given[0]["RANK"] == "0" and "PATH" in given[0]
 
@@ -154,7 +154,7 @@ def test_a_process_that_does_not_end_when_killed_is_not_waited_for(monkeypatch: 
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Hangs)
-    with trials.started("devices", {}):
+    with self_test_processes.started("devices", {}):
         pass
     assert limits == [5.0]
 
@@ -181,7 +181,7 @@ def test_a_wrong_reduction_fails(transport: str, said: str, bad_transports: Path
 @pytest.mark.full
 def test_a_hanging_self_test_says_what_it_waited_for(bad_transports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(bad_transports)
-    monkeypatch.setattr(trials, "LIMIT_S", 20.0)
+    monkeypatch.setattr(self_test_processes, "LIMIT_S", 20.0)
     config = config_of("comm._target_=bad.Hangs")
     [line] = [line for line in doctor.lines(config) if line.name == "reduction"]
     assert line.status == "fail"
@@ -367,7 +367,7 @@ def test_with_one_gpu_its_worker_tells_the_settings(on_gpu: bool, status: str, m
         yield SimpleNamespace(result=lambda: (answers[what], None))
 
     monkeypatch.setattr(doctor, "started", scripted)
-    monkeypatch.setattr(trials, "started", scripted)
+    monkeypatch.setattr(self_test_processes, "started", scripted)
     found = {line.name: line for line in doctor.lines(config_of("comm.reproducible=true"))}
     assert found["determinism"].status == status
     assert found["reduction"].status == found["kernels"].status == "ok"

@@ -425,7 +425,7 @@ def test_loss_is_unknown_unless_every_micro_batch_gave_it() -> None:
         ({"bucket_mb": 0.0}, r"comm\.bucket_mb=0\.0"),
         ({"bucket_mb": float("nan")}, r"comm\.bucket_mb=nan"),
         ({"dtype": "bf16", "reproducible": True}, "must be fp32 with comm.reproducible=true"),
-        ({"schedule": "ring"}, r"comm\.schedule='ring': must be one of auto"),
+        ({"schedule": "ring"}, r"comm\.schedule=ring: must be one of auto"),
         ({"schedule": "allreduce", "reproducible": True}, "must be one of auto, all_to_all, symmetric with"),
     ],
 )

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfuse.train.lr_schedule import LRSchedule, Scaling, gain
+from kfuse.train.refusals import refuse_decay
 
 batch = st.integers(1, 1 << 20)
 moment = st.one_of(st.none(), st.floats(-1e12, 1e12))
@@ -161,9 +162,9 @@ def test_adascale_progress_follows_the_gain() -> None:
         ("decay=step", {"decay": "step"}),
         ("warmup_steps=-3", {"warmup_steps": -3}),
         ("base batch size 0", {"base_batch_size": 0}),
-        ("decay=cosine over None", {"decay": "cosine"}),
-        ("decay=cosine over 5", {"decay": "cosine", "warmup_steps": 5, "steps": 5}),
-        ("decay=wsd over 10", {"decay": "wsd", "warmup_steps": 9.5, "steps": 10}),
+        ("decay=cosine", {"decay": "cosine"}),
+        ("warmup_steps=5", {"decay": "cosine", "warmup_steps": 5, "steps": 5}),
+        ("warmup_steps=9.5", {"decay": "wsd", "warmup_steps": 9.5, "steps": 10}),
         ("decay_fraction=0", {"decay": "wsd", "steps": 10, "decay_fraction": 0}),
     ],
 )
@@ -172,3 +173,21 @@ def test_wrong_values_are_named(key: str, options: dict[str, Any]) -> None:
         LRSchedule(**options)
     if "scaling" in key:
         assert all(name in str(error.value) for name in get_args(Scaling))
+
+
+@pytest.mark.parametrize(
+    ("decay", "warmup_steps", "total", "message"),
+    [
+        ("cosine", 0, None, "{}decay=cosine: must be none or constant in a run without a set length"),
+        ("cosine", 5, 5.0, "{}warmup_steps=5: must be below the run's 5 steps with {}decay=cosine"),
+        ("wsd", 9.5, 10.0, "{}warmup_steps=9.5: must be at most 0.9 of the run's 10 steps with {}decay=wsd"),
+    ],
+)
+def test_scripts_and_the_command_line_refuse_a_decay_without_room_alike(
+    decay: str, warmup_steps: float, total: float | None, message: str
+) -> None:
+    for prefix in ("", "lr."):
+        with pytest.raises(ValueError, match=f"^{message.replace('{}', prefix)}$"):
+            refuse_decay(decay, warmup_steps, total, 0.1, prefix)
+    refuse_decay("wsd", 9.0, 10.0, 0.1)
+    refuse_decay("constant", warmup_steps, total, 0.1)

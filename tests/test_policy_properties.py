@@ -1,4 +1,4 @@
-"""What every policy of kfuse.policies must keep, whatever its rule. A new one needs a recipe here, else a test fails.
+"""What every policy of kfuse.policies must keep, whatever it decides. A new one needs a recipe here, else a test fails.
 
 Each policy runs in a `World` that answers its decisions: they apply DECISION_LAG steps later, clipped to the bounds.
 """
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import kfuse.policies
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals
 
 Factory = Callable[[], BasePolicy]
@@ -39,7 +39,8 @@ def _found() -> dict[str, type[BasePolicy]]:
     for module in pkgutil.iter_modules(kfuse.policies.__path__):
         contents = vars(importlib.import_module(f"kfuse.policies.{module.name}"))
         for name, each in contents.items():
-            is_policy = inspect.isclass(each) and issubclass(each, BasePolicy) and each not in (BasePolicy, Rule)
+            is_policy = inspect.isclass(each) and issubclass(each, BasePolicy)
+            is_policy = is_policy and each not in (BasePolicy, ConfiguredPolicy)
             if is_policy and each.__module__ == f"kfuse.policies.{module.name}":
                 found[name] = each
     return found

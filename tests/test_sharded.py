@@ -463,9 +463,9 @@ def test_what_is_refused() -> None:
     model = nn.Linear(3, 2)
     try:
         for options, words in (
-            ({"schedule": "allreduce"}, "comm.schedule='allreduce': must be one of auto, all_to_all"),
-            ({"schedule": "tree"}, "comm.schedule='tree': must be one of auto, all_to_all"),
-            ({"schedule": "my.Own"}, "comm.state=sharded: must be replicated with comm.schedule='my.Own'"),
+            ({"schedule": "allreduce"}, "comm.schedule=allreduce: must be one of auto, all_to_all"),
+            ({"schedule": "tree"}, "comm.schedule=tree: must be one of auto, all_to_all"),
+            ({"schedule": "my.Own"}, "comm.state=sharded: must be replicated with comm.schedule=my.Own"),
         ):
             with pytest.raises(ValueError) as error:
                 kf.CommOptions(state="sharded", **options)

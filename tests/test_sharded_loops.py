@@ -73,7 +73,7 @@ def test_kf_state_dict_is_whole_on_every_worker() -> None:
     for found in saved:
         assert s.same(found["params"], whole["params"]) and s.same(found["opt"], whole["opt"])
         assert s.same(s.tensors(found["state"]["optimizer"]), s.tensors(whole["state"]["optimizer"]))
-        assert found["topology"].startswith("comm.schedule='allreduce': must be one of auto, all_to_all")
+        assert found["topology"].startswith("comm.schedule=allreduce: must be one of auto, all_to_all")
         assert found["sync"].startswith("comm.sync=sma: must be ssgd with comm.")
     for found in run_workers(3, fitted, "sharded", saved[1]["state"]):
         assert s.same(found["params"], whole["params"]) and s.same(found["opt"], whole["opt"])

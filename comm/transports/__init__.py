@@ -112,16 +112,16 @@ def check(schedule: str, reproducible: bool, sharded: bool) -> None:
     """
     if "." in schedule:
         if sharded:
-            raise ValueError(f"comm.state=sharded: must be replicated with comm.schedule={schedule!r}")
+            raise ValueError(f"comm.state=sharded: must be replicated with comm.schedule={schedule}")
         return
     if schedule not in ("auto", *NAMES):
-        raise ValueError(f"comm.schedule={schedule!r}: must be one of auto, {', '.join(NAMES)}")
+        raise ValueError(f"comm.schedule={schedule}: must be one of auto, {', '.join(NAMES)}")
     for setting, left in (
         ("comm.reproducible=true", allowed(reproducible, False)),
         ("comm.state=sharded", allowed(False, sharded)),
     ):
         if schedule not in left:
-            raise ValueError(f"comm.schedule={schedule!r}: must be one of {', '.join(left)} with {setting}")
+            raise ValueError(f"comm.schedule={schedule}: must be one of {', '.join(left)} with {setting}")
 
 
 def default(reproducible: bool, sharded: bool, dtype: str) -> str:

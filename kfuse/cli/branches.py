@@ -20,8 +20,8 @@ from rich.console import Console
 
 from kfuse import interrupt
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, steps_in
-from kfuse.cli.recorded_run import config_path, read_config, read_metrics
 from kfuse.cli.run import supervise
+from kfuse.cli.run_files import config_path, read_config, read_metrics
 from kfuse.config import instantiate
 from kfuse.config.check import validate
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kfuse.cli import machine
 from kfuse.cli.machine import Line
-from kfuse.cli.trials import TIMEOUT_S, StoreError, ranks, started
+from kfuse.cli.self_test_processes import TIMEOUT_S, StoreError, ranks, started
 
 if TYPE_CHECKING:
     from kfuse.comm.plan import CommOptions
@@ -46,9 +46,9 @@ def main(config: dict[str, Any]) -> int:
 
 def lines(config: dict[str, Any]) -> Iterator[Line]:
     """The report, line by line, as each is known. Raises ValueError for communication options that do not fit."""
-    from kfuse.train.build import comm_options
+    from kfuse.comm.plan import CommOptions
 
-    options = comm_options(config)
+    options = CommOptions.configured(config)
     yield machine.size()
     yield machine.versions()
     with started("devices", {}) as process:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kfuse.cli.recorded_run import read_config, read_metrics, read_yaml
+from kfuse.cli.run_files import read_config, read_metrics, read_yaml
 from kfuse.cli.words import read_words
 from kfuse.config.instantiate import did_you_mean, show
 from kfuse.config.schema import ConfigError
@@ -31,8 +31,8 @@ _MOST = 1e15
 
 def _numbers(values: Any, count: int, kind: Any = int | float, zero: bool = False) -> bool:
     """Whether it is a list of so many numbers above 0, or at least 0 where `zero` is allowed; none above 1e30."""
-    fit = isinstance(values, list) and len(values) == count and all(isinstance(v, kind) for v in values)
-    return fit and all(not isinstance(v, bool) and (0 < v <= 1e30 or (zero and v == 0)) for v in values)
+    right = isinstance(values, list) and len(values) == count and all(isinstance(v, kind) for v in values)
+    return right and all(not isinstance(v, bool) and (0 < v <= 1e30 or (zero and v == 0)) for v in values)
 
 
 def _words(value: Any) -> bool:

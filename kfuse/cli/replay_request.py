@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from kfuse.cli.recorded_run import config_path, read_config, read_events, read_metrics
+from kfuse.cli.run_files import config_path, read_config, read_events, read_metrics
 from kfuse.config.check import drop_replaced_arguments
 from kfuse.config.classes import make_policy
 from kfuse.config.instantiate import fits
@@ -60,56 +60,53 @@ def read_request(words: Sequence[str], compose: Callable[[list[str]], DictConfig
 
     words: of the command line, after `kfuse replay`. compose: makes a run's configuration from overrides.
     """
-    if not words:
-        raise ConfigError("kfuse replay: must be given the directory of a run: kfuse replay RUN_DIR policy=...")
-    run_dir, words = Path(words[0]), words[1:]
-    plots = [word.partition("=")[2] for word in words if word.startswith("plot=")]
-    overrides = [word for word in words if not word.startswith("plot=")]
-    if len(plots) > 1:
-        raise ConfigError(f"plot={plots[-1]}: must be given once")
+    run_dir, overrides, asked_plot = _split(words)
     recorded = _read(run_dir)
     config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None  # a script's run has none
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    given, of_policy = _read_overrides(overrides)
+    node = _policy_node(config, of_policy, given, compose)
+    policy = _make_policy(node, None if of_policy else config_path(run_dir))
+    recorded_bounds = recorded.signals[0].bounds
+    bounds = _bounds(recorded_bounds, given)
+    begin, gain, notes = _beginning(run_dir, recorded, config, bounds)
+    name = _name(node)
+    plot, plot_notes = _plot_path(run_dir, name, asked_plot)
+    is_own = config is not None and bounds == recorded_bounds and node == class_arguments("policy", config["policy"])
+    return ReplayRequest(
+        run_dir=run_dir,
+        policy=policy,
+        name=name,
+        is_own=is_own,
+        recorded=recorded,
+        events=read_events(run_dir) if is_own else None,
+        begin=begin,
+        bounds=bounds,
+        gain=gain,
+        rates_follow_at_once=config is None or not config["lr"].get("change_warmup_steps"),
+        sync=None if config is None else config["comm"]["sync"],
+        plot=plot,
+        notes=(*notes, *_policy_notes(policy, config), *plot_notes),
+    )
+
+
+def _split(words: Sequence[str]) -> tuple[Path, list[str], str | None]:
+    """The run directory, the overrides, and the value of `plot=`; None without one. Raises ConfigError."""
+    if not words:
+        raise ConfigError("kfuse replay: must be given the directory of a run: kfuse replay RUN_DIR policy=...")
+    plots = [word.partition("=")[2] for word in words[1:] if word.startswith("plot=")]
+    if len(plots) > 1:
+        raise ConfigError(f"plot={plots[-1]}: must be given once")
+    overrides = [word for word in words[1:] if not word.startswith("plot=")]
+    return Path(words[0]), overrides, plots[0] if plots else None
+
+
+def _read_overrides(words: list[str]) -> tuple[dict[str, Override], list[str]]:
+    """The overrides by key, and the words of those that are the policy's. Raises ConfigError."""
+    parsed = OverridesParser.create().parse_overrides(words)
     for override in parsed:
         _check_override(override)
-    given = {override.key_or_group: override for override in parsed}
     of_policy = [str(each.input_line) for each in parsed if each.key_or_group not in _BOUNDS]
-    node = _policy_node(config, of_policy, given, compose)
-    try:
-        policy = make_policy(node)
-    except ConfigError as error:
-        raise error if of_policy else ConfigError(f"{config_path(run_dir)}: {error}") from error
-    _refuse_hooks(policy)
-    first = recorded.signals[0]
-    bounds = _bounds(first.bounds, given)
-    try:
-        begin, gain, notes = _beginning(recorded, config, bounds)
-    except ConfigError as error:
-        raise ConfigError(f"{run_dir}: {error}") from error
-    is_own = config is not None and bounds == first.bounds and node == class_arguments("policy", config["policy"])
-    for setting, allowed in policy.lr_settings().items():
-        if config is not None and config["lr"].get(setting) not in allowed:
-            needs = f"lr.{setting}={', '.join(allowed)}"
-            notes.append(f"{type(policy).__name__} is right with {needs}; the run has {config['lr'].get(setting)}")
-    if hooks := _hooks(policy):
-        notes.append(f"{type(policy).__name__}: its hooks are not called: {', '.join(hooks)}")
-    name = _name(node)
-    plot, note = _plot_path(run_dir, name, plots)
-    return ReplayRequest(
-        run_dir,
-        policy,
-        name,
-        is_own,
-        recorded,
-        read_events(run_dir) if is_own else None,
-        begin,
-        bounds,
-        gain,
-        config is None or not config["lr"].get("change_warmup_steps"),
-        None if config is None else config["comm"]["sync"],
-        plot,
-        (*notes, *note),
-    )
+    return {override.key_or_group: override for override in parsed}, of_policy
 
 
 def _check_override(override: Override) -> None:
@@ -159,6 +156,28 @@ def _policy_node(
     return class_arguments("policy", OmegaConf.to_container(node))  # type: ignore[arg-type]
 
 
+def _make_policy(node: Mapping[str, Any], config_file: Path | None) -> BasePolicy:
+    """The policy. config_file: where its arguments come from; None: the command line. Raises ConfigError."""
+    try:
+        policy: BasePolicy = make_policy(node)
+    except ConfigError as error:
+        raise error if config_file is None else ConfigError(f"{config_file}: {error}") from error
+    _refuse_hooks(policy)
+    return policy
+
+
+def _policy_notes(policy: BasePolicy, config: Mapping[str, Any] | None) -> list[str]:
+    """Which settings of the run the policy is not right with, and which of its methods are not called."""
+    name, notes = type(policy).__name__, list[str]()
+    for setting, allowed in policy.lr_settings().items():
+        if config is not None and config["lr"].get(setting) not in allowed:
+            needs = f"lr.{setting}={', '.join(allowed)}"
+            notes.append(f"{name} is right with {needs}; the run has {config['lr'].get(setting)}")
+    if hooks := _hooks(policy):
+        notes.append(f"{name}: its hooks are not called: {', '.join(hooks)}")
+    return notes
+
+
 def _name(node: Mapping[str, Any]) -> str:
     """The option of kfuse's configs/policy that has this policy's class; the class's name where none has."""
     target = str(node["_target_"])
@@ -196,9 +215,12 @@ def _bounds(recorded: Bounds, given: Mapping[str, Any]) -> Bounds:
 
 
 def _beginning(
-    recorded: Recorded, config: Mapping[str, Any] | None, bounds: Bounds
+    run_dir: Path, recorded: Recorded, config: Mapping[str, Any] | None, bounds: Bounds
 ) -> tuple[DecidedSettings, Gain, list[str]]:
-    """What the run began with, the learning rate's factor by batch size, and what is not known of the run."""
+    """What the run began with, the learning rate's factor by batch size, and what is not known of the run.
+
+    Raises ConfigError where the bounds do not include what the run began with.
+    """
     from kfuse.train.lr_schedule import Scaling, gain
 
     scaling: Scaling = "none"
@@ -217,7 +239,8 @@ def _beginning(
     for name, value in (("batch", begin.batch_size), ("workers", begin.workers)):
         low, high = getattr(bounds, f"{name}_min"), getattr(bounds, f"{name}_max")
         if not low <= value <= high:
-            raise ConfigError(f"{name}.min={low}, {name}.max={high}: must include the {value} that the run began with")
+            allowed = f"must include the {value} that the run began with"
+            raise ConfigError(f"{run_dir}: {name}.min={low}, {name}.max={high}: {allowed}")
 
     def factor(batch_size: int, mean_grad_sq: float | None, mean_grad_variance: float | None) -> float:
         return gain(scaling, batch_size, base, mean_grad_sq, mean_grad_variance)
@@ -225,11 +248,11 @@ def _beginning(
     return begin, factor, notes
 
 
-def _plot_path(run_dir: Path, name: str, plots: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Where to draw, and what is to be said of it. Raises ConfigError for a path that cannot be, and where it is asked
-    for without matplotlib.
+def _plot_path(run_dir: Path, name: str, asked: str | None) -> tuple[Path | None, tuple[str, ...]]:
+    """Where to draw, and what is to be said of it. asked: the value of `plot=`; None: without one.
+
+    Raises ConfigError for a path that cannot be, and where it is asked for without matplotlib.
     """
-    asked = plots[-1] if plots else None
     if asked == "null":
         return None, ()
     if find_spec("matplotlib") is None:

@@ -35,17 +35,17 @@ def main(config: dict[str, Any]) -> int:
     """Prints the program for a checked configuration. Returns the exit status."""
     from rich.console import Console
 
-    from kfuse.cli.trials import TIMEOUT_S, StoreError, ranks
+    from kfuse.cli.self_test_processes import TIMEOUT_S, StoreError, ranks
     from kfuse.comm import devices
     from kfuse.comm.arrival import reads_are_noticed
     from kfuse.comm.cost import Costs, Job, choose, price
     from kfuse.comm.engine import make_programs
+    from kfuse.comm.plan import CommOptions
     from kfuse.comm.transports.tree import parents
     from kfuse.config import instantiate
     from kfuse.elastic.launchers import TorchrunLauncher
-    from kfuse.train.build import comm_options
 
-    console, options, gpus = Console(), comm_options(config), devices.count()
+    console, options, gpus = Console(), CommOptions.configured(config), devices.count()
     workers = max(2, config["workers"]["count"])
     if options.synchronisation.mode != "ssgd":
         console.print(f"comm.sync={options.sync}: no gradients are sent: docs/synchronisation.md says what is")

@@ -1,4 +1,4 @@
-"""The processes that `kfuse doctor` and `kfuse schedule` start (`trials`): each tries one thing.
+"""The processes that `kfuse doctor` and `kfuse schedule` start (`self_test_processes`): each tries one thing.
 
 What torch sees here; a reduction between two processes; what messages between processes cost; the kernels.
 

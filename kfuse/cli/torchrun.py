@@ -13,13 +13,14 @@ from typing import Any
 from kfuse import session
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import CommError
+from kfuse.comm.plan import CommOptions
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
 from kfuse.observe.recorder import Recorder
 from kfuse.optim import ConsistencyError
 from kfuse.session import Record
-from kfuse.train.build import build_trainer, comm_options, set_threads
+from kfuse.train.build import build_trainer, set_threads
 
 
 def lead(rendezvous: Rendezvous, job: dict[str, Any], recorder: Recorder) -> int:
@@ -61,7 +62,7 @@ def follow(rendezvous: Rendezvous) -> int:
 def _train(rendezvous: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
     """Returns why training ended. Raises CommError if a worker is lost."""
     set_threads(job)
-    session.join_fixed_group(rendezvous, comm_options(job), job["comm"]["timeout_s"], record)
+    session.join_fixed_group(rendezvous, CommOptions.configured(job), job["comm"]["timeout_s"], record)
     with _collect_stop_signals() as reasons:
         trainer = build_trainer(job)
         trainer.decisions.stop_requests = reasons

@@ -7,10 +7,11 @@ import sys
 import traceback
 
 from kfuse import session
+from kfuse.comm.plan import CommOptions
 from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
-from kfuse.train.build import build_trainer, comm_options, set_threads
+from kfuse.train.build import build_trainer, set_threads
 
 
 def main() -> int:
@@ -22,7 +23,7 @@ def main() -> int:
     config = client.job
     timeout_s = config["comm"]["timeout_s"]
     set_threads(config)
-    session.connect_to_supervisor(client, comm_options(config), timeout_s)
+    session.connect_to_supervisor(client, CommOptions.configured(config), timeout_s)
     trainer = build_trainer(config)
     try:
         trainer.run()

@@ -67,9 +67,9 @@ def validate(cfg: DictConfig) -> None:
         # The type too: the groups of classes, where data.workers is, take values of any type.
         if not (instantiate.fits(value, setting.kind | None) and setting.allows(value)):
             raise ConfigError(f"{setting.key}={show(value)}: must be {setting.allowed}")
+    check_transport(values["comm"]["_target_"])
     _check_combinations(values)
     _check_resume(values["checkpoint"]["resume"])
-    check_transport(values["comm"]["_target_"])
     check_optimizer(values["optimizer"], values["lr"]["base"], values["comm"]["state"] == "sharded")
     _check_policy(make_policy(values["policy"]), values)
     _check_launcher(make("launcher", values["launcher"]), values)
@@ -109,52 +109,16 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"batch.micro_max={batch['micro_max']}: must be a multiple of batch.micro={batch['micro']}")
     if train["epochs"] is None and train["steps"] is None:
         raise ConfigError("train.epochs=null, train.steps=null: at least one of them must be a number")
+    if comm["_target_"] is not None and comm["state"] == "sharded":
+        raise ConfigError(f"comm._target_={comm['_target_']}: must be null with comm.state=sharded")
+    from kfuse.comm.plan import CommOptions  # after the cheap checks, as it imports torch
+
     try:
-        Sync.parse(comm["sync"])
+        CommOptions.configured(values)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for name in ("outer_momentum", "sma_momentum"):
-        if comm[name] == 1:
-            raise ConfigError(f"comm.{name}={comm[name]}: must be below 1")
-    for name, allowed, text in (
-        ("schedule", ("auto", "all_to_all", "symmetric"), "one of auto, all_to_all, symmetric"),
-        ("sync", ("ssgd",), "ssgd"),
-        ("dtype", ("fp32",), "fp32"),
-    ):
-        if comm["reproducible"] and comm[name] not in allowed:
-            raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.reproducible=true")
-    if comm["bucket_mb"] is None and (comm["reproducible"] or comm.get("state") == "sharded"):
-        setting = "comm.reproducible=true" if comm["reproducible"] else "comm.state=sharded"
-        raise ConfigError(f"comm.bucket_mb=null: must be a number with {setting}")
-    of_one_model: dict[str, tuple[tuple[object, ...], str]] = {
-        "schedule": (
-            ("auto", "all_to_all", "reduce_scatter", "symmetric"),
-            "one of auto, all_to_all, reduce_scatter, symmetric",
-        ),
-        "_target_": ((None,), "null"),
-        "sync": (("ssgd",), "ssgd"),
-    }
-    for name, (allowed_values, text) in of_one_model.items():
-        if comm["state"] == "sharded" and comm[name] not in allowed_values:
-            raise ConfigError(f"comm.{name}={comm[name]}: must be {text} with comm.state=sharded")
-    if comm["overlap_share"] and comm["state"] != "sharded":
-        raise ConfigError(f"comm.overlap_share=true: must be false with comm.state={comm['state']}")
-    if comm["schedule"] == "symmetric" and comm["dtype"] != "fp32":
-        raise ConfigError(f"comm.dtype={comm['dtype']}: must be fp32 with comm.schedule=symmetric")
-    least, most = comm["nccl_min_ctas"], comm["nccl_max_ctas"]
-    if least is not None and most is not None and most < least:
-        raise ConfigError(f"comm.nccl_max_ctas={most}: must be at least comm.nccl_min_ctas={least}, or null")
-    if comm["audit_every"] is not None and not comm["reproducible"]:
-        raise ConfigError(f"comm.audit_every={comm['audit_every']}: must be null without comm.reproducible=true")
-    if comm["slots_on_host"] and not comm["reproducible"]:
-        raise ConfigError("comm.slots_on_host=true: must be false with comm.reproducible=false")
-    for name, needed in (("state", "replicated"), ("slots_on_host", False), ("sync", "ssgd")):
-        if values["elastic"]["keep_sums"] and comm[name] != needed:
-            raise ConfigError(f"elastic.keep_sums=true: must be false with comm.{name}={show(comm[name])}")
     if values["elastic"]["keep_sums"] and batch["micro_max"] is not None:
         raise ConfigError(f"elastic.keep_sums=true: must be false with batch.micro_max={batch['micro_max']}")
-    if values["elastic"]["keep_sums"] and comm["schedule"] == "symmetric":
-        raise ConfigError("elastic.keep_sums=true: must be false with comm.schedule=symmetric")
 
 
 def _check_resume(resume: str) -> None:
@@ -213,14 +177,12 @@ def _check_launcher(launcher: Any, values: Mapping[str, Any]) -> None:
 
 def _check_decay(values: Mapping[str, Any], samples: int | None) -> None:
     """A decay needs steps after the warmup. The run's length is counted in steps of the first batch size."""
-    from kfuse.train.refusals import decay_refusal
+    from kfuse.train.refusals import refuse_decay
 
     lr, train = values["lr"], values["train"]
     lengths = [train["steps"], train["epochs"] and train["epochs"] * samples / values["batch"]["size"]]
     total = min(length for length in lengths if length is not None)
-    if decay_refusal(lr["decay"], lr["warmup_steps"], total, lr["decay_fraction"]):
-        room = f"{1 - lr['decay_fraction']:g} of " if lr["decay"] == "wsd" else ""
-        raise ConfigError(
-            f"lr.warmup_steps={lr['warmup_steps']}: must be below {room}the run's {total:.0f} steps with "
-            f"lr.decay={lr['decay']}"
-        )
+    try:
+        refuse_decay(lr["decay"], lr["warmup_steps"], total, lr["decay_fraction"], prefix="lr.")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

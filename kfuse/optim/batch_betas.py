@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfuse.kernels.updates import AdamOptions
 
-Rule = Literal["malladi", "marek"]
+BetaScaling = Literal["malladi", "marek"]
 Betas = Literal["keep", "malladi", "marek"]
 """The setting lr.betas. keep: betas and eps stay as they are set."""
 
@@ -28,7 +28,7 @@ class BatchBetas:
              (Marek et al. 2025, "Small Batch Size Training for Language Models", arXiv 2507.07101)
     """
 
-    rule: Rule
+    scaling: BetaScaling
     ratio: float
     """k, above 0."""
 
@@ -36,8 +36,8 @@ class BatchBetas:
         """The settings of this update. options: those that the user has set."""
         if not self.changes:  # 1 - (1 - beta) may be rounded
             return options
-        beta1, beta2 = scaled_betas(self.rule, options.beta1, options.beta2, self.ratio)
-        eps = options.eps / math.sqrt(self.ratio) if self.rule == "malladi" else options.eps
+        beta1, beta2 = scaled_betas(self.scaling, options.beta1, options.beta2, self.ratio)
+        eps = options.eps / math.sqrt(self.ratio) if self.scaling == "malladi" else options.eps
         return replace(options, beta1=beta1, beta2=beta2, eps=eps)
 
     @property
@@ -46,26 +46,26 @@ class BatchBetas:
         return self.ratio != 1
 
 
-def scaled_betas(rule: Rule, beta1: float, beta2: float, ratio: float) -> tuple[float, float]:
+def scaled_betas(scaling: BetaScaling, beta1: float, beta2: float, ratio: float) -> tuple[float, float]:
     """The betas for a batch of `ratio` times the size. Where malladi's would be negative they are 0.
 
-    Raises ValueError for another rule.
+    Raises ValueError for another scaling.
     """
-    if rule == "malladi":
+    if scaling == "malladi":
         return max(0.0, 1 - ratio * (1 - beta1)), max(0.0, 1 - ratio * (1 - beta2))
-    if rule == "marek":
+    if scaling == "marek":
         return beta1, beta2**ratio
-    raise ValueError(f"rule={rule}: must be one of {', '.join(get_args(Rule))}")
+    raise ValueError(f"scaling={scaling}: must be one of {', '.join(get_args(BetaScaling))}")
 
 
-def largest_batch(rule: Rule, betas: Iterable[tuple[float, float]], batch_size: int) -> float:
+def largest_batch(scaling: BetaScaling, betas: Iterable[tuple[float, float]], batch_size: int) -> float:
     """The largest batch, in samples, for which no beta would be negative. betas: of the parameter groups.
 
     batch_size: the one that the betas are meant for. Infinite but for malladi: with the usual beta1 of 0.9, at 10 times
     the batch, nothing is left of the average over updates.
     """
     least = min((min(pair) for pair in betas), default=1.0)
-    if rule == "marek" or least >= 1:
+    if scaling == "marek" or least >= 1:
         return math.inf
     return math.floor(batch_size / (1 - least) * (1 + 1e-9))  # 1 - 0.9 is below 0.1
 

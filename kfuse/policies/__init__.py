@@ -1,4 +1,4 @@
-"""Rules that adapt training while it runs. They see `Signals` only: no communication, no I/O."""
+"""Policies adapt training while it runs. They see `Signals` only: no communication, no I/O."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import Bounds, Decision, Signals, check_positive, check_whole
 
 
-class AutoscalePolicy(Rule):
+class AutoscalePolicy(ConfiguredPolicy):
     """Tries one worker more, then one fewer, and keeps what pays (Or et al., MLSys 2020).
 
     It measures the throughput R(n), samples a second, over a window of steps with n workers, then with n + 1. By
@@ -30,7 +30,7 @@ class AutoscalePolicy(Rule):
     window: steps whose median time counts; at least 1.
     settle: steps that are left out before, in which a worker that has joined warms up; at least 0.
     threshold: the least scaling efficiency that pays; above 0. The default is the paper's.
-    value_per_hour, price_per_worker_hour: None, or both, above 0: the second rule in place of the first.
+    value_per_hour, price_per_worker_hour: None, or both, above 0: the second formula decides, not the first.
     patience_s: seconds of training in which workers that were requested must have come, else the present ones stay;
     above 0. 120 is the default time in which a new worker must be ready (elastic.boot_timeout_s).
 

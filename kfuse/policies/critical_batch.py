@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import Decision, Signals, check_positive, check_whole
 
 
-class CriticalBatchPolicy(Rule):
+class CriticalBatchPolicy(ConfiguredPolicy):
     """Doubles the batch size whenever the critical batch size exceeds twice of it (Merrill et al. 2025, section 4.1).
 
         B* > 2 B:    B <- 2 B,    learning rate <- sqrt(2) learning rate,    B* = factor * noise scale
@@ -20,9 +20,9 @@ class CriticalBatchPolicy(Rule):
     of the noise scale's interval must exceed 2 B / factor. It never shrinks, hence never oscillates. A batch size
     whose double is above batch.max stays as it is.
 
-    The learning rate is lr.scaling's: sqrt (the default), which is Merrill et al.'s rule and suits Adam, makes it
+    The learning rate is lr.scaling's: sqrt (the default), which is Merrill et al.'s choice and suits Adam, makes it
     sqrt(2) times as large at each doubling, linear and adascale suit SGD. This policy sets no lr_scale beside it, so
-    the change of the batch size counts once. lr.scaling=none is refused: without it this is not the rule.
+    the change of the batch size counts once. lr.scaling=none is refused: without it this is not their method.
 
     factor: critical batch size over noise scale; finite, above 0. 1 until it is measured.
     every: it decides at steps divisible by this number; at least 1. 20: an interval needs 20 steps after a change.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import Decision, Signals, check_positive, check_whole
 
 
-class CurvaturePolicy(Rule):
+class CurvaturePolicy(ConfiguredPolicy):
     """Lowers the learning rate where trace and largest entry of the diagonal Fisher information rise.
 
     The diagonal is v, the bias-corrected second moments of AdamW (Kingma & Ba 2015), which K-FAC (Martens & Grosse
@@ -21,7 +21,7 @@ class CurvaturePolicy(Rule):
     In between nothing changes: that is the hysteresis, a factor of rise^2 from one end to the other. The first pair
     seen, and the first one after the batch size changed, is a reference only. v is a mean of the mean gradient's
     squares, which fall as 1 / batch size where noise dominates them: that is no change of the curvature. v takes some
-    1 / (1 - beta2) steps to follow the batch size, so this rule is for batch sizes that seldom change.
+    1 / (1 - beta2) steps to follow the batch size, so this policy is for batch sizes that seldom change.
 
     It needs kf.FusedAdamW or kf.FusedLAMB with comm.state=replicated; else training is refused. In local steps
     (comm.sync) v is unknown, and nothing changes. lr_scale is its own: it replaces what others set.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import Decision, Signals, check_positive, check_whole
 
 
-class GNSPolicy(Rule):
+class GNSPolicy(ConfiguredPolicy):
     """Keeps the batch size at `factor` times the gradient noise scale, and the worker count in proportion to it.
 
         batch = factor * noise scale,    noise scale B_simple = S / G2, in samples

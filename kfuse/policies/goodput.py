@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import Decision, Signals, check_positive, check_whole
 from kfuse.policies.step_time import Array, Point, StepTime, fit
 
@@ -28,7 +28,7 @@ def efficiency(batch_size: ArrayLike, base_batch_size: float, noise_scale: Array
     return (noise + base_batch_size) / (noise + np.asarray(batch_size, np.float64))
 
 
-class GoodputPolicy(Rule):
+class GoodputPolicy(ConfiguredPolicy):
     """Maximises goodput = throughput x efficiency over batch size and workers (Pollux: Qiao et al., OSDI 2021).
 
         throughput(B, n) = B / t(k, n)      samples a second; k = ceil(micro-batches / n) is what a worker has at most

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import Decision, Signals, check_positive, check_whole
 
 
-class NormTestPolicy(Rule):
+class NormTestPolicy(ConfiguredPolicy):
     """Grows the batch size until the norm test holds (Byrd et al. 2012; AdAdaGrad: Lau et al. 2024).
 
         S / B <= theta^2 |G|^2,    so B = S / (theta^2 |G|^2) where it fails

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import Decision, Signals
 
 Curve = Literal["cosine", "quarter_cosine"]
 
 
-class SeesawPolicy(Rule):
+class SeesawPolicy(ConfiguredPolicy):
     """Where a cosine decay would cut the learning rate by a, cuts it by sqrt(a) and grows the batch by a.
 
     Seesaw (Meterez et al. 2025, arXiv 2510.14717, algorithm 1): for the same samples the loss falls alike, in fewer
@@ -21,7 +21,7 @@ class SeesawPolicy(Rule):
         cosine          (1 + cos(pi d)) / 2, that of lr.decay=cosine    saves 1/2 of the steps
         quarter_cosine  cos(pi d / 2)                                   saves 1 - 2/pi = 0.363, the paper's limit
 
-    since the steps are the integral of the curve; less where batch.max ends the growth. The rule, in cuts of a = `cut`:
+    since the steps are the integral of the curve; less where batch.max ends the growth. In cuts of a = `cut`:
 
         c = the smallest power cut^-k that is at least the curve
         batch size = base batch size / c, in whole micro-batches, at most batch.max

@@ -187,7 +187,7 @@ class Decision:
 
 
 class BasePolicy:
-    """A rule that adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and `decide`.
+    """A policy adapts training while it runs: KungFu's hooks (Mai et al., OSDI 2020) and `decide`.
 
     Override any hook, `decide`, or both. The hooks run on every worker at the same steps, and may use kfuse's
     module-level functions (`kf.allreduce`, `kf.resize`, ...). `decide` depends on nothing but the signals so far, and

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kfuse.policies.rule import Rule
+from kfuse.policies.configured import ConfiguredPolicy
 from kfuse.policies.signals import Decision, Signals, check_whole
 
 
-class SyncSwitchPolicy(Rule):
+class SyncSwitchPolicy(ConfiguredPolicy):
     """sma up to a step, ssgd from it on: KungFu's AdaptiveSGDOptimizer (Mai et al., OSDI 2020; lsds/KungFu,
     srcs/python/kungfu/tensorflow/optimizers/ada_sgd.py: its `change_step`).
 

@@ -16,6 +16,7 @@ from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals, checke
 from kfuse.replay.steps import DecidedSettings, Gain, StepSource
 
 _AT_PRESENT = ("sync", "topology", "tree", "replace")
+"""Fields of a decision that are not settings of a step, as `DecidedSettings` has them."""
 
 
 @dataclass(frozen=True)
@@ -67,50 +68,80 @@ def run(
     begin: what the run is configured with. sync: `comm.sync` of the run, if it is known. Workers come at once.
     Raises TypeError if the policy returns what is no decision, and whatever the policy raises.
     """
-    out, now, used, name = ReplayResult(), begin, source.samples, type(policy).__name__
-    first, asked, others = source.next_step, begin.workers, dict.fromkeys(_AT_PRESENT) | {"sync": sync}
-    pending: deque[tuple[int, Decision, Signals | None]] = deque()
-    newest: deque[Signals] = deque(maxlen=2)  # the latest first
-    if first == 0 and (decision := checked_decision(policy.initial(), f"{name}.initial")) is not None:
-        pending.append((0, decision, None))
+    return _Replay(policy, source, begin, bounds, sync).result()
 
-    def apply_until(step: int) -> None:
+
+class _Replay:
+    """A replay under way. The methods are in the order in which they happen."""
+
+    def __init__(
+        self, policy: BasePolicy, source: StepSource, begin: DecidedSettings, bounds: Bounds, sync: str | None
+    ) -> None:
+        self._policy, self._source, self._bounds = policy, source, bounds
+        self._now = begin
+        """What the step that comes is made with."""
+        self._workers_requested = begin.workers
+        """The number of workers that was last requested. Asking for it again changes nothing, as in training."""
+        self._others: dict[str, Any] = dict.fromkeys(_AT_PRESENT) | {"sync": sync}
+        """The present value of each of `_AT_PRESENT`; None: unknown."""
+        self._pending: deque[tuple[int, Decision, Signals | None]] = deque()
+        """Decisions that do not apply yet: the first step of each, the decision, and the signals behind it."""
+        self._newest: deque[Signals] = deque(maxlen=2)
+        """The signals of the last two steps, the latest first."""
+        self._out = ReplayResult()
+
+    def result(self) -> ReplayResult:
+        """Makes all steps. Raises as `run`."""
+        source, out, name = self._source, self._out, type(self._policy).__name__
+        first, used = source.next_step, source.samples
+        if first == 0 and (decision := checked_decision(self._policy.initial(), f"{name}.initial")) is not None:
+            self._pending.append((0, decision, None))
+        while True:
+            self._apply_until(source.next_step)
+            seen = source.step(self._now)
+            if seen is None:
+                break
+            self._take_in(seen)
+            decision = checked_decision(self._policy.decide(seen), f"{name}.decide")
+            if decision is not None:
+                self._pending.append((seen.in_force_at, decision, seen))
+        self._apply_until(source.next_step + 1)  # announced with the last step
+        out.steps, out.samples, out.cut_off = source.next_step - first, source.samples - used, source.cut_off
+        return out
+
+    def _apply_until(self, step: int) -> None:
         """Applies the decisions that are in force at this step."""
-        nonlocal now, asked
-        while pending and pending[0][0] <= step:
-            start, decision, seen = pending.popleft()
-            granted, notes = decision.clipped(bounds)
-            scale = now.lr_scale if granted.lr_scale is None else granted.lr_scale
-            after = DecidedSettings(
-                granted.batch_size or now.batch_size,
-                granted.workers if granted.workers not in (None, asked) else now.workers,
-                now.lr_scale if math.isclose(scale, now.lr_scale, rel_tol=1e-12) else scale,
-            )
-            asked = granted.workers or asked
-            wanted = {name: value for name in _AT_PRESENT if (value := getattr(granted, name)) is not None}
-            new = {name: value for name, value in wanted.items() if value != others[name]}
-            others.update(wanted, replace=wanted.get("replace"))
-            if new or after != now:
-                read = next((each for each in newest if each.step <= start - 2), None)
-                means = (None, None) if read is None else (read.mean_grad_sq, read.mean_grad_variance)
-                applied = max(start - 1, 0)
-                out.changes.append(Change(applied, source.samples, now, after, new, tuple(notes), seen, means))
-            now = after
+        while self._pending and self._pending[0][0] <= step:
+            self._apply(*self._pending.popleft())
 
-    while True:
-        apply_until(source.next_step)
-        seen = source.step(now)
-        if seen is None:
-            break
-        now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
+    def _apply(self, start: int, decision: Decision, seen: Signals | None) -> None:
+        """Applies a decision from the step `start` on, within the bounds, and notes what it changes."""
+        now, (granted, notes) = self._now, decision.clipped(self._bounds)
+        scale = now.lr_scale if granted.lr_scale is None else granted.lr_scale
+        after = DecidedSettings(
+            granted.batch_size or now.batch_size,
+            granted.workers if granted.workers not in (None, self._workers_requested) else now.workers,
+            now.lr_scale if math.isclose(scale, now.lr_scale, rel_tol=1e-12) else scale,
+        )
+        self._workers_requested = granted.workers or self._workers_requested
+        wanted = {name: value for name in _AT_PRESENT if (value := getattr(granted, name)) is not None}
+        new = {name: value for name, value in wanted.items() if value != self._others[name]}
+        self._others.update(wanted, replace=wanted.get("replace"))
+        if new or after != now:
+            # It is applied after the step start - 1. By then the statistics of start - 2 have been read, as the newest.
+            read = next((each for each in self._newest if each.step <= start - 2), None)
+            means = (None, None) if read is None else (read.mean_grad_sq, read.mean_grad_variance)
+            applied = max(start - 1, 0)
+            change = Change(applied, self._source.samples, now, after, new, tuple(notes), seen, means)
+            self._out.changes.append(change)
+        self._now = after
+
+    def _take_in(self, seen: Signals) -> None:
+        """Adds the step that was made last to the result. A recorded step's own settings are those in force now."""
+        now, out = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale), self._out
         if not out.curve or out.curve[-1][1:] != (now.batch_size, now.workers):
             out.curve.append((seen.samples, now.batch_size, now.workers))
-        newest.appendleft(seen)
-        took = source.seconds()
+        took = self._source.seconds()
         out.seconds = None if took is None or out.seconds is None else out.seconds + took
-        decision = checked_decision(policy.decide(seen), f"{name}.decide")
-        if decision is not None:
-            pending.append((seen.in_force_at, decision, seen))
-    apply_until(source.next_step + 1)  # announced with the last step
-    out.steps, out.samples, out.cut_off = source.next_step - first, source.samples - used, source.cut_off
-    return out
+        self._newest.appendleft(seen)
+        self._now = now

@@ -215,7 +215,7 @@ def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
     """mean S / mean G2 over repeated branches, and its 95 % interval by Fieller's theorem; None where that is not
     bounded, or the statistics are unknown (one micro-batch a step).
 
-    The interval is the set of r that a t-test over the branches does not refuse: the mean of S - r G2 is 0. Steps in
+    The interval is the set of r that a t-test over the branches does not reject: the mean of S - r G2 is 0. Steps in
     which S and G2 are unknown, such as an epoch's last one where it is a single micro-batch, are left out.
     """
     moments = [np.array([trace.grad_variance, trace.grad_sq]) for trace in traces]
@@ -240,7 +240,7 @@ def estimate(losses: Sequence[Sequence[float]], plan: Plan) -> CriticalBatch:
     values:
 
         B* / B     where the mean of d over the repetitions first rises above 0
-        interval   the k at which a t-test over the repetitions, at the 5 % level, does not refuse a mean d of 0
+        interval   the k at which a t-test over the repetitions, at the 5 % level, does not reject a mean d of 0
 
     A test that is inverted in this way covers the true crossing in 95 % of the cases, if d_s is normal at that one k,
     whatever the shape of the curve. (Normal: d_s is a mean over many steps.) A branch that diverged is beyond.
@@ -309,4 +309,5 @@ def _crossing(grid: Floats, curve: Floats, i: int) -> float:
 
 
 def _list(values: Sequence[float]) -> str:
+    """As a setting's value is written: [1, 2, 4]."""
     return "[" + ", ".join(f"{value:g}" for value in values) + "]"

@@ -10,7 +10,6 @@ import torch
 
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel, load_weights
-from kfuse.comm.plan import CommOptions
 from kfuse.config import instantiate
 from kfuse.config.schema import LOADING, class_arguments
 from kfuse.data import DataSplit
@@ -24,17 +23,6 @@ from kfuse.train.model_checks import log_remarks
 from kfuse.train.precision import cast_parameters
 from kfuse.train.settings import WORKERS_MAX, Settings
 from kfuse.train.trainer import Trainer
-
-
-def comm_options(config: dict[str, Any]) -> CommOptions:
-    """How gradients are reduced, as configured. Raises ValueError for what does not go together."""
-    comm = config["comm"]
-    schedule = comm["_target_"] or comm["schedule"]
-    names = ["dtype", "state", "bucket_mb", "reproducible", "slots_on_host", "tree", "check_every", "audit_every"]
-    names += ["overlap_share", "sync", "outer_lr", "outer_momentum", "sma_alpha", "sma_momentum"]
-    nccl = [name for name in comm if name.startswith("nccl_")]
-    kept = {name: config["elastic"][name] for name in ("redundancy", "snapshot_every", "keep_sums")}
-    return CommOptions(schedule, **kept, **{name: comm[name] for name in (*names, *nccl)})
 
 
 def set_threads(config: dict[str, Any]) -> None:

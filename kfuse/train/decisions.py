@@ -223,14 +223,29 @@ class Decisions:
 
     def _request_within_bounds(self, decision: Decision) -> None:
         """Requests what a policy decided, within the bounds. An event records what is clipped or refused."""
-        session, elastic, workers = self._session, self._session.elastic, decision.workers
-        if workers is not None and not elastic:
-            size = session.group.size
-            if workers != size and self.workers_requested in (0, size):  # so that it is reported once
-                self._report_clipped(f"workers {workers}: this job's number of workers is fixed")
-            self.workers_requested = workers
+        if decision.workers is not None and not self._session.elastic:
+            self._report_fixed_workers(decision.workers)
             decision = replace(decision, workers=None)
-        asked, (decision, notes) = decision, decision.clipped(self._settings.bounds)
+        decision = self._clip(decision)
+        if decision.workers is not None:
+            self._request_workers(decision.workers)
+        if decision.replace is not None:
+            self._request_replacement(decision.replace)
+        self.request(batch_size=decision.batch_size, lr_scale=decision.lr_scale)
+        for name in ("sync", "topology", "tree"):
+            if (value := getattr(decision, name)) is not None:
+                self._request_if_possible(name, value)
+
+    def _report_fixed_workers(self, workers: int) -> None:
+        """A policy asks for a number of workers in a job without a supervisor: reported once, while it stays so."""
+        size = self._session.group.size
+        if workers != size and self.workers_requested in (0, size):
+            self._report_clipped(f"workers {workers}: this job's number of workers is fixed")
+        self.workers_requested = workers
+
+    def _clip(self, asked: Decision) -> Decision:
+        """The decision within the bounds, without a factor that the learning rate cannot have. Reports what changes."""
+        decision, notes = asked.clipped(self._settings.bounds)
         if decision.lr_scale is not None and (why := self._rate_refusal(decision.lr_scale)) is not None:
             notes.append(f"lr_scale {decision.lr_scale} dropped: {why}")
             decision = replace(decision, lr_scale=None)
@@ -238,21 +253,22 @@ class Decisions:
         for name in ("batch_size", "workers", "lr_scale"):
             if getattr(asked, name) is not None:
                 self._report_if_clipped(name, by_name.get(name))
-        if decision.workers is not None and self._is_held_back(decision.workers):
-            decision = replace(decision, workers=None)
-        if decision.workers is not None and decision.workers != self.workers_requested:
-            self.request(workers=decision.workers)
-        if decision.replace is not None:
-            ranks, rank = range(len(session.workers)), decision.replace
-            refused = f"replace {rank}: must be a rank from 0 to {ranks[-1]} of an elastic job"
-            granted = elastic and rank in ranks
-            self._report_if_clipped("replace", None if granted else refused)
-            if granted:
-                session.ask_supervisor("replace", worker=session.workers[rank])
-        self.request(batch_size=decision.batch_size, lr_scale=decision.lr_scale)
-        for name in ("sync", "topology", "tree"):
-            if (value := getattr(decision, name)) is not None:
-                self._request_if_possible(name, value)
+        return decision
+
+    def _request_workers(self, workers: int) -> None:
+        """Asks the supervisor for so many workers, unless that was done before or training is input-bound."""
+        if not self._is_held_back(workers) and workers != self.workers_requested:
+            self.request(workers=workers)
+
+    def _request_replacement(self, rank: int) -> None:
+        """Asks the supervisor for a new worker in place of the one of this rank."""
+        session = self._session
+        ranks = range(len(session.workers))
+        refused = f"replace {rank}: must be a rank from 0 to {ranks[-1]} of an elastic job"
+        granted = session.elastic and rank in ranks
+        self._report_if_clipped("replace", None if granted else refused)
+        if granted:
+            session.ask_supervisor("replace", worker=session.workers[rank])
 
     def _rate_refusal(self, lr_scale: float) -> str | None:
         """Why the optimizer's rates cannot have this factor; None if they can. A rate of 0 can have any.

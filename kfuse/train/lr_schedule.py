@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kfuse.optim import DistributedOptimizer
 from kfuse.optim.batch_betas import BatchBetas, Betas
-from kfuse.train.refusals import decay_refusal
+from kfuse.train.refusals import refuse_decay
 
 Scaling = Literal["none", "linear", "sqrt", "adascale"]
 Decay = Literal["none", "cosine", "linear", "wsd", "constant"]
@@ -127,8 +127,7 @@ class LRSchedule:
             raise ValueError(f"decay_fraction={self.decay_fraction}: must be above 0 and at most 1")
         if self.base_batch_size < 1:
             raise ValueError(f"base batch size {self.base_batch_size}: must be at least 1")
-        if why := decay_refusal(self.decay, self.warmup_steps, self.total, self.decay_fraction):
-            raise ValueError(f"decay={self.decay} over {self.total} steps in all: {why}")
+        refuse_decay(self.decay, self.warmup_steps, self.total, self.decay_fraction)
 
     @property
     def total(self) -> float | None:

@@ -38,7 +38,7 @@ from kfuse.train.progress import STOP_REASONS, Progress
 
 
 class PairAveraging:
-    """The rule of the mode `pair`, on one worker. One worker alone has nobody to average with, and trains as ever."""
+    """The `SyncMethod` of `pair`, on one worker. One worker alone has nobody to average with, and trains as ever."""
 
     keeps_weights = True
 

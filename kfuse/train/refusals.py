@@ -66,7 +66,7 @@ def refuse_rates(policy: BasePolicy, scaling: str, decay: str, scheduler: str | 
 
 
 def refuse_betas(
-    rule: Betas,
+    lr_betas: Betas,
     scaling: str,
     optimizer: type,
     betas: Iterable[tuple[float, float]],
@@ -74,19 +74,19 @@ def refuse_betas(
     batch_max: int,
     spelling: Spelling,
 ) -> None:
-    """Raises ValueError where AdamW's betas cannot follow the batch size as `rule` says.
+    """Raises ValueError where AdamW's betas cannot follow the batch size as `lr_betas` says.
 
     betas: of each parameter group, as far as they are known; read only where they are to follow.
     """
-    if rule == "keep":
+    if lr_betas == "keep":
         return
-    given = f"{spelling.betas}={rule}"
+    given = f"{spelling.betas}={lr_betas}"
     if not getattr(optimizer, "follows_batch_by_betas", False):
         raise ValueError(f"{given}: must be keep with {spelling.optimizer}; {spelling.taker_of_betas} takes it")
-    if rule == "malladi" and scaling != "sqrt":
+    if lr_betas == "malladi" and scaling != "sqrt":
         key = spelling.scaling
         raise ValueError(f"{given}: must be keep or marek with {key}={scaling}; it needs {key}=sqrt")
-    most = largest_batch(rule, betas, batch_size)
+    most = largest_batch(lr_betas, betas, batch_size)
     if batch_max > most:
         raise ValueError(
             f"{spelling.batch_max}={batch_max}: must be at most {most} with {given} and "
@@ -118,12 +118,18 @@ def refuse_modes(policy: BasePolicy, check: Callable[[str], object], spelling: S
             raise ValueError(f"{spelling.policy}: it sets {error}") from error
 
 
-def decay_refusal(decay: str, warmup_steps: float, total: float | None, decay_fraction: float) -> str | None:
-    """Why a run of `total` steps has no room for this warm-up and decay; None if it has."""
+def refuse_decay(decay: str, warmup_steps: float, total: float | None, decay_fraction: float, prefix: str = "") -> None:
+    """Raises ValueError where a run of `total` steps has no room for this warm-up and decay.
+
+    total: in steps of the first batch size; None: unknown. prefix: of the settings' names, `lr.` on the command line.
+    """
     if decay in ("none", "constant"):
-        return None
-    if total is None or not total > warmup_steps:
-        return f"must be more than warmup_steps={warmup_steps}"
+        return
+    if total is None:
+        raise ValueError(f"{prefix}decay={decay}: must be none or constant in a run without a set length")
+    setting = f"{prefix}warmup_steps={warmup_steps}"
+    if not total > warmup_steps:
+        raise ValueError(f"{setting}: must be below the run's {total:.0f} steps with {prefix}decay={decay}")
     if decay == "wsd" and warmup_steps > (1 - decay_fraction) * total:
-        return f"must be at least warmup_steps={warmup_steps} and the decay, {decay_fraction:g} of the run"
-    return None
+        most = f"{1 - decay_fraction:g} of the run's {total:.0f} steps"
+        raise ValueError(f"{setting}: must be at most {most} with {prefix}decay=wsd")

@@ -1,7 +1,7 @@
 """How the workers' models are kept together in a training, as `comm.sync` says, and what a change of mode does.
 
 With ssgd there is nothing to do: all workers make the same update. In every other mode each worker updates with its own
-gradients, and a `Rule` brings the models together. docs/synchronisation.md says what each mode promises.
+gradients, and a `SyncMethod` brings the models together. docs/synchronisation.md says what each mode promises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kfuse.session import Session
 from kfuse.train.progress import Progress
 
 
-class Rule(Protocol):
+class SyncMethod(Protocol):
     """What a mode does beside each worker's own update. Its methods may raise CommError: then nothing has changed."""
 
     keeps_weights: bool
@@ -226,7 +226,7 @@ class ModelAveraging:
             self._opt.weights_changed()
 
 
-_RULES: dict[str, type[LocalSGD | ModelAveraging]] = {"local": LocalSGD, "sma": ModelAveraging}
+_METHODS: dict[str, type[LocalSGD | ModelAveraging]] = {"local": LocalSGD, "sma": ModelAveraging}
 
 
 class Synchronisation:
@@ -237,16 +237,16 @@ class Synchronisation:
     """
 
     def __init__(
-        self, session: Session, opt: DistributedOptimizer, progress: Progress, new_pair: Callable[[], Rule]
+        self, session: Session, opt: DistributedOptimizer, progress: Progress, new_pair: Callable[[], SyncMethod]
     ) -> None:
-        """new_pair: makes the rule of the mode `pair`, which needs more of the training."""
+        """new_pair: makes the method of the mode `pair`, which needs more of the training."""
         self._session, self._opt, self._progress, self._new_pair = session, opt, progress, new_pair
         self._sync = Sync()
         """In force in the step under way, up to the meeting at its end."""
-        self._rule: Rule | None = None
+        self._method: SyncMethod | None = None
         """Of the mode in force; None with ssgd, and until the first step of another mode."""
         self._params: list[Parameter] = []
-        """Those that were trained as the rule began: what it keeps is laid out as they are."""
+        """Those that were trained as the method began: what it keeps is laid out as they are."""
 
     @property
     def _wanted(self) -> Sync:
@@ -259,25 +259,25 @@ class Synchronisation:
             self._begin(wanted.mode)
         self._sync = wanted
         self._refuse_other_parameters()
-        if self._rule is not None:
-            self._rule.before_step()
+        if self._method is not None:
+            self._method.before_step()
 
     def after_step(self, common: bool, over: bool) -> None:
         """After the update, and after decisions are applied, which count from the next step on.
 
-        common, over: see `Rule.after_step`. Raises as `before_step`.
+        common, over: see `SyncMethod.after_step`. Raises as `before_step`.
         """
         self._refuse_other_parameters()
         view, every = self._session.view, self._sync.every
-        if self._rule is not None and self._wanted.mode == self._sync.mode:
+        if self._method is not None and self._wanted.mode == self._sync.mode:
             view_changes = view is not None and self._progress.generation > view.generation
-            self._rule.after_step(every, common or view_changes, over)
-        elif self._rule is not None:
-            self._rule.meet(every)
+            self._method.after_step(every, common or view_changes, over)
+        elif self._method is not None:
+            self._method.meet(every)
             self._begin("ssgd")
 
     def _refuse_other_parameters(self) -> None:
-        if self._rule is None or not self._rule.keeps_weights:
+        if self._method is None or not self._method.keeps_weights:
             return
         params = self._opt.engine.params
         if len(params) == len(self._params) and all(p is q for p, q in zip(params, self._params, strict=True)):
@@ -289,34 +289,34 @@ class Synchronisation:
 
     def finish(self) -> None:
         """Training is over: this worker has the model that is the result. Without messages."""
-        if self._rule is not None:
-            self._rule.finish()
+        if self._method is not None:
+            self._method.finish()
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the module has the weights that are evaluated, the same on all workers. Raises CommError."""
-        return contextlib.nullcontext() if self._rule is None else self._rule.shown()
+        return contextlib.nullcontext() if self._method is None else self._method.shown()
 
     def close(self) -> None:
         """Training is over, or has failed."""
         self._begin("ssgd")
 
     def _begin(self, mode: str) -> None:
-        if self._rule is not None:
-            self._rule.close()
-        self._sync, self._rule, self._params = Sync(mode), None, list(self._opt.engine.params)
+        if self._method is not None:
+            self._method.close()
+        self._sync, self._method, self._params = Sync(mode), None, list(self._opt.engine.params)
         if mode == "pair":
-            self._rule = self._new_pair()
-        elif mode in _RULES:
-            self._rule = _RULES[mode](self._session, self._opt, self._progress)
+            self._method = self._new_pair()
+        elif mode in _METHODS:
+            self._method = _METHODS[mode](self._session, self._opt, self._progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """The mode in force, and its rule's state."""
-        rule = None if self._rule is None else self._rule.state_dict()
-        return {"mode": self._sync.mode, "every": self._sync.every, "rule": rule}
+        """The mode in force, and its method's state: under `rule`, as in the checkpoints of earlier versions."""
+        method = None if self._method is None else self._method.state_dict()
+        return {"mode": self._sync.mode, "every": self._sync.every, "rule": method}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what another worker, or a checkpoint, has. Raises ValueError where it does not fit."""
         self._begin(state["mode"])
         self._sync = Sync(state["mode"], state.get("every", 1))
-        if self._rule is not None:
-            self._rule.load_state_dict(state["rule"])
+        if self._method is not None:
+            self._method.load_state_dict(state["rule"])

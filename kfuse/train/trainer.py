@@ -89,7 +89,7 @@ class Trainer:
         several_backwards: of each micro-batch, by the user: see opt.micro_batch.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
         """
-        # What is trained, and by what rules.
+        # What is trained, and how.
         self.model, self.opt, self.settings = model, opt, settings
         self.policy = policy or BasePolicy()
         self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
@@ -265,7 +265,7 @@ class Trainer:
         return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report, watch)
 
     def _new_pair(self) -> PairAveraging:
-        """The rule of `comm.sync=pair`."""
+        """The `SyncMethod` of `comm.sync=pair`."""
         from kfuse.train.pair import PairAveraging  # only where it is used
 
         def agree() -> None:

@@ -178,7 +178,7 @@ def test_settings_reach_ncclconfig_and_those_it_lacks_are_refused_in_words(monke
     ("given", "told"),
     [
         ({"nccl_min_ctas": 0}, "nccl_min_ctas=0: must be at least 1"),
-        ({"nccl_min_ctas": 4, "nccl_max_ctas": 2}, "nccl_max_ctas=2: must be at least 4"),
+        ({"nccl_min_ctas": 4, "nccl_max_ctas": 2}, "nccl_max_ctas=2: must be at least comm.nccl_min_ctas=4"),
         ({"nccl_cga_cluster_size": 9}, "nccl_cga_cluster_size=9: must be 0 to 8"),
         ({"nccl_cta_policy": "most"}, "nccl_cta_policy='most': must be one of default, efficiency, zero"),
     ],

@@ -23,7 +23,7 @@ import kfuse as kf
 from kfuse.cli import cbs
 from kfuse.cli.app import main
 from kfuse.cli.branches import BranchError
-from kfuse.cli.recorded_run import read_config, read_metrics
+from kfuse.cli.run_files import read_config, read_metrics
 from kfuse.config.schema import ConfigError
 from kfuse.policies import SchedulePolicy
 from kfuse.policies.signals import OTHER_SIGNALS

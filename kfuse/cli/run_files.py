@@ -152,11 +152,11 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _wrong_line(line: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
     """What is wrong with a line of metrics.jsonl, given the line before; None if nothing is."""
-    for name, rule in _COLUMNS.items():
+    for name, allowed in _COLUMNS.items():
         if name not in line:
             return f"{name}: missing: {ANOTHER_VERSION}"
-        if not rule.allows(line[name]):
-            return f"{name}={show(line[name])}: must be {rule.words}"
+        if not allowed.allows(line[name]):
+            return f"{name}={show(line[name])}: must be {allowed.words}"
     steps = line["step"] - before["step"]
     if steps < 1:
         return f"step={line['step']}: must be above {before['step']}, that of the line before"
@@ -173,8 +173,8 @@ def _wrong_line(line: Mapping[str, Any], before: Mapping[str, Any]) -> str | Non
 
 def _wrong_signal(name: str, value: Any) -> str | None:
     """What is wrong with a value under `signals`; None if nothing is, or if this version has no such signal."""
-    if (rule := _NUMBERS.get(name)) is not None:
-        return None if rule.allows(value) else f"signals.{name}={show(value)}: must be {rule.words}"
+    if (allowed := _NUMBERS.get(name)) is not None:
+        return None if allowed.allows(value) else f"signals.{name}={show(value)}: must be {allowed.words}"
     if name == "bounds":
         names = [each.name for each in fields(Bounds)]
         if not (isinstance(value, dict) and value.keys() == {*names} and fits([*value.values()], list[int])):

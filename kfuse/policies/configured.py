@@ -1,4 +1,4 @@
-"""`Rule`: what kfuse's own policies have in common."""
+"""`ConfiguredPolicy`: what kfuse's own policies have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kfuse.policies.signals import BasePolicy
 
 
-class Rule(BasePolicy):
+class ConfiguredPolicy(BasePolicy):
     """A policy whose arguments are settings, which it never changes.
 
     Its state has none of them: a resumed run takes them from its own configuration, which may have other values than
@@ -21,6 +21,6 @@ class Rule(BasePolicy):
 
         Attributes that `BasePolicy` declares (`fisher_every`, ...) follow from the arguments, and are left out too.
         """
-        rules = [each for each in type(self).__mro__ if issubclass(each, Rule)]
-        settings = {name for each in rules for name in inspect.signature(each).parameters} | vars(BasePolicy).keys()
+        classes = [each for each in type(self).__mro__ if issubclass(each, ConfiguredPolicy)]
+        settings = {name for each in classes for name in inspect.signature(each).parameters} | vars(BasePolicy).keys()
         return {name: value for name, value in super().state_dict().items() if name not in settings}
