@@ -217,6 +217,7 @@ class Decisions:
             link_latencies=None if links is None else links.latencies,
             link_throughputs=None if links is None else links.throughputs,
             base_batch_size=self._settings.batch_size,
+            epoch_samples=self._progress.epoch_samples,
             **{each.name: getattr(context, each.name) for each in fields(StepSettings)},
             **{each.name: getattr(stats, each.name) for each in fields(Measured)},
         )
