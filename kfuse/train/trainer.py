@@ -28,7 +28,7 @@ from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
 from kfuse.train import kept_sums, load_balance, running, user_stop
-from kfuse.train.decisions import Decisions, refuse_pair_alone
+from kfuse.train.decisions import Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
 from kfuse.train.loss import Objective
@@ -106,7 +106,7 @@ class Trainer:
         self.session = current()
         of_user = "a torch scheduler that was made for this optimizer" if has_scheduler(opt) else None
         given = of_user if scheduler is None else f"scheduler={type(scheduler.scheduler).__name__}"
-        settings.check(self.policy, opt, given, self.session.comm)
+        settings.check(self.policy, opt, given, self.session)
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
         self._forward = Forward(model, self._objective, opt, heldout, settings.precision, self.session.group.device)
         self._user_loop, self._several_backwards = user_loop, several_backwards
@@ -121,8 +121,6 @@ class Trainer:
                 "dataset size": self._sampler.length,
             },
         )
-        for mode in (self.progress.sync, *self.policy.modes):
-            refuse_pair_alone(self.session, mode)
         kept_sums.refuse(self.session, settings)
         self._synchronisation = Synchronisation(self.session, opt, self.progress, self._new_pair)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
