@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ class Trainer:
         facts: Mapping[str, float] | None = None,
         user_loop: bool = False,
         several_backwards: bool = False,
+        exits_are_errors: bool = False,
     ) -> None:
         """on_error: what follows where the policy raises: see `kfuse.train.policy_calls`.
 
@@ -87,12 +88,16 @@ class Trainer:
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
         several_backwards: of each micro-batch, by the user: see opt.micro_batch.
+        exits_are_errors: a SystemExit of the model or the data is one: no script's code may mean to end the process.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
         """
         # What is trained, and by what rules.
         self.model, self.opt, self.settings = model, opt, settings
         self.policy = policy or BasePolicy()
         self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
+        self._exits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if exits_are_errors:
+            self._exits = user_stop.exits_are_errors
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
         seed = settings.seed
@@ -200,13 +205,14 @@ class Trainer:
             self.model.train()
         for step in self.steps():
             try:
-                for j in step.mine:
-                    with step.micro_batch(j) as batch:
-                        self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
-                if self._audit is not None:
-                    self._audit.compare(step)
-                self.opt.step()
-                self.opt.zero_grad()
+                with self._exits():
+                    for j in step.mine:
+                        with step.micro_batch(j) as batch:
+                            self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
+                    if self._audit is not None:
+                        self._audit.compare(step)
+                    self.opt.step()
+                    self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
                 step.error = error
         return self.result
@@ -220,7 +226,7 @@ class Trainer:
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
         prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
-        with user_stop.CtrlC(), prepared, decisions, running.active(self), fetching, recovery.guarded():
+        with user_stop.CtrlC(), prepared, decisions, running.active(self), fetching, recovery.guarded(), self._exits():
             self._calls.hook("before_train")
             while not (self.over or self.session.left):
                 try:
