@@ -29,6 +29,12 @@ class Modes(kf.BasePolicy):
         return kf.Decision(sync=self._modes.get(signals.step))
 
 
+class PairLater(kf.BasePolicy):
+    """Says that it will ask for pair averaging."""
+
+    modes = ("ssgd", "pair")
+
+
 _CALLS = {
     "begin": (CentralModel, "begin_step"),
     "end": (CentralModel, "end_step"),

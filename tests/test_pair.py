@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sync_policies import PairLater
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -353,6 +354,14 @@ def test_without_a_supervisor_it_is_refused_before_training() -> None:
     data = (torch.randn(8, 4), torch.randn(8, 1))
     with pytest.raises(ValueError, match=r"^comm\.sync=pair: must be one of ssgd, local:N, sma without a supervisor"):
         kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=4)
+
+
+def test_without_a_supervisor_a_policy_that_would_set_it_is_refused_by_its_name() -> None:
+    net = nn.Linear(4, 1)
+    data = (torch.randn(8, 4), torch.randn(8, 1))
+    said = r"^PairLater: it sets comm\.sync=pair: must be one of ssgd, local:N, sma without a supervisor"
+    with pytest.raises(ValueError, match=said):
+        kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(PairLater()), batch_size=4)
 
 
 @pytest.mark.parametrize(

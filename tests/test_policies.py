@@ -22,7 +22,9 @@ import kfuse as kf
 from kfuse import policies
 from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
 from kfuse.policies.signals import Bounds, Decision, Signals
+from kfuse.replay.recorded import Recorded, signals_of
 from kfuse.statistics.noise_scale import NoiseScale
+from kfuse.train.progress import Progress
 
 
 @st.composite
@@ -434,17 +436,22 @@ def test_schedule_by_samples_applies_from_the_first_step_that_begins_with_so_man
 
 
 def in_force(
-    policy: SchedulePolicy, batch_size: int, steps: int, epoch: int | None = None
+    policy: SchedulePolicy, batch_size: int, steps: int, epoch: int | None = None, is_told: bool = False
 ) -> list[tuple[int, int, float]]:
-    """(samples before it, batch size, lr_scale) of each step of a run with these decisions. epoch: its samples."""
+    """(samples before it, batch size, lr_scale) of each step of a run with these decisions. epoch: its samples.
+
+    is_told: the signals have them.
+    """
     pending = {0: policy.initial()}
     now, samples, out = Decision(batch_size, 1.0), 0, []
     for step in range(steps):
         now = now.merged((pending.pop(step, None) or Decision()).clipped(BOUNDS)[0])
         assert now.batch_size is not None and now.lr_scale is not None
         out.append((samples, now.batch_size, now.lr_scale))
+        number = 0 if epoch is None else samples // epoch
         samples += now.batch_size if epoch is None else min(now.batch_size, epoch - samples % epoch)
-        seen = signals(now.batch_size, step=step, samples=samples, lr_scale=now.lr_scale)
+        seen = signals(now.batch_size, step=step, epoch=number, samples=samples, lr_scale=now.lr_scale)
+        seen = replace(seen, epoch_samples=epoch if is_told else None)
         pending[seen.in_force_at] = policy.decide(seen)
         assert pending[seen.in_force_at] == policy.decide(seen)
     return out
@@ -480,17 +487,21 @@ SETTINGS = st.fixed_dictionaries({}, optional={"batch_size": st.integers(1, 2000
 
 
 @given(
-    unit=st.sampled_from(["step", "samples"]),
+    unit=st.sampled_from(["step", "samples", "epoch"]),
     phases=st.lists(st.tuples(st.integers(0, 100), SETTINGS.filter(bool)), max_size=12, unique_by=lambda each: each[0]),
     begin=st.integers(8, 64),
+    epoch=st.none() | st.integers(1, 200),
 )
-@settings(max_examples=60)
-def test_schedule_phases_start_where_they_are_written(unit: str, phases: Any, begin: int) -> None:
-    """Any phases, however close: each step has what was written for it, but for the first ones."""
+@settings(max_examples=200)
+def test_schedule_phases_start_where_they_are_written(unit: str, phases: Any, begin: int, epoch: int | None) -> None:
+    """Any phases, however close: each step has what was written for it, but for the first ones. epoch: its samples,
+    which may be fewer than a step's.
+    """
     phases.sort(key=lambda each: each[0])
-    run = in_force(SchedulePolicy([{unit: start, **own} for start, own in phases]), begin, 120)
+    run = in_force(SchedulePolicy([{unit: start, **own} for start, own in phases]), begin, 120, epoch, is_told=True)
     for step, (samples, *found) in enumerate(run):
-        at = {"step": step, "samples": samples}[unit] if step >= 4 else 0
+        places = {"step": step, "samples": samples, "epoch": 0 if epoch is None else samples // epoch}
+        at = places[unit] if step >= 4 else 0
         wanted = {"batch_size": begin, "lr_scale": 1.0}
         for start, own in phases:
             wanted |= own if start <= at else {}
@@ -498,9 +509,15 @@ def test_schedule_phases_start_where_they_are_written(unit: str, phases: Any, be
         assert found == [wanted["batch_size"], wanted["lr_scale"]], f"step {step}, with {samples} samples before it"
 
 
+BY_EPOCH = [{"epoch": at, "batch_size": size} for at, size in ((0, 300), (1, 400), (2, 1000), (3, 2000), (4, 500))]
+
+
 @pytest.mark.parametrize(
     ("phases", "sizes"),
     [
+        # An epoch has 1000 samples: steps of 300, 300, 300, 100; 400, 400, 200; 1000; 1000; 500, 500.
+        (BY_EPOCH, [300] * 4 + [400] * 3 + [1000, 2000, 500, 500]),
+        ("0:300 990:400 1801:128 2000:1000 2001:2000 4000:500", [300] * 4 + [400] * 3 + [1000, 2000, 500, 500]),
         ("0:8 160:16 170:32 210:8", [8] * 20 + [16, 32, 32, *[8] * 9]),
         ([{"step": s, "batch_size": b} for s, b in ((0, 8), (10, 16), (11, 32), (13, 8))], [8] * 10 + [16, 32, 32, 8]),
     ],
@@ -510,8 +527,29 @@ def test_schedule_phases_are_exact_in_a_training(phases: Any, sizes: list[int], 
     model, data = torch.nn.Linear(3, 1), (torch.randn(1000, 3), torch.randn(1000, 1))
     hook = kf.Hook(SchedulePolicy(phases))
     opt = kf.FusedSGD(model.parameters(), lr=0.01)
-    kf.fit(model, data, opt, hook, batch_size=8, micro_batch=4, steps=len(sizes), run_dir=tmp_path / "run")
-    assert [line["batch_size"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == sizes
+    length = {"epochs": 50, "steps": len(sizes), "max_batch_size": 2000}
+    kf.fit(model, data, opt, hook, batch_size=8, micro_batch=4, run_dir=tmp_path / "run", **length)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["batch_size"] for line in lines] == sizes
+    seen = signals_of(lines)
+    assert {each.epoch_samples for each in seen} == {1000}
+    assert Recorded(seen, [None] * len(seen)).samples_an_epoch() == 1000, "also before an epoch was completed"
+
+
+@pytest.mark.parametrize(
+    ("length", "samples", "told"),
+    [
+        (1000, 2000 + 300, 1000),
+        (1000, 2 * 900 + 300, None),  # the epochs before had 900
+        (None, 300, None),  # a stream
+    ],
+)
+def test_how_long_an_epoch_is_is_told_where_all_so_far_were_as_long(
+    length: int | None, samples: int, told: int | None
+) -> None:
+    at = Progress(8, epoch=0 if length is None else 2, cursor=300, samples=samples)
+    at.began_with = {"dataset size": length}
+    assert at.epoch_samples == told
 
 
 def test_schedule_by_samples_may_set_the_rate() -> None:

@@ -248,6 +248,7 @@ _LARGEST = 1e300
 """Of numbers without a bound of their own: no sum of them overflows."""
 _LEAST: dict[str, float] = {
     **dict.fromkeys(("samples", "batch_size", "micro_batches", "workers", "micro_batch", "base_batch_size"), 1),
+    "epoch_samples": 1,
     "lr_scale": FP32_MIN,
     **dict.fromkeys(("noise_scale", "noise_scale_high", "step_time_s", "previous_step_time_s"), _TINY),
     **dict.fromkeys(("lr", "noise_scale_low", "grad_norm", "data_wait_s", "previous_data_wait_s", "done"), 0),

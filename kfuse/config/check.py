@@ -71,8 +71,9 @@ def validate(cfg: DictConfig) -> None:
     _check_combinations(values)
     _check_resume(values["checkpoint"]["resume"])
     check_optimizer(values["optimizer"], values["lr"]["base"], values["comm"]["state"] == "sharded")
-    _check_policy(make_policy(values["policy"]), values)
-    _check_launcher(make("launcher", values["launcher"]), values)
+    policy = make_policy(values["policy"])
+    _check_policy(policy, values)
+    _check_launcher(make("launcher", values["launcher"]), policy, values)
     spec, samples = check_data(values["data"], values["train"])
     check_model(values["model"], spec)
     _check_decay(values, samples)
@@ -154,16 +155,20 @@ def _check_policy(policy: Any, values: Mapping[str, Any]) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_launcher(launcher: Any, values: Mapping[str, Any]) -> None:
-    """Refuses what the launcher's workers cannot do."""
+def _check_launcher(launcher: Any, policy: Any, values: Mapping[str, Any]) -> None:
+    """Refuses what the launcher's workers cannot do. policy: may ask for modes of synchronisation."""
+    from kfuse.train import refusals  # here, as it imports torch
+
     count, fixed, gpus = values["workers"]["count"], getattr(launcher, "workers", None), getattr(launcher, "gpus", 0)
     if fixed not in (None, count):
         raise ConfigError(f"workers.count={count}: must be {fixed}, as many as torchrun started")
-    if fixed is not None and Sync.parse(values["comm"]["sync"]).mode == "pair":
-        raise ConfigError(
-            "comm.sync=pair: must be one of ssgd, local:N, sma with launcher=torchrun, which has no supervisor to pass "
-            "on decisions between workers at different steps"
-        )
+    if fixed is not None:
+        _refuse_pair(values["comm"]["sync"])
+        spelling = refusals.command_line(values["policy"]["_target_"], values["optimizer"]["_target_"])
+        try:
+            refusals.refuse_modes(policy, _refuse_pair, spelling)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     if fixed is not None and values["elastic"]["keep_sums"]:
         raise ConfigError(
             "elastic.keep_sums=true: must be false with launcher=torchrun: there no step is made again after a loss"
@@ -172,6 +177,15 @@ def _check_launcher(launcher: Any, values: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"workers.count={count}: must be at most {gpus}, the number of GPUs that this process sees, as each worker "
             "needs one of its own"
+        )
+
+
+def _refuse_pair(sync: str) -> None:
+    """Raises ConfigError for the mode `pair`, which torchrun's workers cannot have."""
+    if Sync.parse(sync).mode == "pair":
+        raise ConfigError(
+            "comm.sync=pair: must be one of ssgd, local:N, sma with launcher=torchrun, which has no supervisor to pass "
+            "on decisions between workers at different steps"
         )
 
 

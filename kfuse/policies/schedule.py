@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from itertools import pairwise
@@ -34,12 +35,15 @@ class SchedulePolicy(BasePolicy):
     between get is reckoned with the batch sizes of the phases, where the batch size is theirs by now, and else with the
     present one.
 
-    How long an epoch is the signals do not tell, and its last step may be short. In the steps after it phases by
-    samples may apply too soon, by less than a step's samples for each epoch that ended in the five steps before.
+    A phase that starts at an epoch applies from that epoch's first step on, reckoned in the same way; an epoch that
+    begins with steps 1 to 3 has it from step 4 on.
 
-    A phase that starts at an epoch applies from that epoch's fifth step at the latest, where the epoch before has four
-    steps or more, and epoch 0's from the first step. More workers join when they are ready. The policy asks until the
-    signals show the settings, also in a run that resumes later.
+    Where the length of an epoch is unknown (signals.epoch_samples) its last step counts as a whole one, so that phases
+    by samples may apply too soon, by less than a step's samples for each epoch that ended in the five steps before; and
+    a phase that starts at an epoch applies from its fifth step on, or sooner.
+
+    More workers join when they are ready. The policy asks until the signals show the settings, also in a run that
+    resumes later.
 
     lr_scale is a factor beside lr.scaling, which follows the batch size by itself: with lr.scaling=none phases of both
     batch_size and lr_scale count the change once.
@@ -90,32 +94,39 @@ class SchedulePolicy(BasePolicy):
         """Steps, numbers of samples or epochs: where the coming steps begin. The last one is that of the step to which
         a decision on these signals applies; those before it are there where they are known.
         """
-        if self._unit == "epoch":
-            return [signals.epoch]
         steps = range(signals.step + 1, signals.in_force_at + 1)
         if self._unit == "step":
             return list(steps)
-        if not self._is_of_phases(signals):
-            return [signals.samples + (len(steps) - 1) * signals.batch_size]  # of the steps between nothing is known
-        out = [signals.samples]
-        for step in steps[:-1]:
-            out.append(out[-1] + self._batch_size(signals, step, out[-1]))
-        return out
+        known = self._is_of_phases(signals)
+        out: list[int] = []
+        epoch, samples, length = signals.epoch, signals.samples, signals.epoch_samples
+        left = math.inf if length is None else (epoch + 1) * length - samples  # of the epoch's samples
+        for step in steps:
+            if left == 0 and length is not None:
+                epoch, left = epoch + 1, length
+            out.append(epoch if self._unit == "epoch" else samples)
+            count = self._batch_size(signals, step, out[-1]) if known else signals.batch_size
+            count = int(min(count, left))
+            samples, left = samples + count, left - count
+        return out if known else out[-1:]
 
     def _is_of_phases(self, signals: Signals) -> bool:
         """Whether the step's batch size is that of the phases. An epoch's last step is short, so it may have begun
         later than a whole batch before its end.
         """
+        if self._unit == "epoch":
+            return self._batch_size(signals, signals.step, signals.epoch) == signals.batch_size
         earliest = signals.samples - signals.batch_size
         begins = [earliest, *(start for start, _ in self._phases if earliest < start < signals.samples)]
         return any(self._batch_size(signals, signals.step, begin) == signals.batch_size for begin in begins)
 
-    def _batch_size(self, signals: Signals, step: int, samples: int) -> int:
-        """The phases' batch size in the step that begins with so many samples; where they have none, the present one.
+    def _batch_size(self, signals: Signals, step: int, begin: int) -> int:
+        """The phases' batch size in the step that begins with so many samples, or in this epoch; where they have none,
+        the present one.
 
         No decision applies to the first steps of a run: they have what it began with.
         """
-        of_phases, _ = self._asked(samples if step >= DECISION_LAG else 0).clipped(signals.bounds)
+        of_phases, _ = self._asked(begin if step >= DECISION_LAG else 0).clipped(signals.bounds)
         return of_phases.batch_size or signals.batch_size
 
     def _asked(self, now: int) -> Decision:

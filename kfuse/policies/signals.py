@@ -87,6 +87,14 @@ class Signals(Measured, StepSettings):
     base_batch_size: int | None = field(
         default=None, metadata=_about("samples", "The configured batch size, for which the learning rate is meant")
     )
+    epoch_samples: int | None = field(
+        default=None,
+        metadata=_about(
+            "samples",
+            "Samples of an epoch; its last step has what is left of them. Unknown for a stream, and in a run that was "
+            "resumed with another number of samples than its epochs before had",
+        ),
+    )
     bounds: Bounds = field(metadata=_about("", "The configured limits: batch_min, batch_max, workers_min, workers_max"))
 
     @property

@@ -148,7 +148,9 @@ class Recorded:
         return TradeOff(math.fsum(progress), math.fsum(map(math.prod, zip(noise, progress, strict=True))))
 
     def samples_an_epoch(self) -> int | None:
-        """None where no epoch was completed, or lines are missing."""
+        """None where it is not recorded, and no epoch was completed or lines are missing."""
+        if (known := self.signals[0].epoch_samples) is not None:
+            return known
         if not self.is_whole:
             return None
         for each, after in zip(self.signals, self.signals[1:], strict=False):

@@ -91,6 +91,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         saved_model=SavedModel(Path(config["run_dir"]), session) if train["save_model"] else None,
         heldout=heldout_data(split.heldout),
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
+        exits_are_errors=True,
     )
 
 

@@ -39,6 +39,7 @@ from kfuse.train import input_bound, load_balance
 from kfuse.train.lr_schedule import BatchChange, LRSchedule
 from kfuse.train.policy_calls import PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Progress
+from kfuse.train.refusals import refuse_pair_alone
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
 
@@ -176,7 +177,7 @@ class Decisions:
             check_parents(asked["parents"], self._session.group.size)
         if sync is not None:
             asked["sync"] = replace(self._session.comm, sync=sync).synchronisation.code
-            refuse_pair_alone(self._session, sync)
+            refuse_pair_alone(sync, self._session.elastic)
         self._requested = replace(self._requested, **{name: it for name, it in asked.items() if it is not None})
         if workers is not None:
             self.workers_requested = operator.index(workers)
@@ -217,6 +218,7 @@ class Decisions:
             link_latencies=None if links is None else links.latencies,
             link_throughputs=None if links is None else links.throughputs,
             base_batch_size=self._settings.batch_size,
+            epoch_samples=self._progress.epoch_samples,
             **{each.name: getattr(context, each.name) for each in fields(StepSettings)},
             **{each.name: getattr(stats, each.name) for each in fields(Measured)},
         )
@@ -492,15 +494,6 @@ class Decisions:
             self.tree = state["tree"]
         self.workers_requested, self._requested = state["workers_requested"], Announcement(**state["requested"])
         self.use_transport()
-
-
-def refuse_pair_alone(session: Session, sync: str) -> None:
-    """Raises ValueError for the mode `pair` in a job without a supervisor."""
-    if Sync.parse(sync).mode == "pair" and not session.elastic:
-        raise ValueError(
-            "comm.sync=pair: must be one of ssgd, local:N, sma without a supervisor (torchrun, one process), which "
-            "passes on decisions between workers at different steps: kfuse and kfuse-run have one"
-        )
 
 
 _RUNNING: list[Decisions] = []

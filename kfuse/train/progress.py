@@ -110,6 +110,12 @@ class Progress:
         return Sync.parse(self.sync).mode == "pair"
 
     @property
+    def epoch_samples(self) -> int | None:
+        """Samples of an epoch, the same of all epochs so far; None for a stream, and where earlier ones had others."""
+        length: int | None = self.began_with.get("dataset size")
+        return length if length is not None and self.samples == self.epoch * length + self.cursor else None
+
+    @property
     def position(self) -> int:
         """How far this worker is: (step, stage) as one number. A larger one is further."""
         return self.step * len(Stage) + self.stage

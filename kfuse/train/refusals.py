@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kfuse.comm.sync import Sync
 from kfuse.optim.batch_betas import Betas, largest_batch
 
 if TYPE_CHECKING:
@@ -116,6 +117,15 @@ def refuse_modes(policy: BasePolicy, check: Callable[[str], object], spelling: S
             check(mode)
         except ValueError as error:
             raise ValueError(f"{spelling.policy}: it sets {error}") from error
+
+
+def refuse_pair_alone(sync: str, elastic: bool) -> None:
+    """Raises ValueError for the mode `pair` in a job without a supervisor. elastic: the job has one."""
+    if Sync.parse(sync).mode == "pair" and not elastic:
+        raise ValueError(
+            "comm.sync=pair: must be one of ssgd, local:N, sma without a supervisor (torchrun, one process), which "
+            "passes on decisions between workers at different steps: kfuse and kfuse-run have one"
+        )
 
 
 def refuse_decay(decay: str, warmup_steps: float, total: float | None, decay_fraction: float, prefix: str = "") -> None:

@@ -6,16 +6,16 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kfuse.comm.plan import CommOptions
 from kfuse.data.fetching import Loading
 from kfuse.data.given import TrainingData
 from kfuse.optim import DistributedOptimizer
 from kfuse.optim.batch_betas import Betas
 from kfuse.optim.scaling import check_clip_norm
 from kfuse.policies.signals import BATCH_MAX, BasePolicy, Bounds
+from kfuse.session import Session
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
 from kfuse.train.precision import PRECISIONS
-from kfuse.train.refusals import Spelling, refuse_betas, refuse_fisher, refuse_modes, refuse_rates
+from kfuse.train.refusals import Spelling, refuse_betas, refuse_fisher, refuse_modes, refuse_pair_alone, refuse_rates
 
 WORKERS_MAX = 2**20
 """Upper bound of workers for policies where no other is known: the supervisor applies the job's own limits."""
@@ -106,19 +106,25 @@ class Settings:
             self.lr_betas,
         )
 
-    def check(self, policy: BasePolicy, opt: DistributedOptimizer, scheduler: str | None, comm: CommOptions) -> None:
+    def check(self, policy: BasePolicy, opt: DistributedOptimizer, scheduler: str | None, session: Session) -> None:
         """Raises ValueError where the policy or the optimizer does not go with these settings, or with one another.
 
         scheduler: as in `refuse_rates`.
         """
-        kind = type(opt)
+        kind, comm = type(opt), session.comm
+
+        def check_mode(mode: str) -> None:
+            replace(comm, sync=mode)
+            refuse_pair_alone(mode, session.elastic)
+
         spelling = Spelling(type(policy).__name__, type(getattr(opt, "inner", opt)).__name__)
         # Read only of an optimizer whose betas follow: others may have none.
         betas = ((float(group["betas"][0]), float(group["betas"][1])) for group in opt.param_groups)
         refuse_rates(policy, self.lr_scaling, self.decay, scheduler, spelling)
         refuse_betas(self.lr_betas, self.lr_scaling, kind, betas, self.batch_size, self.bounds.batch_max, spelling)
         refuse_fisher(policy, kind, comm.sharded, spelling)
-        refuse_modes(policy, lambda mode: replace(comm, sync=mode), spelling)
+        refuse_pair_alone(comm.sync, session.elastic)
+        refuse_modes(policy, check_mode, spelling)
 
 
 def user_settings(

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
 from kfuse.train import kept_sums, load_balance, running, user_stop
-from kfuse.train.decisions import Decisions, refuse_pair_alone
+from kfuse.train.decisions import Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
 from kfuse.train.loss import Objective
@@ -75,6 +75,7 @@ class Trainer:
         facts: Mapping[str, float] | None = None,
         user_loop: bool = False,
         several_backwards: bool = False,
+        exits_are_errors: bool = False,
     ) -> None:
         """on_error: what follows where the policy raises: see `kfuse.train.policy_calls`.
 
@@ -87,12 +88,16 @@ class Trainer:
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
         several_backwards: of each micro-batch, by the user: see opt.micro_batch.
+        exits_are_errors: a SystemExit of the model or the data is one: no script's code may mean to end the process.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
         """
         # What is trained, and how.
         self.model, self.opt, self.settings = model, opt, settings
         self.policy = policy or BasePolicy()
         self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
+        self._exits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if exits_are_errors:
+            self._exits = user_stop.exits_are_errors
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
         seed = settings.seed
@@ -106,7 +111,7 @@ class Trainer:
         self.session = current()
         of_user = "a torch scheduler that was made for this optimizer" if has_scheduler(opt) else None
         given = of_user if scheduler is None else f"scheduler={type(scheduler.scheduler).__name__}"
-        settings.check(self.policy, opt, given, self.session.comm)
+        settings.check(self.policy, opt, given, self.session)
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
         self._forward = Forward(model, self._objective, opt, heldout, settings.precision, self.session.group.device)
         self._user_loop, self._several_backwards = user_loop, several_backwards
@@ -121,8 +126,6 @@ class Trainer:
                 "dataset size": self._sampler.length,
             },
         )
-        for mode in (self.progress.sync, *self.policy.modes):
-            refuse_pair_alone(self.session, mode)
         kept_sums.refuse(self.session, settings)
         self._synchronisation = Synchronisation(self.session, opt, self.progress, self._new_pair)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
@@ -202,13 +205,14 @@ class Trainer:
             self.model.train()
         for step in self.steps():
             try:
-                for j in step.mine:
-                    with step.micro_batch(j) as batch:
-                        self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
-                if self._audit is not None:
-                    self._audit.compare(step)
-                self.opt.step()
-                self.opt.zero_grad()
+                with self._exits():
+                    for j in step.mine:
+                        with step.micro_batch(j) as batch:
+                            self._forward(step, batch).backward()  # type: ignore[no-untyped-call]
+                    if self._audit is not None:
+                        self._audit.compare(step)
+                    self.opt.step()
+                    self.opt.zero_grad()
             except Exception as error:  # `steps` handles it: a lost worker, above all
                 step.error = error
         return self.result
@@ -222,7 +226,7 @@ class Trainer:
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
         prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
-        with user_stop.CtrlC(), prepared, decisions, running.active(self), fetching, recovery.guarded():
+        with user_stop.CtrlC(), prepared, decisions, running.active(self), fetching, recovery.guarded(), self._exits():
             self._calls.hook("before_train")
             while not (self.over or self.session.left):
                 try:

@@ -6,6 +6,7 @@ no frame, so `CtrlC` puts one in its place that does the same.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,22 @@ class CtrlC:
         # Not where the code has set a handler of its own meanwhile.
         if self._replaced and _is_main_thread() and signal.getsignal(signal.SIGINT) is _interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Context: a SystemExit becomes a RuntimeError, unless a signal's handler raises it. For the model and the data of
+    a job that has no script: there it would end a worker as if all was well. So does any other exception that is no
+    Exception, but for KeyboardInterrupt, and for GeneratorExit, which ends a training's iterator.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        if by_signal(error):
+            raise
+        raise RuntimeError(f"training has raised {type(error).__name__}: {error}") from error
 
 
 def _is_main_thread() -> bool:

@@ -1,0 +1,81 @@
+"""A model that raises SystemExit: an error of a job of the command line, and a script's own business."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_job import command_line, words
+from exits import Net, Stop
+
+import kfuse as kf
+from kfuse.train.user_stop import exits_are_errors
+
+JOB = words(
+    "model._target_=exits.Net data=digits policy=none batch.size=32 batch.micro=8 train.steps=12 train.epochs=null",
+    "train.eval_every=1 workers.max=2",
+)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "trains", "said"), [(0, True, "SystemExit: 0"), (3, False, "SystemExit: 3"), ("stop", True, "Stop: now")]
+)
+def test_it_ends_the_job_as_an_error(how: Any, trains: bool, said: str, workers: int, tmp_path: Path) -> None:
+    model = [f"+model.how={how}", f"+model.trains={trains}"]
+    with command_line(tmp_path / "run", [*JOB, *model, f"workers.count={workers}"]) as (process, job):
+        assert process.wait(240) == 1
+    assert f"RuntimeError: training has raised {said}" in job.lines[-1], job.lines
+    assert job.lines[-1].startswith("kfuse: error: ")
+    assert any("exits.py" in line for line in job.lines), "the traceback is shown"
+    assert job.summary["exit_reason"] == "failed"
+
+
+@pytest.mark.full
+@pytest.mark.jobs
+def test_torchruns_workers_have_the_same_error(tmp_path: Path) -> None:
+    with command_line(tmp_path / "run", [*JOB, "launcher=torchrun"], TORCHRUN) as (process, job):
+        assert process.wait(240) == 1
+    assert any("RuntimeError: training has raised SystemExit: 0" in line for line in job.lines), job.lines
+    assert job.summary["exit_reason"] == "failed"
+
+
+def fit(how: Any) -> None:
+    net = Net((8, 8), 10, how)
+    data = (torch.randn(64, 8, 8), torch.arange(64) % 10)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=16, micro_batch=4, progress=False)
+
+
+@pytest.mark.parametrize(("how", "error"), [(5, SystemExit), ("interrupt", KeyboardInterrupt), ("stop", Stop)])
+def test_in_a_script_it_stays_what_it_is(how: Any, error: type[BaseException]) -> None:
+    with pytest.raises(error) as ended:
+        fit(how)
+    if isinstance(ended.value, SystemExit):
+        assert ended.value.code == 5
+
+
+def test_what_is_an_error() -> None:
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(143)
+
+    for error in (SystemExit(0), SystemExit("why"), Stop("now")):
+        told = f"^training has raised {type(error).__name__}: {error}$"
+        with pytest.raises(RuntimeError, match=told) as found, exits_are_errors():
+            raise error
+        assert found.value.__cause__ is error
+    for error in (KeyError("x"), KeyboardInterrupt(), GeneratorExit()):
+        with pytest.raises(type(error)), exits_are_errors():
+            raise error
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(SystemExit, match="143"), exits_are_errors():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
