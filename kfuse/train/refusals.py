@@ -138,8 +138,8 @@ def refuse_decay(decay: str, warmup_steps: float, total: float | None, decay_fra
     if total is None:
         raise ValueError(f"{prefix}decay={decay}: must be none or constant in a run without a set length")
     setting = f"{prefix}warmup_steps={warmup_steps}"
-    if not total > warmup_steps:
-        raise ValueError(f"{setting}: must be below the run's {total:.0f} steps with {prefix}decay={decay}")
     if decay == "wsd" and warmup_steps > (1 - decay_fraction) * total:
         most = f"{1 - decay_fraction:g} of the run's {total:.0f} steps"
         raise ValueError(f"{setting}: must be at most {most} with {prefix}decay=wsd")
+    if not total > warmup_steps:
+        raise ValueError(f"{setting}: must be below the run's {total:.0f} steps with {prefix}decay={decay}")
