@@ -79,7 +79,8 @@ def run(
         nonlocal now, asked
         while pending and pending[0][0] <= step:
             start, decision, seen = pending.popleft()
-            granted, notes = decision.clipped(bounds)
+            # A run that is resumed may have other bounds from then on.
+            granted, notes = decision.clipped(bounds if seen is None else seen.bounds)
             scale = now.lr_scale if granted.lr_scale is None else granted.lr_scale
             after = DecidedSettings(
                 granted.batch_size or now.batch_size,
