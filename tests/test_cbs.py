@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import kfuse as kf
 from kfuse.cli.app import main
+from kfuse.cli.cbs import Point, _print_point
 from kfuse.comm.tail import Announcement
 from kfuse.statistics.critical_batch import (
     CriticalBatch,
@@ -193,6 +195,17 @@ def test_negative_losses_have_a_tolerance_too() -> None:
     assert found.critical == pytest.approx(4 * 2.5)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_reference_of_loss_0_has_no_relative_excess(capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimate([[0.0, 0.0], [0.0, 0.0], [0.25, 0.25]], PLAN)
+    assert (found.critical, found.low, found.high) == (8, 8, 8)
+    assert all(math.isnan(value) for row in found.excess() for value in row)
+    assert found.as_dict()["excess"] == [[None] * 3] * 3
+    _print_point(Point(40, 0.1, found), Console(width=120, highlight=False))
+    out = capsys.readouterr().out
+    assert "0.25" in out and "diverged" not in out and "nan" not in out
+
+
 def test_it_ends_with_the_first_k_beyond_the_tolerance() -> None:
     asked = []
 
@@ -243,6 +256,18 @@ def test_steps_of_a_branch_count_the_short_last_step_of_an_epoch() -> None:
     assert plan.steps(2, cursor=4, length=30) == 5  # 16, 10 to the epoch's end; 16, 14; 8 of the last
     with pytest.raises(ValueError, match="a batch of 16 samples: must be at most the data's 12"):
         plan.steps(2, length=12)
+    for samples in (64, 65, 95, 96, 97):
+        for length in (16, 30, 64, 100):
+            for cursor in (0, 4, 29, 333):
+                used = steps = 0
+                while used < samples:
+                    used += min(16, length - (cursor + used) % length)
+                    steps += 1
+                assert Plan(8, (1, 2), 2, samples).steps(2, cursor, length) == steps
+
+
+def test_steps_of_a_branch_of_many_samples_are_not_counted_one_by_one() -> None:
+    assert Plan(8, (1, 2), 2, 30 * 10**12).steps(2, 0, 30) == 2 * 10**12
 
 
 def test_calibration_is_the_geometric_mean_of_the_known_ratios() -> None:
@@ -266,6 +291,9 @@ def test_calibration_is_the_geometric_mean_of_the_known_ratios() -> None:
         ({"tolerance": math.inf}, "tolerance=inf: must be above 0, and finite"),
         ({"window": 1.5}, "window=1.5: must be above 0, at most 1"),
         ({"samples": 100}, "samples=100: must be at least 512"),
+        ({"samples": 2**53 + 1}, "samples=9007199254740993: must be at most 9007199254740992"),
+        ({"window": 5e-324}, "window=5e-324: must be at least 1.42e-14, a step of the largest batch"),
+        ({"factors": (1, 1e300)}, "factors=[1, 1e+300]: 1e+300 times the batch must be at most 9007199254740992"),
     ],
 )
 def test_a_plan_that_cannot_be_measured_is_refused(arguments: dict[str, object], message: str) -> None:
@@ -419,6 +447,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
         kf.critical_batch(net, data, opt, batch_size=32)
     with pytest.raises(ValueError, match="micro_batch=8: must be 1 to 4, the smallest batch"):
         kf.critical_batch(net, data, opt, batch_size=8, micro_batch=8, factors=(0.5, 1, 2))
+    for wrong in ({"factors": 8}, {"factors": ["x", 2]}, {"tolerance": "1 %"}, {"window": None}, {"seed": "a"}):
+        with pytest.raises(TypeError, match=f"^{next(iter(wrong))}=.*: must be "):
+            kf.critical_batch(net, data, opt, **{**ARGUMENTS, **wrong})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="data: must have a length"):
         kf.critical_batch(net, Numbers(), opt)
     net.head.weight.grad = torch.zeros_like(net.head.weight)

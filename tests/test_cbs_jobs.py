@@ -127,6 +127,7 @@ def test_ctrl_c_ends_the_branch_under_way(tmp_path: Path, run: Path) -> None:
         process.kill()
     assert process.returncode == 130 and "finished branches are kept" in said
     assert not (metrics.parent / "branch.json").exists(), "a part of a branch is none"
+    assert not list((copy / "cbs").rglob("*.pt")), "no copies of checkpoints stay"
 
 
 def test_what_the_run_had_decided_does_not_reach_the_branches(tmp_path: Path) -> None:

@@ -280,6 +280,11 @@ def test_the_forecast_by_hand() -> None:
     """Three jobs of one worker on two: the second and third go first; the first starts at 10 s, when one is free."""
     ends, worker_seconds = forecast([linear(1), linear(1), linear(1)], [40.0, 10.0, 20.0], 2)
     assert ends == [50.0, 10.0, 20.0] and worker_seconds == 70.0
+    # Equal jobs end at once: nothing is left of the second, but for rounding.
+    for samples in (30.0, 0.3, 1e6 / 3):
+        for speed in (1.0, 0.7, 1 / 3):
+            ends, worker_seconds = forecast([linear(1, speed)] * 3, [samples] * 3, 3)
+            assert ends == [samples / speed] * 3 and worker_seconds == pytest.approx(3 * samples / speed)
     # Two workers that scale as one: the second job's worker goes to the first one at 10 s, so 10 s of 30 are left.
     ends, worker_seconds = forecast([linear(2), linear(1)], [30.0, 10.0], 2)
     assert ends == [20.0, 10.0] and worker_seconds == 40.0

@@ -185,6 +185,24 @@ def test_figures_that_no_model_fits_are_planned_or_refused(
     assert (status, err.count("\n")) in ((0, 0), (2, 1))
 
 
+def test_two_jobs_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job a: name: must be another one than that of the jobs before$"):
+        read(write(tmp_path, json.dumps([JOB, JOB | {"name": "b"}, JOB])))
+
+
+def test_workers_that_were_not_measured_are_refused_as_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for workers, told in (
+        ([4, 16], "workers=[4, 16]: must include some of those that were measured, [1, 3]"),
+        ([2, 2], "workers=[2, 2]: none of them fits workers=8, batch=[32, 32] and 1 samples each, and was measured: "),
+    ):
+        given = POINTS | {"throughput": {1: 100, 3: 200}, "workers": workers}
+        path = write(tmp_path, "- " + str(given).replace("'", ""))
+        assert kfuse(capsys, monkeypatch, path, "workers=8")[0] == 2
+        assert kfuse(capsys, monkeypatch, path, "workers=8")[2].startswith(f"kfuse: error: {path}: job a: {told}")
+
+
 def test_a_file_is_read_as_written(tmp_path: Path) -> None:
     (resnet, gpt), notes = read(write(tmp_path, GOOD))
     assert (resnet.name, resnet.samples_left, resnet.base_batch, resnet.batch) == ("resnet", 60e6, 256, (256, 8192))

@@ -132,6 +132,16 @@ def test_a_noise_scale_that_grows_is_met_at_the_same_progress() -> None:
     assert {each.noise_scale for each in watching.seen[67:]} == {96.0}
 
 
+@pytest.mark.parametrize("batch_size", [8, 64, 128, 256, 512, 1024])
+def test_a_step_over_many_recorded_ones_meets_the_noise_scale_of_each(batch_size: int) -> None:
+    """The noise scale grows a hundredfold within some ten steps of the exact gradient. The hyperbola holds."""
+    recorded = course([10.0 + 10.0 * step for step in range(100)])
+    trade_off = recorded.trade_off()
+    assert trade_off is not None
+    replayed = run(Fixed(batch_size), SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
+    assert replayed.steps == math.ceil(trade_off.predict(batch_size)[0] - 1e-6)
+
+
 def test_its_signals_follow_its_own_settings() -> None:
     """A decision on step 9 is in force from step 13 on; what the settings decide is computed, the rest unknown."""
     recorded = course([100.0] * 400, epoch=640)
@@ -350,6 +360,9 @@ BAD = [
     (("RUN", "policy={}"), "policy={}: must be the name of a policy"),
     (("RUN", "policy=gns", "~policy.factor"), "~policy.factor: must be key=value: nothing can be removed"),
     (("RUN", "policy=none", "plot=a.png", "plot=b.png"), "plot=b.png: must be given once"),
+    (("RUN", "policy=gns", "policy=none"), "policy=none: must be given once"),
+    (("RUN", "policy=gns", "policy.factor=2", "++policy.factor=3"), "++policy.factor=3: must be given once"),
+    (("RUN", "policy=none", "batch.max=64", "batch.max=32"), "batch.max=32: must be given once"),
     (("RUN", "policy=none", "--multirun"), "kfuse replay takes overrides only, not --multirun"),
 ]
 
@@ -493,6 +506,31 @@ def test_a_resumed_run_is_recorded_as_its_policy_saw_it(tmp_path: Path) -> None:
     rebuilt = signals_of(read_lines(tmp_path / "run" / "metrics.jsonl"))
     assert rebuilt == [*first.seen[:4], *second.seen]
     assert [each.bounds.batch_max for each in rebuilt] == [512] * 4 + [64] * 44
+
+
+def test_decisions_are_clipped_to_the_bounds_that_the_run_had_then() -> None:
+    """It was resumed at step 20 with a smaller batch.max."""
+    later = replace(BOUNDS, batch_max=64)
+    signals = [replace(each, bounds=later if each.step >= 20 else BOUNDS) for each in course([100.0] * 40).signals]
+    asking = Watching()
+    asking.decide = lambda signals: Decision(batch_size=999) if signals.step in (5, 25) else None  # type: ignore[method-assign]
+    replayed = run(asking, RecordedSteps(Recorded(signals, [0.5] * 40)), DecidedSettings(32, 1), BOUNDS)
+    assert [(each.step, each.after.batch_size) for each in replayed.changes] == [(8, 999), (28, 64)]
+
+
+def test_a_run_that_was_resumed_with_more_workers_than_it_could_have_at_first(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its configuration is that of the later part."""
+    (recorded / ".hydra").mkdir()
+    config = compose(["policy=none", "batch.size=8", "batch.micro=2", "workers.max=3", "workers.count=3"])
+    OmegaConf.save(OmegaConf.create(config), recorded / ".hydra" / "config.yaml")
+    lines = (recorded / "metrics.jsonl").read_text().splitlines(keepends=True)
+    first = json.loads(lines[0])
+    first["signals"]["bounds"]["workers_max"] = 2
+    (recorded / "metrics.jsonl").write_text(json.dumps(first) + "\n" + "".join(lines[1:]))
+    assert replay(monkeypatch, recorded, "plot=null") == 0
+    assert "0 decisions, as recorded" in capsys.readouterr().out
 
 
 def test_the_plot_is_written_whole_or_not_at_all(

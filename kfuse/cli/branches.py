@@ -197,7 +197,10 @@ class Start:
             if folder.exists():  # of a measurement that was killed, or with other settings
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
-            self._train(branch, folder)
+            try:
+                self._train(branch, folder)
+            finally:  # as large as the run's checkpoint; a stopped or failed branch begins anew
+                shutil.rmtree(folder / "start", ignore_errors=True)
             try:
                 found = {"branch": asdict(branch), "steps": self._figures(folder)}
             except ConfigError as error:
@@ -233,7 +236,6 @@ class Start:
             raise KeyboardInterrupt
         if status:
             raise BranchError(f"a branch with batches of {branch.batch_size} has failed: {folder / 'output.log'}")
-        shutil.rmtree(start)
 
     def _figures(self, folder: Path) -> list[list[float | None]]:
         """By step of a branch: samples since the checkpoint, loss, S and G2."""

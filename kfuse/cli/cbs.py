@@ -227,15 +227,16 @@ def _print_point(point: Point, console: Console) -> None:
     )
     excess = found.excess()
     shown = [value for row in excess for value in row if math.isfinite(value)]
-    first, last = min(shown), max(min(max(shown), 4 * plan.tolerance), 2 * plan.tolerance)
+    first, last = min(shown, default=0.0), max(min(max(shown, default=0.0), 4 * plan.tolerance), 2 * plan.tolerance)
     marks = {0.0: "|", plan.tolerance: ":"}
     table = _table("k", "batch", "loss", "excess %", "95 % interval", f": {100 * plan.tolerance:g} %, tolerated")
     for k, losses, (mean, low, high) in zip(found.factors, found.losses, excess, strict=True):
         cells = [f"{k:g}", str(plan.batch(k)), "diverged"]
-        if math.isfinite(mean):
-            interval = f"{100 * low:+.2f} to {100 * high:+.2f}"
-            cells[2:] = [f"{sum(losses) / len(losses):.4g}", f"{100 * mean:+.2f}", interval]
-            cells.append(_bar(mean, low, high, marks, first, last))
+        if all(map(math.isfinite, losses)):
+            cells[2:] = [f"{sum(losses) / len(losses):.4g}"]
+            if math.isfinite(mean):  # else the reference's loss is 0
+                cells += [f"{100 * mean:+.2f}", f"{100 * low:+.2f} to {100 * high:+.2f}"]
+                cells.append(_bar(mean, low, high, marks, first, last))
         table.add_row(*cells)
     console.print(table)
     critical, interval = _texts(found)

@@ -80,6 +80,8 @@ def main(words: Sequence[str]) -> int:
     for job, each in zip(jobs, options, strict=True):
         if not each:
             why = f"none of them fits workers={workers}, batch={[*job.batch]} and {job.micro} samples each"
+            if job.step_time is None:
+                why += f", and was measured: (workers, batch) {sorted(job.measured)}"
             raise ConfigError(f"{path}: job {job.name}: workers={[*job.workers]}: {why}")
         speeds = [speed for option in each for speed in (option.low, option.high)]
         if not (min(speeds) >= 1 / _MOST and max(speeds) <= _MOST and job.samples_left / min(speeds) <= _MOST):
@@ -95,13 +97,17 @@ def read(path: str) -> tuple[list[Job], list[str]]:
     found = read_yaml(Path(path))
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise ConfigError(f"{path}: must be a list of jobs, each with some of {', '.join(KEYS)}")
-    jobs, notes = list[Job](), list[str]()
+    jobs, notes, names = list[Job](), list[str](), set[str]()
     for number, given in enumerate(found, 1):
         name = " ".join(str(given.get("name", given.get("run", number))).split())
         try:
-            jobs.append(_job(name, given, notes))
+            job = _job(name, given, notes)
         except ValueError as error:
             raise ConfigError(f"{path}: job {name}: {' '.join(str(error).split())}") from error
+        if name in names:
+            raise ConfigError(f"{path}: job {name}: name: must be another one than that of the jobs before")
+        jobs.append(job)
+        names.add(name)
     return jobs, notes
 
 
@@ -128,6 +134,8 @@ def _job(name: str, given: Mapping[Any, Any], notes: list[str]) -> Job:
     step_time = LinearStepTime(*about["step_time"]) if "step_time" in about else fit(measured, micro)
     counts = [n for n, _ in measured] or about["workers"]
     wanted = about.get("workers", [min(counts), max(counts)])
+    if wanted[0] > max(counts) or wanted[1] < min(counts):
+        raise ValueError(f"workers={wanted}: must include some of those that were measured, {sorted({*counts})}")
     workers = max(wanted[0], min(counts)), min(wanted[1], max(counts))
     if step_time is None:
         notes.append(f"{name}: only (workers, batch) {sorted(measured)} were measured: no others are planned")

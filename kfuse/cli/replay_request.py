@@ -23,7 +23,7 @@ from kfuse.replay.recorded import Recorded, signals_of
 from kfuse.replay.steps import DecidedSettings, Gain
 
 _BOUNDS = ("batch.min", "batch.max", "workers.min", "workers.max")
-_OF_A_RUN = ("policy", "workers.count", "lr.scaling", "lr.decay", "comm.sync")
+_OF_A_RUN = ("policy", "lr.scaling", "lr.decay", "comm.sync")
 """What must be in the configuration of the recorded run."""
 _HOOKS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
 
@@ -103,8 +103,10 @@ def _split(words: Sequence[str]) -> tuple[Path, list[str], str | None]:
 def _read_overrides(words: list[str]) -> tuple[dict[str, Override], list[str]]:
     """The overrides by key, and the words of those that are the policy's. Raises ConfigError."""
     parsed = OverridesParser.create().parse_overrides(words)
-    for override in parsed:
+    for number, override in enumerate(parsed):
         _check_override(override)
+        if any(_place(override) == _place(earlier) for earlier in parsed[:number]):
+            raise ConfigError(f"{override.input_line}: must be given once")
     of_policy = [str(each.input_line) for each in parsed if each.key_or_group not in _BOUNDS]
     return {override.key_or_group: override for override in parsed}, of_policy
 
@@ -124,6 +126,11 @@ def _check_override(override: Override) -> None:
     setting = SETTINGS.get(key)
     if setting is not None and not (fits(override.value(), setting.kind | None) and setting.allows(override.value())):
         raise ConfigError(f"{line}: must be {setting.allowed}")
+
+
+def _place(override: Override) -> tuple[str, str | None]:
+    """What it sets: `policy@policy.first=gns` and `policy=compose` have the same key, and are of two places."""
+    return override.key_or_group, override.package
 
 
 def _read(run_dir: Path) -> Recorded:
@@ -225,12 +232,13 @@ def _beginning(
 
     scaling: Scaling = "none"
     first, notes = recorded.signals[0], []
-    base, workers = first.base_batch_size or first.batch_size, first.workers
+    base = first.base_batch_size or first.batch_size
     if config is None:
         notes.append("a script's run: its lr_scaling is not recorded, so lr follows lr_scale alone")
     else:
-        scaling, workers = config["lr"]["scaling"], config["workers"]["count"]
-    begin = DecidedSettings(base, workers)
+        scaling = config["lr"]["scaling"]
+    # Not workers.count of the configuration: where the run was resumed that is the number it went on with.
+    begin = DecidedSettings(base, first.workers)
     if first.step > 0:
         begin = DecidedSettings(first.batch_size, first.workers, first.lr_scale)
         notes.append(f"the run's steps before {first.step} are in another directory: the policy begins anew there")

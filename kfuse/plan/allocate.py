@@ -54,7 +54,7 @@ def plan(
     for j in order:
         first, values = options[j][0].goodput / options[j][0].workers, []
         for option, pause in zip(options[j], pause_s[j] if pause_s else [0.0] * len(options[j]), strict=True):
-            lost = pause / (samples_left[j] / option.goodput + pause)
+            lost = pause / (samples_left[j] / option.goodput + pause) if pause else 0.0
             efficiency = min(option.goodput / option.workers / first * (1 - lost), _MOST_EFFICIENT)
             values.append((option.workers, round(1e6 * option.workers * (efficiency - least_gain))))
         choices.append(values)
@@ -101,6 +101,9 @@ def forecast(
         for j, option in running.items():
             worker_seconds += seconds * option.workers
             left[j] -= seconds * option.goodput
-        ends[first] = now = now + seconds
-        unfinished.remove(first)
+        now += seconds
+        # Others may end at the same time; what rounding leaves of them is no work, and may be below 0.
+        for j in [j for j in running if j == first or left[j] <= 1e-12 * samples_left[j]]:
+            ends[j] = now
+            unfinished.remove(j)
     return ends, worker_seconds

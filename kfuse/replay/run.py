@@ -116,7 +116,8 @@ class _Replay:
 
     def _apply(self, start: int, decision: Decision, seen: Signals | None) -> None:
         """Applies a decision from the step `start` on, within the bounds, and notes what it changes."""
-        now, (granted, notes) = self._now, decision.clipped(self._bounds)
+        # A run that is resumed may have other bounds from then on.
+        now, (granted, notes) = self._now, decision.clipped(self._bounds if seen is None else seen.bounds)
         scale = now.lr_scale if granted.lr_scale is None else granted.lr_scale
         after = DecidedSettings(
             granted.batch_size or now.batch_size,

@@ -118,13 +118,11 @@ class SimulatedSteps:
         """A step with these settings."""
         if self._is_over or self.cut_off:
             return None
-        while self._reached[self._line] <= self._done and self._line + 1 < len(self._reached):
-            self._line += 1
         count, epoch = now.batch_size, None
         if self._epoch is not None:
             epoch, cursor = divmod(self.samples, self._epoch)
             count = min(count, self._epoch - cursor)
-        self._done += count if self._noise is None else progress_of(count, self._noise[self._line])
+        self._advance(count)
         at = self._line
         while self._reached[at] < self._done * (1 - 1e-12) and at + 1 < len(self._reached):
             at += 1
@@ -132,6 +130,20 @@ class SimulatedSteps:
         seen = self._signals(self._recorded.signals[at], now, count, epoch)
         self.next_step, self._made = self.next_step + 1, now
         return seen
+
+    def _advance(self, count: int) -> None:
+        """Adds the progress of a step of `count` samples. It may go over several lines, each with its noise scale."""
+        left = 1.0  # of the step
+        while True:
+            whole = count if self._noise is None else progress_of(count, self._noise[self._line])
+            end = self._reached[self._line]
+            room = end - self._done
+            if left * whole <= room + 1e-12 * end or self._line + 1 == len(self._reached):
+                self._done += left * whole
+                return
+            left -= max(room, 0.0) / whole
+            self._done = max(self._done, end)
+            self._line += 1
 
     def _signals(self, there: Signals, now: DecidedSettings, count: int, epoch: int | None) -> Signals:
         """The signals of a step with `now` and `count` samples, at the progress of the recorded step `there`."""

@@ -56,13 +56,15 @@ STEPS = 16
 """Steps of the branch with the largest batch, where the number of samples is not given."""
 
 _POINTS = 256  # of a curve, between two measured k
+_MOST_SAMPLES = 2**53
+"""Of a branch: float64 holds every whole number up to it."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is measured: which branches, over how many samples, and by which tolerance.
 
-    Raises ValueError for values out of range. Messages have the names of the fields.
+    Raises ValueError for values out of range, TypeError for what are no numbers. Messages have the names of the fields.
     """
 
     batch_size: int
@@ -81,7 +83,10 @@ class Plan:
     """The part of the samples, at the end of a branch, whose mean loss is its smoothed loss; above 0, at most 1."""
 
     def __post_init__(self) -> None:
-        factors = tuple(float(k) for k in self.factors)
+        try:
+            factors = tuple(float(k) for k in self.factors)
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(f"factors={self.factors!r}: must be at least two finite numbers above 0") from None
         if len(factors) < 2 or not all(math.isfinite(k) and k > 0 for k in factors):
             raise ValueError(f"factors={_list(factors)}: must be at least two finite numbers above 0")
         if sorted(set(factors)) != [*factors]:
@@ -90,20 +95,30 @@ class Plan:
         for k in factors:
             if not float(k * self.batch_size).is_integer():
                 raise ValueError(f"factors={_list(factors)}: {k:g} times the batch size {self.batch_size} is not whole")
+            if k * self.batch_size > _MOST_SAMPLES:
+                raise ValueError(f"factors={_list(factors)}: {k:g} times the batch must be at most {_MOST_SAMPLES}")
         if not 2 <= self.repetitions <= MOST_VALUES:
             raise ValueError(f"repetitions={self.repetitions}: must be 2 to {MOST_VALUES}")
         for name, most in (("tolerance", math.inf), ("window", 1.0)):
             value = getattr(self, name)
+            if not isinstance(value, int | float | np.number):
+                raise TypeError(f"{name}={value!r}: must be a number")
             if not 0 < value <= most or not math.isfinite(value):
                 raise ValueError(f"{name}={value}: must be above 0" + (", at most 1" if most == 1 else ", and finite"))
-        samples = STEPS * self.batch(factors[-1]) if self.samples is None else self.samples
+        largest = self.batch(factors[-1])
+        samples = STEPS * largest if self.samples is None else self.samples
         object.__setattr__(self, "branch_samples", samples)
-        least = math.ceil(self.batch(factors[-1]) / self.window)
+        if not largest / self.window <= _MOST_SAMPLES:
+            least_window = largest / _MOST_SAMPLES
+            raise ValueError(f"window={self.window}: must be at least {least_window:.3g}, a step of the largest batch")
+        least = math.ceil(largest / self.window)
         if samples < least:
             raise ValueError(
                 f"samples={samples}: must be at least {least}: the last {self.window:g} of them must be a step of "
-                f"the largest batch, {self.batch(factors[-1])}"
+                f"the largest batch, {largest}"
             )
+        if samples > _MOST_SAMPLES:
+            raise ValueError(f"samples={samples}: must be at most {_MOST_SAMPLES}")
 
     def batch(self, k: float) -> int:
         """The batch size of branch k, in samples."""
@@ -117,14 +132,12 @@ class Plan:
         """
         batch = self.batch(k)
         if length is None:
-            return math.ceil(self.branch_samples / batch)
+            return -(-self.branch_samples // batch)
         if batch > length:
             raise ValueError(f"factors: {k:g} makes a batch of {batch} samples: must be at most the data's {length}")
-        steps = used = 0
-        while used < self.branch_samples:
-            count = min(batch, length - cursor % length)
-            steps, used, cursor = steps + 1, used + count, cursor + count
-        return steps
+        begun = min(length - cursor % length, self.branch_samples)  # in the epoch under way
+        epochs, rest = divmod(self.branch_samples - begun, length)
+        return -(-begun // batch) + epochs * -(-length // batch) + -(-rest // batch)
 
 
 def smoothed(trace: Trace, total: float, window: float) -> float:
@@ -169,10 +182,11 @@ class CriticalBatch:
     def excess(self) -> list[tuple[float, float, float]]:
         """By k: how far the smoothed loss is above the reference's, over the reference's, with its 95 % interval.
 
-        (mean, low, high); NaN where a branch diverged. Compare it with the tolerance.
+        (mean, low, high); NaN where a branch diverged, and all of them where the reference's loss is 0. Compare it with
+        the tolerance.
         """
         losses = np.array(self.losses)
-        scale = float(np.abs(losses[0]).mean())
+        scale = float(np.abs(losses[0]).mean()) or math.nan
         differences = (losses - losses[0]) / scale
         half = _half_widths(differences)
         return [(float(m), float(m - h), float(m + h)) for m, h in zip(differences.mean(1), half, strict=True)]

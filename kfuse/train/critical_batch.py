@@ -108,7 +108,7 @@ def critical_batch(
         raise ValueError("data: must have a length: a stream has one order only, and branches are repeated in others")
     plan = Plan(
         whole("batch_size", given.batch_size, 1),
-        tuple(factors),
+        factors,  # type: ignore[arg-type]  # it makes a tuple of them
         whole("repetitions", repetitions),
         None if samples is None else whole("samples", samples, 1),
         tolerance,
@@ -121,6 +121,7 @@ def critical_batch(
     micro_batch = max(1, smallest // 4) if micro_batch is None else whole("micro_batch", micro_batch, 1)
     if micro_batch > smallest:
         raise ValueError(f"micro_batch={micro_batch}: must be 1 to {smallest}, the smallest batch")
+    seed = whole("seed", seed)
     objective = Objective(loss_fn, step_fn, weight_fn)
 
     def branch(k: float, repetition: int) -> Trace:
