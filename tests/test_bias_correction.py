@@ -240,7 +240,9 @@ def test_a_second_fit_and_a_loop_of_ones_own(rules: tuple[str, str]) -> None:
         assert before - net.early[0].item() == pytest.approx(RATE, rel=3e-4)
 
 
-@pytest.mark.parametrize("rule", ["keep", *RULES])
+@pytest.mark.parametrize(
+    "rule", [RULES[0], *(pytest.param(rule, marks=pytest.mark.full) for rule in ("keep", *RULES[1:]))]
+)
 def test_branches_of_critical_batch(rule: str) -> None:
     """Of a run in the first batch size only, and of one whose batch has changed. No branch leaves a trace."""
     net = Net()

@@ -492,7 +492,7 @@ SETTINGS = st.fixed_dictionaries({}, optional={"batch_size": st.integers(1, 2000
     begin=st.integers(8, 64),
     epoch=st.none() | st.integers(1, 200),
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_schedule_phases_start_where_they_are_written(unit: str, phases: Any, begin: int, epoch: int | None) -> None:
     """Any phases, however close: each step has what was written for it, but for the first ones. epoch: its samples,
     which may be fewer than a step's.

@@ -184,6 +184,7 @@ def test_a_method_that_hangs_is_named(where: str, tmp_path: Path) -> None:
     assert re.search(rf"; worker 1 is in the policy's Failing\.{where} for \d+ s$", done.error), done.error
 
 
+@pytest.mark.full
 def test_before_train_always_stops(tmp_path: Path) -> None:
     done = job(tmp_path, "go_on", where="before_train")
     assert done.error is not None and "before_train" in done.error

@@ -95,6 +95,7 @@ def decisions(name: str, seen: list[kf.Signals]) -> list[kf.Decision]:
     return [decision for signals in seen if (decision := policy.decide(signals)) is not None]
 
 
+@pytest.mark.full
 def test_rules_by_the_noise_scale_ask_for_nothing_where_there_is_none() -> None:
     for sync in ("local:2", "sma"):
         seen = run_workers(2, watched, sync)[0]
