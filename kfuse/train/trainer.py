@@ -8,7 +8,6 @@ body of the user's own loop.
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ from kfuse.optim.consistency import parameter_layout
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
-from kfuse.train import kept_sums, load_balance, running, user_stop
+from kfuse.train import kept_sums, running, user_stop
 from kfuse.train.decisions import Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
@@ -38,12 +37,11 @@ from kfuse.train.policy_calls import OnError, PolicyCalls
 from kfuse.train.progress import Progress, Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
+from kfuse.train.sampling import Sampling
 from kfuse.train.settings import Settings
 from kfuse.train.state import Stateful, Trainable, TrainingState
-from kfuse.train.step import Step, StepSamples
+from kfuse.train.step import Step
 from kfuse.train.synchronisation import Synchronisation
-
-_LOG = logging.getLogger("kfuse")
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
@@ -126,6 +124,7 @@ class Trainer:
                 "dataset size": self._sampler.length,
             },
         )
+        self._sampling = Sampling(self.session, settings, self.progress, self._sampler, opt.engine.options.reproducible)
         kept_sums.refuse(self.session, settings)
         self._synchronisation = Synchronisation(self.session, opt, self.progress, self._new_pair)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
@@ -183,7 +182,6 @@ class Trainer:
         """The newest step."""
         self._members: tuple[int, ...] = ()
         """The numbers of the workers that make it, in rank order."""
-        self._idle_is_told = False
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
@@ -324,11 +322,7 @@ class Trainer:
     def _next_step(self) -> Step:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, group = self.progress, self.session.group
-        workers = 1 if self.opt.engine.options.reproducible else group.size
-        micro_batch = self.settings.micro_batch_of(at.batch_size, workers)
-        samples = self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
-        if -(-at.batch_size // samples.micro_batch) < samples.workers and not self._idle_is_told:
-            self._tell_of_idle_workers(samples)
+        samples = self._sampling.of_next_step()
         self.decisions.set_learning_rate()
         for watch in self._watches:
             watch.before_step()
@@ -347,7 +341,7 @@ class Trainer:
             plan = samples.plan_alone(group.rank, weigh is not None)
         else:
             local_rank = group.rank if group.size > 1 and at.is_local else None
-            own = self._times_before(samples.workers), self._fisher() if local_rank is None else None
+            own = self._sampling.times_before(), self._fisher() if local_rank is None else None
             plan = samples.plan(self.decisions.announcement(), local_rank, weigh is not None, audited, *own)
         self.opt.begin(plan)
         self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
@@ -357,45 +351,12 @@ class Trainer:
         )
         return self._newest
 
-    def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
-        indices = self._sampler.indices(epoch, cursor, count)
-        workers = self.session.workers
-        relative = load_balance.relative_throughput(self.progress.throughput, workers)
-        # Apart, each worker knows its own speed only: unequal shares would leave samples out.
-        balanced = self.settings.balance and not self.progress.is_apart
-        shares = load_balance.shares(relative) if balanced else None
-        aligned = self.opt.engine.options.reproducible
-        return StepSamples(epoch, cursor, indices, micro_batch, len(workers), shares, aligned)
-
-    def _times_before(self, workers: int) -> tuple[float, float]:
-        """Seconds of the step before, and those of them that this worker waited for data; 0.0 where they do not stand
-        for steps with the present settings: it had others, was the shorter last one of its epoch, or is unknown.
-        """
-        at, length = self.progress, self._sampler.length
-        before = at.contexts.get(at.step - 1)
-        if before is None or (before.batch_size, before.workers) != (at.batch_size, workers):
-            return 0.0, 0.0
-        if length is not None and before.cursor + before.batch_size > length:
-            return 0.0, 0.0
-        return before.step_time_s, before.data_wait_s
-
     def _fisher(self) -> Tensor | None:
         """On rank 0, in the steps in which the policy needs it: trace and largest entry of the diagonal Fisher."""
         every = self.policy.fisher_every
         if every is None or self.progress.step % every or self.session.group.rank:
             return None
         return self.opt.fisher()
-
-    def _tell_of_idle_workers(self, samples: StepSamples) -> None:
-        """Warns once: some workers have nothing to do in a step."""
-        self._idle_is_told = True
-        count = -(-self.progress.batch_size // samples.micro_batch)
-        if self.session.group.rank == 0:
-            _LOG.warning(
-                "a batch of %d samples has %d micro-batches of %d: %d of the %d workers have nothing to do; make the "
-                "micro-batch smaller, or the batch larger",
-                *(self.progress.batch_size, count, samples.micro_batch, samples.workers - count, samples.workers),
-            )
 
     def _yielded(self, step: Step) -> Iterator[Step]:
         """Yields the step, once. Raises what ended its body early, RuntimeError if the body has not called opt.step().
@@ -473,11 +434,7 @@ class Trainer:
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
             self.decisions.update_progress(stats, context)
-            used = None
-            if self.settings.ledger:
-                count = round(stats.samples) if context.share is None else context.batch_size
-                micro_batch = context.micro_batch or self.settings.micro_batch
-                used = self._samples(context.epoch, context.cursor, count, micro_batch)
+            used = self._sampling.of_finished_step(stats, context) if self.settings.ledger else None
             signals = self.decisions.signals(stats, context)
             self._reporter.step(stats, context, signals, used)
             self.decisions.decide(stats, context, signals)

@@ -1,0 +1,79 @@
+"""Which samples a step has, and how they are distributed over the workers."""
+
+from __future__ import annotations
+
+import logging
+
+from kfuse.data import EpochSampler, StreamSampler
+from kfuse.session import Session
+from kfuse.statistics.figures import StepContext
+from kfuse.statistics.step_stats import StepStats
+from kfuse.train import load_balance
+from kfuse.train.progress import Progress
+from kfuse.train.settings import Settings
+from kfuse.train.step import StepSamples
+
+_LOG = logging.getLogger("kfuse")
+
+
+class Sampling:
+    """The samples of each step of a training, the same on every worker."""
+
+    def __init__(
+        self,
+        session: Session,
+        settings: Settings,
+        progress: Progress,
+        sampler: EpochSampler | StreamSampler,
+        reproducible: bool,
+    ) -> None:
+        """reproducible: the optimizer's sums are; then workers' ranges are those of whole subtrees."""
+        self._session, self._settings, self._progress, self._sampler = session, settings, progress, sampler
+        self._reproducible = reproducible
+        self._idle_is_told = False
+
+    def of_next_step(self) -> StepSamples:
+        """Those of the coming step. Warns, once, where some workers have nothing to do in it."""
+        at = self._progress
+        workers = 1 if self._reproducible else self._session.group.size
+        micro_batch = self._settings.micro_batch_of(at.batch_size, workers)
+        samples = self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
+        count = -(-at.batch_size // micro_batch)  # of a whole batch: an epoch's last step may have fewer
+        if count < samples.workers and not self._idle_is_told:
+            self._tell_of_idle_workers(count, samples)
+        return samples
+
+    def of_finished_step(self, stats: StepStats, context: StepContext) -> StepSamples:
+        """Those of a step whose statistics have arrived."""
+        count = round(stats.samples) if context.share is None else context.batch_size
+        micro_batch = context.micro_batch or self._settings.micro_batch
+        return self._samples(context.epoch, context.cursor, count, micro_batch)
+
+    def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
+        indices, workers = self._sampler.indices(epoch, cursor, count), self._session.workers
+        relative = load_balance.relative_throughput(self._progress.throughput, workers)
+        # Apart, each worker knows its own speed only: unequal shares would leave samples out.
+        balanced = self._settings.balance and not self._progress.is_apart
+        shares = load_balance.shares(relative) if balanced else None
+        return StepSamples(epoch, cursor, indices, micro_batch, len(workers), shares, self._reproducible)
+
+    def times_before(self) -> tuple[float, float]:
+        """Seconds of the step before, and those of them that this worker waited for data; 0.0 where they do not stand
+        for steps with the present settings: it had others, was the shorter last one of its epoch, or is unknown.
+        """
+        at, length = self._progress, self._sampler.length
+        before = at.contexts.get(at.step - 1)
+        if before is None or (before.batch_size, before.workers) != (at.batch_size, len(self._session.workers)):
+            return 0.0, 0.0
+        if length is not None and before.cursor + before.batch_size > length:
+            return 0.0, 0.0
+        return before.step_time_s, before.data_wait_s
+
+    def _tell_of_idle_workers(self, count: int, samples: StepSamples) -> None:
+        self._idle_is_told = True
+        if self._session.group.rank == 0:
+            _LOG.warning(
+                "a batch of %d samples has %d micro-batches of %d: %d of the %d workers have nothing to do; make the "
+                "micro-batch smaller, or the batch larger",
+                *(self._progress.batch_size, count, samples.micro_batch, samples.workers - count, samples.workers),
+            )
