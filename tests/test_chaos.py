@@ -115,7 +115,7 @@ def every_moment(how: str, workers: int) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", SEEN_AS)
 def test_every_end_at_every_moment(how: str, workers: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
     settings = [*DIGITS, *HANGS, "checkpoint.every_steps=15"]

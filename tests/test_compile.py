@@ -113,7 +113,7 @@ def test_a_compiled_model_trains_as_the_model_itself(way: str) -> None:
     assert averaged.keys() == buffers.keys()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["whole", "blocks", pytest.param("in place", marks=pytest.mark.long)])
 def test_the_same_bits_for_any_number_of_workers(way: str) -> None:
     alone = fitted(way)
     for workers in (2, 3):

@@ -109,7 +109,7 @@ def test_a_port_trains_as_the_plain_script(name: str, workers: int, arguments: d
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in PORTED))
 def test_an_example_runs(name: str, workers: int, arguments: dict[str, str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]

@@ -309,8 +309,15 @@ def newest(folder: Path) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("starter", ["plain", "kfuse-run"])
-@pytest.mark.parametrize("how", ["fit", "loader"])
+@pytest.mark.parametrize(
+    ("how", "starter"),
+    [
+        ("fit", "kfuse-run"),
+        ("loader", "plain"),
+        pytest.param("fit", "plain", marks=pytest.mark.long),
+        pytest.param("loader", "kfuse-run", marks=pytest.mark.long),
+    ],
+)
 def test_killed_three_times_it_ends_with_the_undisturbed_bits(how: str, starter: str, tmp_path: Path) -> None:
     """All processes get SIGKILL, the supervisor too."""
     script = tmp_path / "train.py"

@@ -246,7 +246,11 @@ def test_statistics_are_the_formula_and_the_known_answer() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "workers, name",
-    [(1, "linear regression"), (2, "logistic regression"), (3, "linear regression")],
+    [
+        (1, "linear regression"),
+        (2, "logistic regression"),
+        pytest.param(3, "linear regression", marks=pytest.mark.long),
+    ],
 )
 def test_statistics_with_accumulation_are_the_formula_and_the_known_answer(workers: int, name: str) -> None:
     sizes = of_size(name, (8,) * 4 * workers), of_size(name, (2, 9, 4, 9) * workers)

@@ -137,7 +137,7 @@ def assert_told_once(done: Job, method: str, why: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [-1, 0, 1])
+@pytest.mark.parametrize("rank", [-1, 1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["raise", "exit", "interrupt"])
 @pytest.mark.parametrize("where", ["decide", "after_step"])
 def test_an_error_that_ends_the_job_is_told_once(where: str, how: str, rank: int, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_hardest_steps_are_bounded(step: tuple[int, int]) -> None:
     check_bytes(*step)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_all_steps_of_up_to_256_micro_batches_on_up_to_64_workers_are_bounded() -> None:
     worst_equal, larger = 0.0, 0
     for workers in range(2, 65):

@@ -80,7 +80,7 @@ def struck(directory: Path, settings: Sequence[str], strikes: Strikes, workers: 
     return job
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_random_kills_leave_the_bits(optimizer: str, workers: int, tmp_path: Path) -> None:
     strikes = Strikes([signal.SIGKILL] * KILLS, workers, workers)

@@ -102,7 +102,7 @@ def test_each_rule_and_each_two_values_are_as_the_page_says() -> None:
     assert_command_lines_are_refused([case for case in cases if case.clip != "GradScaler"])
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_all_combinations_are_as_the_page_says() -> None:
     assert_scripts_are_refused(CASES)
     assert_command_lines_are_refused([case for case in CASES if case.clip == "none"])

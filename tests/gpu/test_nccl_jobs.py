@@ -119,8 +119,13 @@ def fit_until_a_loss(log: Path, directory: Path, transport: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     "transport",
-    [{"reproducible": True}, {"schedule": "all_to_all"}, {"schedule": "allreduce"}, {"schedule": "tree"}],
-    ids=["reproducible", "all_to_all", "allreduce", "tree"],
+    [
+        {"reproducible": True},
+        {"schedule": "allreduce"},
+        pytest.param({"schedule": "all_to_all"}, marks=pytest.mark.long),
+        pytest.param({"schedule": "tree"}, marks=pytest.mark.long),
+    ],
+    ids=["reproducible", "allreduce", "all_to_all", "tree"],
 )
 def test_a_loss_ends_a_fixed_job_in_commerror_with_a_last_checkpoint_that_is_right(
     tmp_path: Path, transport: dict[str, Any]
