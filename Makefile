@@ -25,10 +25,10 @@ test: lint
 	$(PYTEST) --dist loadfile -m "not full and not long"
 
 # The jobs whose workers mostly wait for each other come first: beside busy processes each wait takes some milliseconds
-# more, and they take five times as long. The others leave two thirds of two cores idle, two at a time.
+# more, and they take five times as long.
 test-all: test
 	$(PYTEST) -m "full and jobs and not long"
-	$(PYTEST) -n 4 --dist loadfile -m "full and not jobs and not long"
+	$(PYTEST) --dist loadfile -m "full and not jobs and not long"
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check
