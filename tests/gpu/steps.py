@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -183,7 +184,9 @@ def job(
         if current:
             recorder.device.make_current()
         it = Job(recorder, size, elastic, model)
-        session._current = session.Session(it.group, CommOptions(**{"bucket_mb": TINY_BUCKETS, **comm}))
+        options = CommOptions(**{"bucket_mb": TINY_BUCKETS, **comm})
+        # By name: of a stand-in's messages `auto` would measure the time, and choose by it, but their values differ.
+        session._current = session.Session(it.group, replace(options, schedule=options.transport()))
         it.opt = make(model.parameters())
         if it.opt is not None:
             it.opt.statistics.at_fixed_lag = elastic  # as with a supervisor
