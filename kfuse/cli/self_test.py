@@ -35,6 +35,9 @@ BUCKET_MB = 0.05
 """So that there are several buckets."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 """Largest error of a mean gradient, relative to its largest element. bf16: each contribution has 8 significant bits."""
+_BUDGET_S = 1.0
+"""How long measuring messages should take. More than in a job, whose workers wait for it: on a busy machine the job's
+time may be too short for messages from which one of a whole bucket can be predicted."""
 
 
 def main() -> int:
@@ -160,7 +163,7 @@ def _measure(group: Group, options: CommOptions) -> Choice:
 
     size = options.bucket_mb or DEFAULT_BUCKET_MB
     elements = max(1, int(size * 2**20 / 4))
-    return choose_program(probe(group, elements), group.size, CommOptions(), {size: [elements]})
+    return choose_program(probe(group, elements, _BUDGET_S), group.size, CommOptions(), {size: [elements]})
 
 
 def costs(options: dict[str, Any], timeout_s: float, elements: int) -> dict[str, Any]:
@@ -175,7 +178,7 @@ def costs(options: dict[str, Any], timeout_s: float, elements: int) -> dict[str,
     _say(at="connecting to the other processes")
     group = session.init(CommOptions(**options), timeout_s).group
     _say(at="measuring messages")
-    return asdict(probe(group, elements))
+    return asdict(probe(group, elements, _BUDGET_S))
 
 
 def _cases(configured: CommOptions) -> dict[str, CommOptions]:
