@@ -26,7 +26,7 @@ from torch import Tensor
 
 import kfuse as kf
 from kfuse.data import EpochSampler, MapData
-from kfuse.data.feeder import Feeder
+from kfuse.data.feeder import Feeder, _silent_without_parent
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
 from kfuse.train.model_checks import GeneratorWatch
 
@@ -448,6 +448,15 @@ def test_loader_processes_are_killed_with_their_training_worker() -> None:
     process.communicate()
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError(), BrokenPipeError(), EOFError(), ValueError("a defect")])
+def test_a_loader_process_tells_no_news_of_a_script_that_ends(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that ends as it receives a tensor closes the connection, at any of its messages."""
+    _silent_without_parent(type(error), error, None)
+    assert capsys.readouterr().err == ("ValueError: a defect\n" if isinstance(error, ValueError) else "")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("act", "sent", "status", "said"),
@@ -480,6 +489,4 @@ def test_nothing_is_left_of_a_script_however_it_ends(
     _, errors = process.communicate()
     assert len(loaders) == 2 and process.returncode == status, errors
     wait_until("the loader processes' end", lambda: not any(is_alive(pid) for pid in loaders))
-    if sent == signal.SIGTERM and "resource_sharer.py" in errors:
-        return  # Python's own thread in a loader process: the script has ended a moment before it while it sent a batch
     assert said in errors and (said or not errors) and "loader" not in errors.replace("num_workers", "")

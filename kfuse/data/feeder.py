@@ -412,7 +412,7 @@ def _die_with(parent: int) -> None:
 
 def _silent_without_parent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Of a thread of torch's that hands tensors over: a connection breaks as the training worker ends. No news."""
-    if not isinstance(error, ConnectionError):
+    if not isinstance(error, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
 
