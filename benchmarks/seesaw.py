@@ -3,7 +3,7 @@
     python benchmarks/seesaw.py --json benchmarks/results/seesaw.json    # some minutes; no times are taken
 
 Samples (x, y) with x ~ N(0, H) and y = <w*, x> + noise of variance 1; H = diag(i^-1.5), i = 1 .. 100. At first w - w* =
-1 in each coordinate. For such data the expectation m_i of (w - w*)_i^2 obeys a recursion, without random numbers and
+1 in each coordinate. For such data the expectation m_i of (w - w*)_i^2 follows a recursion, without random numbers and
 in float64. For a step of rate a with B samples, where r = sum_j h_j m_j is twice the excess risk,
 
     m_i  <-  m_i - 2 a h_i m_i + a^2 e_i,    e_i = E[g_i^2] = (1 + 1/B) h_i^2 m_i + (r + 1) h_i / B
