@@ -205,10 +205,10 @@ class _Messages:
     def grow(self, elements: int) -> None:
         """Messages may have so many elements from now on."""
         if elements > self._flat.numel():
-            shard = self._group.shards(elements)[0].stop
+            most = max(shard.stop - shard.start for shard in self._group.shards(elements))  # NCCL: the last one
             # Not `zeros`: pages that nothing has written are all one page, and quicker to read than a bucket.
             self._flat = torch.empty(elements, device=self._group.device).fill_(0)
-            self._received = torch.empty(max(elements, shard * self._group.size), device=self._group.device).fill_(0)
+            self._received = torch.empty(max(elements, most * self._group.size), device=self._group.device).fill_(0)
 
     def send(self, kind: str, elements: int) -> None:
         """One message of a kind of `PROBED`; returns when it has arrived."""

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nccl_double
@@ -21,7 +22,7 @@ from nccl_double import Faults, installed, messages, records
 from torch.distributed import PrefixStore
 
 from kfuse.comm import group as groups
-from kfuse.comm import nccl
+from kfuse.comm import nccl, probe
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.nccl import NcclGroup, NcclPending
 from kfuse.comm.plan import CommOptions
@@ -134,6 +135,22 @@ def test_shards_cover_the_buffer_and_are_equal_but_for_the_last(numel: int, size
     widths = {s.stop - s.start for s in shards[:-1]}
     assert len(widths) == 1 and all(s.start % 64 == 0 for s in shards)
     assert shards[-1].stop - shards[-1].start < widths.pop() + 64 * size
+
+
+def test_a_probe_has_room_for_what_the_last_rank_receives() -> None:
+    """Its shard is the largest here, as it has the remainder."""
+
+    def check(out: torch.Tensor, into: list[int], tensor: torch.Tensor, cut: list[int], what: str) -> SimpleNamespace:
+        assert out.numel() == sum(into) and tensor.numel() == sum(cut)
+        return SimpleNamespace(wait=lambda: None)
+
+    for size in range(2, 17):
+        group: Any = NcclGroup.__new__(NcclGroup)
+        group.size, group.rank, group.device, group.all_to_all = size, size - 1, torch.device("cpu"), check
+        for elements in (1024, 13_777):
+            messages = probe._Messages(group)
+            messages.grow(elements)
+            messages.send("all_to_all", elements)
 
 
 def late_barrier(log: Path) -> float:

@@ -151,7 +151,7 @@ def fit_over_nccl(log: Path, directory: Path, transport: dict[str, Any], faults:
         return parameters
 
 
-@pytest.mark.parametrize("schedule", ["all_to_all", "allreduce", "tree"])
+@pytest.mark.parametrize("schedule", ["auto", "all_to_all", "allreduce", "tree"])
 def test_a_fixed_job_trains_as_over_gloo(tmp_path: Path, schedule: str) -> None:
     transport, faults = {"schedule": schedule}, Faults(slow_s={1: 0.002})
     results = run_workers(3, fit_over_nccl, tmp_path / "double", tmp_path, transport, faults)
