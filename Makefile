@@ -37,7 +37,7 @@ lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/lint-imports
 
 reference: $(VENV)/.installed
-	$(VENV)/bin/python -m kfuse.cli.reference > docs/reference.md
+	$(VENV)/bin/python -m kfuse.tools.reference > docs/reference.md
 
 # `make run` uses the checkout itself (editable); `make test` uses a wheel, built anew each time.
 $(VENV)/.installed: pyproject.toml constraints.txt | python

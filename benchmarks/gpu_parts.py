@@ -112,7 +112,7 @@ def no_compiler(device: str) -> str | None:
     """Says so, with the remedy, where Triton can compile nothing here; None where it can, or need not."""
     if device == "cpu":
         return None
-    from kfuse.cli.machine import compiler
+    from kfuse.tools.doctor.machine import compiler
 
     found = compiler()
     if found.problem is None:

@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py --json benchmarks/results/plan.json
 
-Nothing trains: jobs proceed by their expected goodput (`kfuse.plan.jobs`), events are simulated one by one.
+Nothing trains: jobs proceed by their expected goodput (`kfuse.tools.plan.jobs`), events are simulated one by one.
 
 The trace is drawn, not recorded. Of each job, independently:
 
@@ -41,8 +41,8 @@ import numpy as np
 import numpy.typing as npt
 from machine import command, machine, versions
 
-from kfuse.plan.allocate import LEAST_GAIN, plan, service
-from kfuse.plan.jobs import Job, LinearStepTime, Option
+from kfuse.tools.plan.allocate import LEAST_GAIN, plan, service
+from kfuse.tools.plan.jobs import Job, LinearStepTime, Option
 
 RULES = {"planner": LEAST_GAIN, "planner 0.3": 0.3, "static": 0.0, "fifo": 0.0}
 """Each with its `least_gain`; the last two have none."""

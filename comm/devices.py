@@ -1,7 +1,7 @@
 """A worker's device: its streams, its events, pinned memory and random numbers.
 
 Only this module calls torch.cuda, but for two: `kernels`, which asks for the device and stream of a launch, and
-`kfuse.cli.self_test`, which looks at the machine.
+`kfuse.tools.doctor.self_test`, which looks at the machine.
 
 On the CPU an operation is over when its call returns, so streams order nothing there and every event has happened.
 On a GPU the host only enqueues work. Code that must wait for it, or order it, asks `of(device)`, and reads the same for

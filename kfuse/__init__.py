@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kfuse.integrations.log import log_to
     from kfuse.integrations.plain import monitor
     from kfuse.policies import GNSPolicy, SchedulePolicy
-    from kfuse.train.critical_batch import critical_batch
+    from kfuse.tools.cbs.in_script import critical_batch
     from kfuse.train.fit import DataLoader, Hook, fit
 
 __all__ = [
@@ -111,8 +111,8 @@ _LAZY = {
     "DataLoader": "kfuse.train.fit",
     "GNSPolicy": "kfuse.policies.gns",
     "Hook": "kfuse.train.fit",
-    "SchedulePolicy": "kfuse.policies.schedule",
-    "critical_batch": "kfuse.train.critical_batch",
+    "SchedulePolicy": "kfuse.policies.phases",
+    "critical_batch": "kfuse.tools.cbs.in_script",
     "ddp_hook": "kfuse.integrations.ddp",
     "fit": "kfuse.train.fit",
     "fsdp_monitor": "kfuse.integrations.fsdp",

@@ -53,7 +53,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
 def test_on_one_gpu_the_limits_are_below_nine_minutes(
     script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kfuse.cli.machine import COMMAND_S
+    from kfuse.tools.doctor.machine import COMMAND_S
 
     gpu = script("gpu_parts")
     monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -143,7 +143,7 @@ time.sleep(1000)
 def test_scripts_need_torch_and_numpy_only() -> None:
     lines = [f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})"]
     lines += [f"for name in {NOT_THERE}: sys.modules[name] = None"]
-    lines += [f"import {name}" for name in (*SCRIPTS, "kfuse.cli.machine")]
+    lines += [f"import {name}" for name in (*SCRIPTS, "kfuse.tools.doctor.machine")]
     command = [sys.executable, "-P", "-c", "\n".join(lines)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

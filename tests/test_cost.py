@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kfuse as kf
-from kfuse.cli import doctor
 from kfuse.cli.app import main
 from kfuse.comm import devices, transports
 from kfuse.comm.cost import PROBED, Costs, Job, Traffic, choose, exchange, fit, price, traffic, traffic_of_tree
@@ -28,6 +27,7 @@ from kfuse.comm.schedule import Op, Program, mirror, overlap
 from kfuse.comm.topology import chunks
 from kfuse.comm.transports.tree import parents
 from kfuse.session import current, reset
+from kfuse.tools.doctor import command as doctor
 
 SECONDS = st.floats(1e-7, 1e-2)
 RATES = st.floats(1e-12, 1e-7)  # seconds a byte

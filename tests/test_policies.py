@@ -22,8 +22,8 @@ import kfuse as kf
 from kfuse import policies
 from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
 from kfuse.policies.signals import Bounds, Decision, Signals
-from kfuse.replay.recorded import Recorded, signals_of
 from kfuse.statistics.noise_scale import NoiseScale
+from kfuse.tools.replay.recorded import Recorded, signals_of
 from kfuse.train.progress import Progress
 
 

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ from kfuse.observe.sweep import Sweep
 from kfuse.version import __version__
 
 USAGE_ERROR = 2
+_TOOLS = {
+    "cbs": "kfuse.tools.cbs.command",
+    "doctor": "kfuse.tools.doctor.command",
+    "plan": "kfuse.tools.plan.command",
+    "replay": "kfuse.tools.replay.command",
+    "schedule": "kfuse.tools.step_programs",
+}
+"""The commands that train nothing. Each module has `USAGE` and `main`."""
 # A home directory at the start of a value, which not every shell expands and Hydra does not read.
 _HOME = re.compile(r"(?:^|(?<=[=,\['\"]))~(?=/|$)")
 
@@ -48,10 +57,8 @@ def main() -> int:
     # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    if sys.argv[1:2] in (["doctor"], ["replay"], ["schedule"]):
+    if len(sys.argv) > 1 and sys.argv[1] in _TOOLS:
         return _tool(sys.argv[1], sys.argv[2:])
-    if sys.argv[1:2] in (["cbs"], ["plan"]):
-        return _tool_with_words(sys.argv[1], sys.argv[2:])
     try:
         rendezvous = Rendezvous.of_environment()
     except RuntimeError as error:
@@ -101,50 +108,42 @@ def _main(fixed: bool = False) -> int:
 
 
 def _tool(name: str, words: list[str]) -> int:
-    """`kfuse doctor`, `replay` or `schedule`, which take overrides as training does. Returns the exit status."""
-    tool: Any = importlib.import_module(f"kfuse.cli.{name}")
+    """Runs a command of `_TOOLS`. Returns the exit status."""
+    tool: Any = importlib.import_module(_TOOLS[name])
     interrupt.raise_again()
+    if {"-h", "--help"} & {*words}:
+        print(tool.USAGE)
+        return 0
     try:
-        args, plain = _parse(_with_home(words)), _parse([])
-        if args.help:
-            print(tool.USAGE)
-            return 0
-        _overrides_only(name, args, plain)
-        if name == "replay":
-            from kfuse.cli.replay_request import read_request
-
-            given: Any = read_request(args.overrides, lambda overrides: _compose(args, overrides))
-        else:
-            given = OmegaConf.to_container(_check(args, args.overrides, fixed=False), resolve=True)
-    except Exception as error:
-        return _refuse(str(error) if isinstance(error, ConfigError) else explain(error))
-    try:
-        return int(tool.main(given))
-    except KeyboardInterrupt:
-        return interrupt.STATUS
-
-
-def _tool_with_words(name: str, words: list[str]) -> int:
-    """`kfuse cbs` or `plan`, whose words are no overrides of a training. Returns the exit status."""
-    tool: Any = importlib.import_module(f"kfuse.cli.{name}")
-    interrupt.raise_again()
-    try:
-        return int(tool.main(_with_home(words)))
+        return int(tool.main(*_tool_arguments(name, _with_home(words))))
     except ConfigError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return interrupt.STATUS
 
 
+def _tool_arguments(name: str, words: list[str]) -> tuple[Any, ...]:
+    """What a tool's `main` takes: its words, or for those that take a run's overrides what these configure.
+
+    `replay` has overrides of the policy alone. It gets them, and the function that composes a configuration from some.
+    Raises ConfigError.
+    """
+    if name in ("cbs", "plan"):
+        return (words,)
+    try:
+        args, plain = _parse(words), _parse([])
+        for flag, value in vars(args).items():
+            if value != getattr(plain, flag) and flag not in ("overrides", "config_dir", "config_name"):
+                raise ConfigError(f"kfuse {name} takes overrides only, not --{flag.replace('_', '-')}")
+        if name == "replay":
+            return args.overrides, partial(_compose, args)
+        return (OmegaConf.to_container(_check(args, args.overrides, fixed=False), resolve=True),)
+    except Exception as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(explain(error)) from error
+
+
 def _with_home(words: list[str]) -> list[str]:
     return [_HOME.sub(os.path.expanduser("~"), word) for word in words]
-
-
-def _overrides_only(name: str, args: argparse.Namespace, plain: argparse.Namespace) -> None:
-    """Raises ConfigError for a flag of Hydra's that means nothing to a tool. plain: the flags where none is given."""
-    for flag, value in vars(args).items():
-        if value != getattr(plain, flag) and flag not in ("overrides", "config_dir", "config_name"):
-            raise ConfigError(f"kfuse {name} takes overrides only, not --{flag.replace('_', '-')}")
 
 
 def _refuse(message: str) -> int:

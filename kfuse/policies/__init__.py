@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kfuse.policies.gns import GNSPolicy
     from kfuse.policies.goodput import GoodputPolicy
     from kfuse.policies.norm_test import NormTestPolicy
-    from kfuse.policies.schedule import SchedulePolicy
+    from kfuse.policies.phases import SchedulePolicy
     from kfuse.policies.seesaw import SeesawPolicy
     from kfuse.policies.sync_switch import SyncSwitchPolicy
 
@@ -40,7 +40,7 @@ _LAZY = {
     "GNSPolicy": "kfuse.policies.gns",
     "GoodputPolicy": "kfuse.policies.goodput",
     "NormTestPolicy": "kfuse.policies.norm_test",
-    "SchedulePolicy": "kfuse.policies.schedule",
+    "SchedulePolicy": "kfuse.policies.phases",
     "SeesawPolicy": "kfuse.policies.seesaw",
     "SyncSwitchPolicy": "kfuse.policies.sync_switch",
 }

@@ -13,14 +13,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from kfuse.cli.run_files import config_path, read_config, read_events, read_metrics
 from kfuse.config.check import drop_replaced_arguments
 from kfuse.config.classes import make_policy
 from kfuse.config.instantiate import fits
 from kfuse.config.schema import SETTINGS, ConfigError, class_arguments
 from kfuse.policies.signals import BasePolicy, Bounds
-from kfuse.replay.recorded import Recorded, signals_of
-from kfuse.replay.steps import DecidedSettings, Gain
+from kfuse.tools.replay.recorded import Recorded, signals_of
+from kfuse.tools.replay.simulated import DecidedSettings, Gain
+from kfuse.tools.run_files import config_path, read_config, read_events, read_metrics
 
 _BOUNDS = ("batch.min", "batch.max", "workers.min", "workers.max")
 _OF_A_RUN = ("policy", "lr.scaling", "lr.decay", "comm.sync")

@@ -11,8 +11,8 @@ from itertools import zip_longest
 from typing import Any
 
 from kfuse.policies.signals import DECISION_LAG
-from kfuse.replay.run import Change
-from kfuse.replay.steps import Gain
+from kfuse.tools.replay.run import Change
+from kfuse.tools.replay.simulated import Gain
 
 Event = tuple[int, dict[str, Any]]
 """A decision of events.jsonl: its step, and what changed."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kfuse.policies.signals import Bounds, Signals
-from kfuse.replay.recorded import Recorded, progress_of
+from kfuse.tools.replay.recorded import Recorded, progress_of
 
 Gain = Callable[[int, float | None, float | None], float]
 """By batch size and the running means of G2 and S: the learning rate's factor, as `lr.scaling` says."""

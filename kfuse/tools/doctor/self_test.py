@@ -2,7 +2,7 @@
 
 What torch sees here; a reduction between two processes; what messages between processes cost; the kernels.
 
-    python -m kfuse.cli.self_test devices|reduction|costs|kernels '{"argument": ...}'
+    python -m kfuse.tools.doctor.self_test devices|reduction|costs|kernels '{"argument": ...}'
 
 Each prints lines of JSON: {"at": what it begins}, so that a process that hangs has said where, and at its end
 {"found": ...} or {"problem": one line}. The reduction's processes are ranks of a job of fixed size: the environment has
@@ -274,8 +274,8 @@ def kernels(device: str, options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from kfuse import session
-    from kfuse.cli.kernel_checks import CHECKS
     from kfuse.comm.plan import CommOptions
+    from kfuse.tools.doctor.kernel_checks import CHECKS
 
     where = torch.device(device)
     _say(at=f"starting a worker on {device}")

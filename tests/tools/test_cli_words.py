@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kfuse.cli.words import plain_value, read_words
 from kfuse.config.schema import ConfigError
+from kfuse.tools.words import plain_value, read_words
 
 
 def test_words_and_values_are_told_apart() -> None:

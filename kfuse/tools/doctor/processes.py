@@ -1,4 +1,4 @@
-"""Starts the processes of `kfuse.cli.self_test`: each has a time limit, and ends with the process that started it."""
+"""Starts the processes of `self_test`: each has a time limit, and ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _KILL_S = 5.0
 
 @contextlib.contextmanager
 def started(what: str, arguments: Mapping[str, Any], **environment: str) -> Iterator[Process]:
-    """Context: a process of `kfuse.cli.self_test`, which is ended with the context, or with this process."""
+    """Context: a process of `kfuse.tools.doctor.self_test`, which is ended with the context, or with this process."""
     # Where this command runs in a worker of a job, its processes are no workers of that job.
     inherited = {name: value for name, value in os.environ.items() if name != protocol.ENV_CONTROL}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kfuse.cli.self_test", what, json.dumps(arguments)],
+            [sys.executable, "-m", "kfuse.tools.doctor.self_test", what, json.dumps(arguments)],
             # gloo and the store log many lines for each lost peer.
             env={"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", **inherited, **environment},
             stdin=subprocess.DEVNULL,

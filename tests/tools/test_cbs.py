@@ -20,9 +20,10 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.cli.app import main
-from kfuse.cli.cbs import Point, _print_point
 from kfuse.comm.tail import Announcement
-from kfuse.statistics.critical_batch import (
+from kfuse.statistics.student import MOST_VALUES, t_of_mean
+from kfuse.tools.cbs.command import Point, _print_point
+from kfuse.tools.cbs.estimate import (
     CriticalBatch,
     Plan,
     Trace,
@@ -32,7 +33,6 @@ from kfuse.statistics.critical_batch import (
     noise_scale,
     smoothed,
 )
-from kfuse.statistics.student import MOST_VALUES, t_of_mean
 from kfuse.train.state import Stateful, TrainingState, with_settings
 
 DIMENSIONS = 40

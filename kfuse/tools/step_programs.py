@@ -35,7 +35,6 @@ def main(config: dict[str, Any]) -> int:
     """Prints the program for a checked configuration. Returns the exit status."""
     from rich.console import Console
 
-    from kfuse.cli.self_test_processes import TIMEOUT_S, StoreError, ranks
     from kfuse.comm import devices
     from kfuse.comm.arrival import reads_are_noticed
     from kfuse.comm.cost import Costs, Job, choose, price
@@ -44,6 +43,7 @@ def main(config: dict[str, Any]) -> int:
     from kfuse.comm.transports.tree import parents
     from kfuse.config import instantiate
     from kfuse.elastic.launchers import TorchrunLauncher
+    from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks
 
     console, options, gpus = Console(), CommOptions.configured(config), devices.count()
     workers = max(2, config["workers"]["count"])

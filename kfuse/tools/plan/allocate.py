@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kfuse.plan.jobs import Option
+from kfuse.tools.plan.jobs import Option
 
 LEAST_GAIN = 0.1
 """What a worker must bring, over what each of the job's first ones brings. 0: all that help are used. Below 1."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kfuse.cli.replay_request import ReplayRequest
 from kfuse.observe.whole_file import write_whole
-from kfuse.replay.recorded import TradeOff
-from kfuse.replay.run import Change, ReplayResult
-from kfuse.replay.steps import Gain
+from kfuse.tools.replay.recorded import TradeOff
+from kfuse.tools.replay.request import ReplayRequest
+from kfuse.tools.replay.run import Change, ReplayResult
+from kfuse.tools.replay.simulated import Gain
 
 _MOST_ROWS = 60
 """Of the table: of more decisions the first and the last ones are shown."""

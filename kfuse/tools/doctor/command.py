@@ -1,8 +1,7 @@
 """`kfuse doctor [override...]`: whether this machine can run kfuse, and what a run with these overrides would use.
 
 Each line is ok, warn or fail, what was found, and below it what to do about it. What could hang (a driver, a message
-between processes) is tried in processes of its own, `kfuse.cli.self_test`, which have a time limit and end with this
-one.
+between processes) is tried in processes of their own (`self_test`), which have a time limit and end with this one.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from kfuse.cli import machine
-from kfuse.cli.machine import Line
-from kfuse.cli.self_test_processes import TIMEOUT_S, StoreError, ranks, started
+from kfuse.tools.doctor import machine
+from kfuse.tools.doctor.machine import Line
+from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks, started
 
 if TYPE_CHECKING:
     from kfuse.comm.plan import CommOptions

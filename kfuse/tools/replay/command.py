@@ -1,17 +1,22 @@
 """`kfuse replay RUN_DIR [override ...]`: what a policy would have decided on a recorded run, without training.
 
-`replay_request` reads what is asked for, kfuse/replay runs the policy, and `replay_report` prints and draws.
+`request` reads what is asked for, `run` runs the policy, and `report` prints and draws.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Sequence
 
-from kfuse.cli import replay_report
-from kfuse.cli.replay_request import ReplayRequest
-from kfuse.replay.events import compared
-from kfuse.replay.run import ReplayResult, run
-from kfuse.replay.steps import RecordedSteps, SimulatedSteps, StepSource
+from omegaconf import DictConfig
+
+from kfuse.config.messages import explain
+from kfuse.config.schema import ConfigError
+from kfuse.tools.replay import report
+from kfuse.tools.replay.decisions import compared
+from kfuse.tools.replay.request import ReplayRequest, read_request
+from kfuse.tools.replay.run import ReplayResult, run
+from kfuse.tools.replay.simulated import RecordedSteps, SimulatedSteps, StepSource
 
 USAGE = """\
 kfuse replay RUN_DIR [policy=...] [policy.NAME=VALUE ...] [plot=PATH]
@@ -23,9 +28,17 @@ other bounds than the run's. Nothing is trained. docs/policies.md says what is a
 Exit status 0; 1 where the policy raises an error; 2 for what is no run directory, or no policy."""
 
 
-def main(request: ReplayRequest) -> int:
-    """Replays, prints and draws. Returns the exit status: 1 where the policy fails, or the plot cannot be written."""
-    console, recorded = replay_report.console(), request.recorded
+def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> int:
+    """Replays, prints and draws. Returns the exit status: 1 where the policy fails, or the plot cannot be written.
+
+    words: of the command line, after `kfuse replay`. compose: makes a run's configuration from overrides. Raises
+    ConfigError for what cannot be replayed.
+    """
+    try:
+        request = read_request(words, compose)
+    except Exception as error:  # Hydra's too, of overrides that it cannot read
+        raise error if isinstance(error, ConfigError) else ConfigError(explain(error)) from error
+    console, recorded = report.console(), request.recorded
     source: StepSource = (
         RecordedSteps(recorded) if request.is_own else SimulatedSteps(recorded, request.gain, request.bounds)
     )
@@ -34,20 +47,20 @@ def main(request: ReplayRequest) -> int:
     except (Exception, SystemExit):  # the user's class may raise anything
         traceback.print_exc()
         name = type(request.policy).__name__
-        replay_report.say(console, f"the policy {name} has raised an error at step {source.next_step}")
+        report.say(console, f"the policy {name} has raised an error at step {source.next_step}")
         return 1
     trade_off = recorded.trade_off()
-    replay_report.print_report(console, request, result, trade_off)
+    report.print_report(console, request, result, trade_off)
     if request.is_own:
-        replay_report.say(console, _compared(request, result))
+        report.say(console, _compared(request, result))
     if request.plot is None:
         return 0
     try:
-        replay_report.draw(request, result, trade_off, request.plot)
+        report.draw(request, result, trade_off, request.plot)
     except OSError as error:
-        replay_report.say(console, f"{request.plot}: cannot be written: {error.strerror or error}")
+        report.say(console, f"{request.plot}: cannot be written: {error.strerror or error}")
         return 1
-    replay_report.say(console, f"plot: {request.plot}")
+    report.say(console, f"plot: {request.plot}")
     return 0
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kfuse.cli.app import main
-from kfuse.cli.plan import KEYS, read
 from kfuse.config.schema import ConfigError
-from kfuse.plan.jobs import LinearStepTime, share
 from kfuse.statistics.figures import METRICS
+from kfuse.tools.plan.command import KEYS, read
+from kfuse.tools.plan.jobs import LinearStepTime, share
 
 GOOD = """
 - name: resnet
@@ -323,14 +323,14 @@ def test_the_samples_left_of_a_real_run_with_few_lines(tmp_path: Path, length: s
 
 
 def test_documentation_names_every_key() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     assert [key for key in KEYS if f"`{key}`" not in page] == []
 
 
 @pytest.mark.full
 def test_the_example_of_the_documentation_and_a_real_run(tmp_path: Path) -> None:
     """The page's jobs.yaml as it stands, whose run directory is that of a real run with one, two and three workers."""
-    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     text = page.partition("```yaml\n")[2].partition("```")[0]
     phases = "[{epoch: 0, workers: 1}, {epoch: 4, workers: 2}, {epoch: 8, workers: 3}]"
     words = ["policy=schedule", f"policy.phases={phases}", "workers.max=3", "train.epochs=12", "batch.size=64"]

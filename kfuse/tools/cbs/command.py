@@ -20,13 +20,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kfuse.cli.branches import BranchError, Run, Start
-from kfuse.cli.words import plain_value, read_words
 from kfuse.config.instantiate import fits, show
 from kfuse.config.schema import ConfigError
 from kfuse.observe.display import figure
 from kfuse.observe.whole_file import write_whole
-from kfuse.statistics.critical_batch import (
+from kfuse.tools.cbs.branches import BranchError, Run, Start
+from kfuse.tools.cbs.estimate import (
     FACTORS,
     REPETITIONS,
     TOLERANCE,
@@ -37,6 +36,7 @@ from kfuse.statistics.critical_batch import (
     calibration,
     measure,
 )
+from kfuse.tools.words import plain_value, read_words
 
 USAGE = f"""\
 kfuse cbs run=RUN_DIR [key=value ...]
@@ -92,9 +92,6 @@ class Point:
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status. Raises ConfigError for wrong arguments, KeyboardInterrupt."""
-    if {"-h", "--help"} & {*words}:
-        print(USAGE)
-        return 0
     given = _parse(words)
     run = Run(Path(given.run or "").expanduser(), given.lr_scaling, given.workers)
     console = Console(highlight=False)

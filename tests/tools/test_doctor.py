@@ -20,8 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kfuse.cli import doctor, machine, self_test, self_test_processes
 from kfuse.cli.app import main
+from kfuse.tools.doctor import command as doctor
+from kfuse.tools.doctor import machine, processes, self_test
 
 BAD_TRANSPORTS = """
 import os, signal, time
@@ -136,7 +137,7 @@ def test_in_a_worker_of_a_job_its_processes_are_none(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("KFUSE_CONTROL", "127.0.0.1:1")
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(OSError, match="none is started"), self_test_processes.started("devices", {}, RANK="0"):
+    with pytest.raises(OSError, match="none is started"), processes.started("devices", {}, RANK="0"):
         pass
     assert "KFUSE_CONTROL" not in given[0] and given[0]["RANK"] == "0" and "PATH" in given[0]
 
@@ -154,7 +155,7 @@ def test_a_process_that_does_not_end_when_killed_is_not_waited_for(monkeypatch: 
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Hangs)
-    with self_test_processes.started("devices", {}):
+    with processes.started("devices", {}):
         pass
     assert limits == [5.0]
 
@@ -181,7 +182,7 @@ def test_a_wrong_reduction_fails(transport: str, said: str, bad_transports: Path
 @pytest.mark.full
 def test_a_hanging_self_test_says_what_it_waited_for(bad_transports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(bad_transports)
-    monkeypatch.setattr(self_test_processes, "LIMIT_S", 20.0)
+    monkeypatch.setattr(processes, "LIMIT_S", 20.0)
     config = config_of("comm._target_=bad.Hangs")
     [line] = [line for line in doctor.lines(config) if line.name == "reduction"]
     assert line.status == "fail"
@@ -367,7 +368,7 @@ def test_with_one_gpu_its_worker_tells_the_settings(on_gpu: bool, status: str, m
         yield SimpleNamespace(result=lambda: (answers[what], None))
 
     monkeypatch.setattr(doctor, "started", scripted)
-    monkeypatch.setattr(self_test_processes, "started", scripted)
+    monkeypatch.setattr(processes, "started", scripted)
     found = {line.name: line for line in doctor.lines(config_of("comm.reproducible=true"))}
     assert found["determinism"].status == status
     assert found["reduction"].status == found["kernels"].status == "ok"

@@ -1,4 +1,4 @@
-"""Writes docs/reference.md: `python -m kfuse.cli.reference > docs/reference.md`. A test compares the two."""
+"""Writes docs/reference.md: `python -m kfuse.tools.reference > docs/reference.md`. A test compares the two."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def reference() -> str:
     """Returns the text of docs/reference.md: settings, options of the groups, figures of a step, events."""
     parts = [
         "# Reference",
-        "Written by `python -m kfuse.cli.reference > docs/reference.md`.",
+        "Written by `python -m kfuse.tools.reference > docs/reference.md`.",
         "## Settings",
         "`kfuse section.name=value ...`; `null` is no value. A sweep (`-m`) takes several values: `batch.size=32,64`.",
         *_settings(),

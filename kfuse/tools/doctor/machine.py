@@ -1,6 +1,6 @@
 """What `kfuse doctor` finds on a machine: its size, versions, GPUs and their links, the compiler, limits.
 
-Nothing here asks a driver: `gpu_lines` words what `kfuse.cli.self_test.devices` has found in a process of its own.
+Nothing here asks a driver: `gpu_lines` words what `self_test.devices` has found in a process of its own.
 """
 
 from __future__ import annotations

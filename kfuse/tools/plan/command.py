@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kfuse.cli.run_files import read_config, read_metrics, read_yaml
-from kfuse.cli.words import read_words
 from kfuse.config.instantiate import did_you_mean, show
 from kfuse.config.schema import ConfigError
-from kfuse.plan.allocate import forecast, plan, service
-from kfuse.plan.jobs import Job, LinearStepTime, Option, fit, share
+from kfuse.tools.plan.allocate import forecast, plan, service
+from kfuse.tools.plan.jobs import Job, LinearStepTime, Option, fit, share
+from kfuse.tools.run_files import read_config, read_metrics, read_yaml
+from kfuse.tools.words import read_words
 
 USAGE = """\
 kfuse plan JOBS.yaml workers=N
@@ -65,9 +65,6 @@ _OF_A_RUN = ("batch.size", "batch.min", "batch.max", "batch.micro", "workers.min
 
 def main(words: Sequence[str]) -> int:
     """Prints the plan. Returns the exit status. Raises ConfigError, one line, for wrong words and wrong files."""
-    if {"--help", "-h"} & {*words}:
-        print(USAGE)
-        return 0
     files, given = read_words("kfuse plan", words, ("workers",))
     if len(files) != 1:
         raise ConfigError(f"{' '.join(['kfuse plan', *words])}: must be one file of jobs and workers=N")

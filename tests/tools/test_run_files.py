@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import kfuse as kf
-from kfuse.cli import cbs
 from kfuse.cli.app import main
-from kfuse.cli.branches import BranchError
-from kfuse.cli.run_files import read_config, read_metrics
 from kfuse.config.schema import ConfigError
 from kfuse.policies import SchedulePolicy
 from kfuse.policies.signals import OTHER_SIGNALS
 from kfuse.statistics.figures import METRICS
+from kfuse.tools.cbs import command as cbs
+from kfuse.tools.cbs.branches import BranchError
+from kfuse.tools.run_files import read_config, read_metrics
 
 PHASES = [{"step": 60, "batch_size": 16, "lr_scale": 0.7}, {"step": 90, "batch_size": 8}]
 CONFIG = [

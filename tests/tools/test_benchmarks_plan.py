@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfuse.plan.allocate import forecast
-from kfuse.plan.jobs import Option
+from kfuse.tools.plan.allocate import forecast
+from kfuse.tools.plan.jobs import Option
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals, checked_decision
-from kfuse.replay.steps import DecidedSettings, Gain, StepSource
+from kfuse.tools.replay.simulated import DecidedSettings, Gain, StepSource
 
 _AT_PRESENT = ("sync", "topology", "tree", "replace")
 """Fields of a decision that are not settings of a step, as `DecidedSettings` has them."""

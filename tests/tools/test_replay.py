@@ -35,10 +35,10 @@ from kfuse.cli.app import main
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
 from kfuse.policies.signals import DECISION_LAG, Bounds, Decision, Signals
-from kfuse.replay.events import began_at, decisions
-from kfuse.replay.recorded import Recorded, TradeOff, signals_of
-from kfuse.replay.run import run
-from kfuse.replay.steps import DecidedSettings, RecordedSteps, SimulatedSteps
+from kfuse.tools.replay.decisions import began_at, decisions
+from kfuse.tools.replay.recorded import Recorded, TradeOff, signals_of
+from kfuse.tools.replay.run import run
+from kfuse.tools.replay.simulated import DecidedSettings, RecordedSteps, SimulatedSteps
 
 BOUNDS = Bounds(8, 1024, 1, 8)
 MICRO = 8
@@ -574,7 +574,7 @@ class Deciding(BasePolicy):
 def test_without_matplotlib_there_is_no_plot_and_it_is_said(
     recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kfuse.cli.replay_request.find_spec", lambda name: None)
+    monkeypatch.setattr("kfuse.tools.replay.request.find_spec", lambda name: None)
     assert replay(monkeypatch, recorded, "policy=none") == 0
     assert "no plot is drawn, which needs matplotlib" in capsys.readouterr().out
     assert replay(monkeypatch, recorded, "policy=none", "plot=x.png") == 2

@@ -21,7 +21,6 @@ from rich.console import Console
 from kfuse import interrupt
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, steps_in
 from kfuse.cli.run import supervise
-from kfuse.cli.run_files import config_path, read_config, read_metrics
 from kfuse.config import instantiate
 from kfuse.config.check import validate
 from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
@@ -31,7 +30,8 @@ from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.whole_file import write_whole
-from kfuse.statistics.critical_batch import Plan, Trace
+from kfuse.tools.cbs.estimate import Plan, Trace
+from kfuse.tools.run_files import config_path, read_config, read_metrics
 from kfuse.train.lr_schedule import BatchChange, LRSchedule, Scaling, gain
 from kfuse.train.state import with_settings
 

@@ -18,7 +18,7 @@ from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.optim.batch_betas import Betas
 from kfuse.policies.signals import BATCH_MAX, BasePolicy, Decision, Signals
 from kfuse.session import current
-from kfuse.statistics.critical_batch import (
+from kfuse.tools.cbs.estimate import (
     FACTORS,
     REPETITIONS,
     TOLERANCE,

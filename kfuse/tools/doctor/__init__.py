@@ -1,0 +1,1 @@
+"""`kfuse doctor`: whether this machine can run kfuse."""
