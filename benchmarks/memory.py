@@ -122,7 +122,6 @@ def reproducible(workers: int, total: int) -> dict[str, Any]:
         "load": max(map(len, ranges)) * workers / total,
         "equal_load": max(map(len, equal)) * workers / total,
         "equal_formula": bytes_a_parameter(equal),
-        "on_host_formula": bytes_a_parameter(ranges, on_host=True),
     }
 
 
@@ -149,13 +148,13 @@ def report(plain: Sequence[dict[str, Any]], ordered: Sequence[dict[str, Any]]) -
         [
             *(row["workers"], row["micro_batches"], f"{row['counted']:.1f}", row["bound"]),
             *(f"{row['load']:.2f}", f"{row['equal_load']:.2f}"),
-            *(f"{row['equal_formula']:.1f}", f"{row['on_host_formula']:.1f}"),
+            f"{row['equal_formula']:.1f}",
         ]
         for row in ordered
     ]
     headings = (
         *("n", "M", "bytes", "bound", "largest share / mean"),
-        *("with equal ranges", "bytes with equal ranges", "bytes with slots_on_host"),
+        *("with equal ranges", "bytes with equal ranges"),
     )
     return f"{table(('n', *WITHOUT_ORDER), first)}\n\n{table(headings, second)}"
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfuse.comm import devices
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.kernels import PackTable, pack
 
@@ -118,7 +117,7 @@ class Bucket:
     orders: list[tuple[int, ...] | None]
     """Each parameter's `memory_order`, as the layout has it."""
     sum: Tensor
-    """fp32 [body + tail], slot 0; where the slots are to outlive the reduction (`keeps`), a buffer of its own."""
+    """fp32 [body + tail], slot 0."""
     mean: Tensor
     """fp32 [body], `sum` without the tail: after the reduction, the mean gradient."""
     visible: Tensor
@@ -148,14 +147,12 @@ class Bucket:
         tensors: Sequence[Tensor],
         name: str,
         sharded: bool = False,
-        keeps: bool = False,
     ) -> None:
         """`tensors`: all tensors that the layout's indices refer to. There is no tail until `renew` gives one.
 
-        sharded: of the mean gradient only this worker's shard is computed. keeps: the reduction does not write to the
-        slots.
+        sharded: of the mean gradient only this worker's shard is computed.
         """
-        self.index, self.layout, self.name, self.sharded, self.keeps = index, layout, name, sharded, keeps
+        self.index, self.layout, self.name, self.sharded = index, layout, name, sharded
         mine = [tensors[i] for i in layout.params]
         self.device = mine[0].device if mine else torch.device("cpu")
         self.shapes = [t.shape for t in mine]
@@ -178,9 +175,8 @@ class Bucket:
         """
         self.tail = self.tail if tail is None else tail
         self._new_slot = new_slot
-        self._on_host: list[Tensor] = []
         self.slots: list[Tensor] = []
-        self.sum = torch.zeros(self.body + self.tail, device=self.device) if self.keeps else self.slot(0)
+        self.sum = self.slot(0)
         self.mean = self.sum[: self.body]
         self.assign(self.shard, self.mirrored)
         self.visible = self.mean
@@ -268,19 +264,9 @@ class Bucket:
         self.missing = len(self.shapes)
         self.packed = self.added_to = False
 
-    def save(self, leaf: LeafStep) -> None:
-        """Before the leaf is written: copies each partial sum whose slot it overwrites to the host. Does not wait."""
-        for slot, place in leaf.saves:
-            while len(self._on_host) <= place:
-                pinned = devices.of(self.device).pinned((self.body + self.tail,), torch.float32)
-                self._on_host.append(pinned)
-            self._on_host[place].copy_(self.slot(slot), non_blocking=True)
-
     def merge(self, leaf: LeafStep) -> None:
-        """After the leaf was written: adds up partial sums, older ones with what the host has of them."""
-        for k, (destination, source) in enumerate(leaf.merges):
-            if leaf.loads and (place := leaf.loads[k]) is not None:
-                self.slot(destination).copy_(self._on_host[place], non_blocking=True)
+        """After the leaf was written: adds up partial sums."""
+        for destination, source in leaf.merges:
             self.slot(destination).add_(self.slot(source))
 
 
@@ -289,11 +275,10 @@ def make_buckets(
     params: Sequence[Tensor],
     others: Sequence[Tensor] | None,
     sharded: bool = False,
-    keeps: bool = False,
 ) -> list[Bucket]:
     """A bucket for each layout of `params`, and where `others` are given (perhaps none) a last one for them.
 
-    sharded, keeps: see `Bucket`; the last one is never sharded.
+    sharded: see `Bucket`; the last one is never sharded.
     """
     pairs = [(layout, params, sharded) for layout in layouts]
     if others is not None or not layouts:
@@ -302,7 +287,7 @@ def make_buckets(
         pairs.append((apart[0] if apart else BucketLayout((), (), 0), others, False))
     names = [f"bucket {i + 1} of {len(pairs)}" for i in range(len(pairs))]
     return [
-        Bucket(i, layout, tensors, name, of_shards, keeps)
+        Bucket(i, layout, tensors, name, of_shards)
         for i, ((layout, tensors, of_shards), name) in enumerate(zip(pairs, names, strict=True))
     ]
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from kfuse.comm.schedule import FORWARD, GRADIENT, SHARD, Op, Program
+from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
 from kfuse.comm.topology import chunks, depths
 from kfuse.comm.transports import PROPERTIES
 
@@ -81,8 +81,6 @@ class Job:
     """Bytes an element in messages of gradients."""
     backward_s: float = 0.0
     """Seconds of the step's last backward, during which buckets become complete: each after its share of them."""
-    forward_s: float = 0.0
-    """Seconds of the next forward, which needs the buckets in the opposite order, for programs that overlap with it."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class Price:
 
     lines: tuple[Line, ...]
     seconds: float
-    """From the end of backward, as it would be without kfuse, to the end of the update; a program that overlaps with
-    the next forward: by how much that ends later."""
+    """From the end of backward, as it would be without kfuse, to the end of the update."""
     exposed_s: float
     """The part of `seconds` that is not the worker's own memory work: communication that nothing hides."""
 
@@ -195,7 +192,7 @@ def price(program: Program, job: Job, costs: Costs) -> Price:
     rows = [[_line(op, elements, job, costs, copies) for op in program.ops] for elements in job.buckets]
     lines = tuple(_sum([row[k] for row in rows]) for k in range(len(program.ops)))
     work = costs.gamma * sum(line.memory_bytes for line in lines)
-    seconds = _finish(rows, job) - job.backward_s - (job.forward_s if _in_forward(program) else 0.0)
+    seconds = _finish(rows, job) - job.backward_s
     return Price(lines, seconds, max(0.0, seconds - work))
 
 
@@ -209,21 +206,17 @@ def _sum(lines: Sequence[Line]) -> Line:
     )
 
 
-def _in_forward(program: Program) -> bool:
-    return any(op.what == FORWARD for op in program.ops)
-
-
 def _finish(rows: Sequence[Sequence[Line]], job: Job) -> float:
     """When the last bucket has gone through all of its operations, counted from the start of backward.
 
     Each stream does one operation at a time, the first that is ready. A bucket's operations follow one another. Behind
     the program's barrier nothing begins until all buckets have come there; then the last one goes first, which the next
-    forward needs first. Where parameters are waited for in that forward: when it ends.
+    forward needs first.
     """
     ops = [line.op for line in rows[0]]
     whole, free = max(1, sum(job.buckets)), dict.fromkeys((op.stream for op in ops), 0.0)
     barrier = [op.kind for op in ops].index("barrier")
-    at, updated, arrived = 0.0, 0.0, [0.0] * len(rows)
+    at = 0.0
     for first, last, sign in ((0, barrier, 1), (barrier, len(ops), -1)):
         ready = [(at, sign * bucket, first) for bucket in range(len(rows))]
         heapq.heapify(ready)
@@ -235,14 +228,9 @@ def _finish(rows: Sequence[Sequence[Line]], job: Job) -> float:
                 seconds += job.backward_s * job.buckets[bucket] / whole
             if seconds:
                 free[ops[k].stream] = since = max(since, free[ops[k].stream]) + seconds
-            at, arrived[bucket] = max(at, since), since
-            updated = max(updated, since) if ops[k].kind == "update" else updated
+            at = max(at, since)
             if k + 1 < last:
                 heapq.heappush(ready, (since, place, k + 1))
-    if ops[-1].what == FORWARD:
-        at = updated
-        for bucket in reversed(range(len(rows))):
-            at = max(at, arrived[bucket]) + job.forward_s * job.buckets[bucket] / whole
     return at
 
 

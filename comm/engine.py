@@ -30,19 +30,15 @@ if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
 _LOG = logging.getLogger("kfuse")
 
 
-def make_programs(
-    options: CommOptions, name: str, adds_up: bool, mirrors: bool, overlaps: bool
-) -> tuple[Program, Program]:
+def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool) -> tuple[Program, Program]:
     """What a step does with a bucket of gradients, and with a last bucket that has none: buffers and the tail.
 
     name: of the transport. adds_up: see `Group.adds_up`. mirrors: with sharded state, the next worker gets each
-    worker's shard of the mean gradient too. overlaps: the parameters are shared while the next forward runs.
-    Raises ValueError unless both are valid.
+    worker's shard of the mean gradient too. Raises ValueError unless both are valid.
     """
     running = transports.resolve(name, adds_up, options.dtype)
     program = transports.program(running, options.sharded, options.dtype)
     program = schedule.mirror(program) if mirrors and options.sharded else program
-    program = schedule.overlap(program) if overlaps else program
     apart = transports.program_apart(running, options.reproducible)
     for each in (program, apart):
         schedule.validate(each)
@@ -95,12 +91,10 @@ class Engine(Steps):
         """MiB of fp32 gradients in a bucket, at most."""
         self._layouts = self._plan(self.bucket_mb)
         self._build()
-        self._overlaps = False
         self.set_group(group)
 
     def track_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples."""
-        self.settle_parameters()
         self.averaged = AveragedBuffers(buffers)
         self._build()
         self.set_group(self.group)
@@ -117,9 +111,7 @@ class Engine(Steps):
         self.close()
         buffers = self.averaged.tensors
         apart = self.options.has_bucket_apart(buffers)
-        others, sharded, keeps = buffers if apart else None, self.options.sharded, self.options.keep_sums
-        self.buckets = make_buckets(self._layouts, self.params, others, sharded, keeps)
-        self.kept_sums = None
+        self.buckets = make_buckets(self._layouts, self.params, buffers if apart else None, self.options.sharded)
         before: list[Bucket] = getattr(self, "gradient_buckets", [])
         self.gradient_buckets = self.buckets[: len(self._layouts)]
         for bucket, old in zip(self.gradient_buckets, before, strict=False):  # what the optimizer has set
@@ -144,7 +136,6 @@ class Engine(Steps):
 
     def set_group(self, group: Group) -> None:
         """Between steps: goes on with other workers. Raises ValueError if devices differ."""
-        self.settle_parameters()
         if group.size > 1 and devices.of(group.device).name != self.device:
             raise ValueError(f"parameters lie on {self.device}, this worker's device is {group.device}: move the model")
         before, self.group = self.group, group.lane(self.lane)
@@ -160,8 +151,7 @@ class Engine(Steps):
         names = dict.fromkeys(program.transport for program in programs)
         others = transports.allowed(options.reproducible, options.sharded)
         made = {name: transports.make(name, self.group, tree, unit, others) for name in names}
-        on_host = options.slots_on_host and devices.of(self.device).asynchronous
-        self._reduction = Reduction(self.buckets, self.group, made, programs, options.dtype, on_host)
+        self._reduction = Reduction(self.buckets, self.group, made, programs, options.dtype)
         self.measurement.set_group(group.rank, group.size)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
@@ -172,7 +162,7 @@ class Engine(Steps):
     def _programs(self) -> list[Program]:
         """Of each bucket, in this group."""
         name, adds_up = self.transport_name, self.group.adds_up
-        program, apart = make_programs(self.options, name, adds_up, self.mirrors, self._overlaps)
+        program, apart = make_programs(self.options, name, adds_up, self.mirrors)
         count = len(self.gradient_buckets)
         return [program] * count + [apart] * (len(self.buckets) - count)
 
@@ -185,18 +175,6 @@ class Engine(Steps):
     def bf16_sums(self) -> bool:
         """Whether bf16 messages are added up in bf16, by the library or the transport."""
         return self.options.dtype == "bf16" and not self._reduction.programs[0].has("reduce")
-
-    def overlap(self, wanted: bool) -> None:
-        """Between steps: whether parameters are shared while the next forward runs, with `comm.overlap_share`.
-
-        Only a caller may want it that has no parameter read but from Python (see `arrival`), and that needs no whole
-        model after a worker is lost. On a GPU the forward begins behind the share: each stream that reads a parameter
-        would have to wait for it.
-        """
-        wanted = wanted and self.options.overlap_share and not devices.of(self.device).asynchronous
-        if wanted != self._overlaps:
-            self._overlaps = wanted
-            self._reduction.programs = self._programs()
 
     def _plan(self, bucket_mb: float) -> list[BucketLayout]:
         return plan_parameters(self.params, self._kinds, self.options.bucket_elements(bucket_mb))

@@ -111,27 +111,6 @@ class Measurement:
             own |= {"announcement": now.plan.announcement, "times": now.plan.times, "fisher": now.plan.fisher}
         return own
 
-    def go_on(
-        self,
-        bucket: Bucket,
-        sums: Sequence[Tensor],
-        before: Tail,
-        now: StepState,
-        first_slot: int,
-        digest: Tensor | None,
-    ) -> None:
-        """Fills the last bucket's slots with sums from before a worker was lost: `Tail.go_on`. now.told is set.
-
-        sums: of each slot, with a tail of the layout `before`. first_slot: one that is contributed. digest: as for
-        `write`.
-        """
-        for k, old in enumerate(sums):
-            slot, tells = bucket.slot(k), k == first_slot
-            slot[: bucket.body].copy_(old[: bucket.body])
-            own = self._own(now, digest) if tells else {}
-            self.tail.go_on(slot[bucket.body :], before, old[bucket.body :], tells, **own)
-        now.told = True
-
     def write_digest(self, bucket: Bucket, digest: Tensor) -> None:
         """Writes the digest of the parameters to the last bucket's tail, which is zeros: of a worker that has no
         micro-batch in the step.

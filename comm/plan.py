@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kfuse.comm import transports
-from kfuse.comm.sum_tree import LeafStep, Node
+from kfuse.comm.sum_tree import LeafStep
 from kfuse.comm.sync import Sync
 from kfuse.comm.tail import NOTHING_ANNOUNCED, Announcement
 
@@ -39,11 +39,8 @@ class CommOptions:
     state: str = "replicated"  # or sharded: each worker has optimizer state for its shard of each bucket
     redundancy: str = "mirror"  # of sharded state in an elastic job: mirror | snapshot | none
     snapshot_every: int = 50  # steps between snapshots
-    overlap_share: bool = False  # with sharded state: kf.fit shares parameters during the next forward (`arrival`)
-    keep_sums: bool = False  # after a loss the others go on from their sums of the step; kf.fit and kf.DataLoader only
     bucket_mb: float | None = DEFAULT_BUCKET_MB  # MiB of fp32 gradients in a bucket, at most; None: as measured
     reproducible: bool = False  # the same bits for any number of workers
-    slots_on_host: bool = False  # reproducible sums on a GPU: older partial sums lie in pinned memory of the host
     tree: str = "binary"  # the shape of schedule `tree`, a name in kfuse.comm.transports.TREES
     sync: str = "ssgd"  # how the workers keep together: see kfuse.comm.sync; kf.fit and kf.DataLoader only
     outer_lr: float = 1.0  # with sync=local:N, of the step from the common model to the mean of the workers'
@@ -65,7 +62,7 @@ class CommOptions:
         A setting of the section `comm` that is no field here is read by others (`timeout_s`).
         """
         comm, names = config["comm"], {each.name for each in fields(cls)}
-        of_elastic = {name: config["elastic"][name] for name in ("redundancy", "snapshot_every", "keep_sums")}
+        of_elastic = {name: config["elastic"][name] for name in ("redundancy", "snapshot_every")}
         of_comm = {name: value for name, value in comm.items() if name in names}
         return cls(**{**of_comm, "schedule": comm["_target_"] or comm["schedule"], **of_elastic})
 
@@ -110,8 +107,6 @@ class CommOptions:
         The command line makes these options too, before a worker starts, and prints these messages. So none of them
         spells None, which is null there.
         """
-        if self.overlap_share and not self.sharded:
-            raise ValueError("comm.overlap_share=true: must be false with comm.state=replicated")
         self.transport()  # raises where there is none
         if self.reproducible and self.dtype != "fp32":
             raise ValueError(f"comm.dtype={self.dtype}: must be fp32 with comm.reproducible=true")
@@ -121,16 +116,6 @@ class CommOptions:
             raise ValueError(f"comm.sync={self.sync}: must be ssgd with comm.reproducible=true")
         if self.synchronisation.mode != "ssgd" and self.sharded:
             raise ValueError(f"comm.sync={self.sync}: must be ssgd with comm.state=sharded")
-        if self.keep_sums and self.sharded:
-            raise ValueError("elastic.keep_sums=true: must be false with comm.state=sharded")
-        if self.keep_sums and self.slots_on_host:
-            raise ValueError("elastic.keep_sums=true: must be false with comm.slots_on_host=true")
-        if self.keep_sums and self.schedule == "symmetric":  # the sums lie in the lost group's memory
-            raise ValueError("elastic.keep_sums=true: must be false with comm.schedule=symmetric")
-        if self.keep_sums and self.synchronisation.mode != "ssgd":
-            raise ValueError(f"elastic.keep_sums=true: must be false with comm.sync={self.sync}")
-        if self.slots_on_host and not self.reproducible:
-            raise ValueError("comm.slots_on_host=true: must be false with comm.reproducible=false")
         if self.audit_every is not None and not self.reproducible:
             raise ValueError(f"comm.reproducible=false: must be true with comm.audit_every={self.audit_every}")
         least, most = self.nccl_min_ctas, self.nccl_max_ctas
@@ -190,8 +175,8 @@ class StepPlan:
     """A step as its training loop knows it before the first forward: total samples, each worker's micro-batches."""
 
     samples: int
-    ranges: tuple[Sequence[int], ...]
-    """By rank, the micro-batches that the worker is to run: ascending, and as a rule a range."""
+    ranges: tuple[range, ...]
+    """By rank, the micro-batches that the worker is to run."""
     local: int | None = None
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
     announcement: Announcement = NOTHING_ANNOUNCED
@@ -206,18 +191,11 @@ class StepPlan:
     """Micro-batches weigh otherwise than by their samples; the sum of the weights is known once the step is reduced."""
     audited: int | None = None
     """The micro-batch of the step whose gradient's digest its worker takes (`AuditedGradient`); None: none."""
-    kept: tuple[tuple[int, ...], ...] = ()
-    """By rank, the micro-batches whose sum the worker has from before another one was lost; empty: none has any."""
 
     @property
     def micro_batches(self) -> int:
         """M, over all workers."""
-        return sum(map(len, self.ranges)) + sum(map(len, self.kept))
-
-    def summed(self, rank: int) -> tuple[int, ...]:
-        """The micro-batches whose sum the worker contributes, ascending."""
-        kept = self.kept[rank] if self.kept else ()
-        return tuple(sorted((*kept, *self.ranges[rank])))
+        return sum(map(len, self.ranges))
 
 
 @dataclass(frozen=True)
@@ -307,8 +285,6 @@ class StepState:
     plan: StepPlan | None = None
     leaves: Sequence[LeafStep] | None = None
     """With the canonical tree: how this worker sums its micro-batches."""
-    held: tuple[tuple[Node, int], ...] = ()
-    """With the canonical tree: the nodes that it has once all are summed, and the slot of each."""
     expected: int | None = None
     """Micro-batches that this worker has in the plan."""
     audited: int | None = None
@@ -322,8 +298,6 @@ class StepState:
     scale: float = 1.0
     done: int = 0
     """Micro-batches finished."""
-    goes_on: bool = False
-    """The slots have sums of this step from before a worker was lost: `done` does not count them."""
     told: bool = False
     """The tail has what only this rank writes, and the announcement."""
     weight: float = 0.0
@@ -355,7 +329,7 @@ class StepState:
         if self.expected is not None and self.done >= self.expected:
             raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: one more was begun")
         self.current = micro_batch
-        self.leaf = self.leaves[self.done] if self.leaves is not None else ADD if self.done or self.goes_on else WRITE
+        self.leaf = self.leaves[self.done] if self.leaves is not None else ADD if self.done else WRITE
         if self.implicit:
             self.scale = 1.0 / size
         elif self.plan is not None and self.weights_are_known:
@@ -367,7 +341,7 @@ class StepState:
         """The current micro-batch has all of its gradients. Raises RuntimeError if the plan has more than were run."""
         assert self.current is not None
         self.weight += self.current.weight
-        self.unused = self.unused & self.missed if self.done or self.goes_on else self.missed
+        self.unused = self.unused & self.missed if self.done else self.missed
         self.missed = set()
         self.done += 1
         self.closed = last

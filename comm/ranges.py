@@ -45,12 +45,9 @@ def bound(total: int, workers: int) -> int:
     return 28 if total <= 4 * workers else 22 + 4 * (largest - 1).bit_length()
 
 
-def bytes_a_parameter(ranges: Sequence[range], on_host: bool = False) -> float:
-    """What the worker with the most slots holds, by the formula above. ranges: of all workers, in rank order.
-
-    on_host: with `comm.slots_on_host`; the bytes are the GPU's.
-    """
-    plans = [plan_range(r.start, len(r), ranges[-1].stop, on_host) for r in ranges]
+def bytes_a_parameter(ranges: Sequence[range]) -> float:
+    """What the worker with the most slots holds, by the formula above. ranges: of all workers, in rank order."""
+    plans = [plan_range(r.start, len(r), ranges[-1].stop) for r in ranges]
     received = sum(len(plan.pieces) for plan in plans) / len(plans) if len(plans) > 1 else 0.0
     return 12 + 4 * max(plan.slots for plan in plans) + 4 * received
 

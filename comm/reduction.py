@@ -22,8 +22,8 @@ from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import CommError, Group, Pending
 from kfuse.comm.measurement import Measured
 from kfuse.comm.plan import StepPlan
-from kfuse.comm.schedule import FORWARD, GRADIENT, SHARD, Op, Program
-from kfuse.comm.sum_tree import Node, RangePlan, pieces_of, plan_leaves, plan_merges, plan_range
+from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
+from kfuse.comm.sum_tree import RangePlan, plan_merges, plan_range
 from kfuse.comm.transports import BringsContributions, HoldsSlots, Transport
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks
 
@@ -64,7 +64,7 @@ class Reduction:
     """
 
     programs: Sequence[Program]
-    """Of each bucket. Between steps they may be exchanged for equivalent ones."""
+    """Of each bucket."""
     measured: dict[int, Measured]
     """Of each bucket whose shard was measured as it was added up in this step, by index."""
 
@@ -75,13 +75,11 @@ class Reduction:
         transports: Mapping[str, Transport],
         programs: Sequence[Program],
         dtype: str,
-        on_host: bool,
     ) -> None:
         """transports: by the names that the programs use. programs: of each bucket. dtype: of gradients in messages,
-        fp32 or bf16; the last bucket, with the tail, is always sent in fp32. on_host: older partial sums of the
-        canonical tree lie on the host.
+        fp32 or bf16; the last bucket, with the tail, is always sent in fp32.
         """
-        self._buckets, self._group, self._on_host = buckets, group, on_host
+        self._buckets, self._group = buckets, group
         self._transports = list(transports.values())
         self._transport_of = [transports[program.transport] for program in programs]
         self.programs = programs
@@ -93,7 +91,7 @@ class Reduction:
         on_shards = any(program.ops[program.index("exchange")].place == SHARD for program in programs)
         self._polls = on_shards and group.size > 1 and not self._device.asynchronous
         self._canonical, self._step = True, 0
-        self._places: tuple[int, ...] = (0,)  # the slots that are contributed
+        self._places = range(1)  # the slots that are contributed
         self._measures: list[Measured] = []  # of each bucket, used again in each step
         for bucket, program in zip(buckets, programs, strict=True):
             shards = group.shards(bucket.body, self._unit)
@@ -115,29 +113,21 @@ class Reduction:
                 pairs = zip(self._buckets, self._transport_of, strict=True)
                 transport.hold([bucket for bucket, of_bucket in pairs if of_bucket is transport])
 
-    def plan(self, plan: StepPlan, held: Sequence[tuple[Node, int]] = ()) -> RangePlan:
-        """Prepares a step whose sums follow the canonical tree. Returns how this worker sums its micro-batches.
-
-        held: what it has of them already, each a node and its slot.
-        """
-        total, mine = plan.micro_batches, plan.ranges[self._group.rank]
-        if not plan.kept:
-            ranges = cast(Sequence[range], plan.ranges)
-            pieces = [plan_range(r.start, len(r), total).pieces for r in ranges]
-            own = plan_range(ranges[self._group.rank].start, len(mine), total, self._on_host)
-        else:
-            pieces = [pieces_of(plan.summed(rank), total) for rank in range(self._group.size)]
-            own = plan_leaves(mine, total, held)
-        nodes = [node for of_rank in pieces for node in of_rank]
+    def plan(self, plan: StepPlan) -> RangePlan:
+        """Prepares a step whose sums follow the canonical tree. Returns how this worker sums its micro-batches."""
+        total = plan.micro_batches
+        plans = [plan_range(r.start, len(r), total) for r in plan.ranges]
+        own = plans[self._group.rank]
+        nodes = [node for of_rank in plans for node in of_rank.pieces]
         for transport in self._transports:
-            transport.plan([len(of_rank) for of_rank in pieces], plan_merges(nodes, total))
-        self._canonical, self._places = True, own.places
+            transport.plan([len(of_rank.pieces) for of_rank in plans], plan_merges(nodes, total))
+        self._canonical, self._places = True, range(len(own.pieces))
         return own
 
     def reset(self) -> None:
         """Prepares a step without a plan: one contribution from each worker, added up in rank order."""
         self._complete, self.measured = [False] * len(self._buckets), {}
-        self._places = (0,)
+        self._places = range(1)
         self._failed: CommError | None = None
         self._runs: list[_Run] = []  # of the buckets that were launched, in that order
         if self._canonical:
@@ -257,15 +247,12 @@ class Reduction:
 
     # -- the update -----------------------------------------------------------------------------------------------
 
-    def update(
-        self, buckets: Sequence[Bucket], update: Callable[[Bucket], None], later: Callable[[Bucket, Pending], None]
-    ) -> None:
+    def update(self, buckets: Sequence[Bucket], update: Callable[[Bucket], None]) -> None:
         """Runs the programs of the buckets that hold gradients to their end.
 
         update: changes the parameters of a bucket, or of this worker's shard of it. Buckets come in the order in which
         the next forward reads them: the last one has the first layers.
-        later: is given the shares whose program has the next forward wait; when all others are here, for work on the
-        current stream, this method returns. Raises CommError.
+        When all shares are here, for work on the current stream, this method returns. Raises CommError.
         """
         runs: list[_Run] = []
         failed: CommError | None = None
@@ -281,11 +268,7 @@ class Reduction:
         if failed is not None:
             raise failed
         for run in runs:
-            assert run.shared is not None
-            if run.next.what == FORWARD:
-                later(run.bucket, run.shared)
-            else:
-                self._do(run)
+            self._do(run)
 
     def _do(self, run: _Run) -> None:
         """Runs the next operation on a bucket."""
@@ -359,16 +342,10 @@ class Reduction:
         return self._group.size > 1 and (bucket is self._buckets[-1] or not local)
 
     def _outgoing(self, bucket: Bucket, local: bool) -> list[Tensor]:
-        """What an exchange sends, or the sum where nothing travels.
-
-        Where sums are kept it is not one of the slots if the exchange may write to it.
-        """
+        """What an exchange sends, or the sum where nothing travels."""
         slots = [bucket.slot(k) for k in self._places] or [bucket.slot(0)]
-        travels, program = self._travels(bucket, local), self.programs[bucket.index]
-        if bucket.index in self._wire and travels and not local:
+        if bucket.index in self._wire and self._travels(bucket, local) and not local:
             if self._wire[bucket.index].shape != slots[0].shape:
                 self._wire[bucket.index] = torch.empty_like(slots[0], dtype=torch.bfloat16)
             return [self._wire[bucket.index].copy_(slots[0])]
-        if bucket.keeps and (local or not travels or not program.has("reduce")):
-            slots = [bucket.sum.copy_(slots[0]), *(slot.clone() for slot in slots[1:])]
         return [slot[bucket.body :] for slot in slots] if local else slots

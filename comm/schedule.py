@@ -25,9 +25,6 @@ PULLED = "symmetric"
 GRADIENT, PARAMETER = "gradient", "parameter"
 """What is shared."""
 
-FORWARD = "forward"
-"""When a wait ends: as the next forward first reads a parameter of the bucket."""
-
 
 @dataclass(frozen=True)
 class Op:
@@ -45,7 +42,7 @@ class Op:
     place: str = ALL
     """What it leaves, works on or waits for."""
     what: str = ""
-    """exchange: the transport's name. share: gradient | parameter. wait: "forward", or empty: at once."""
+    """exchange: the transport's name. share: gradient | parameter."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -173,8 +170,6 @@ def _exchange(state: _State, op: Op) -> str:
 def _wait(state: _State, op: Op) -> str:
     if state.under_way != op.place:
         return "no message under way brings that"
-    if op.what not in ("", FORWARD) or (op.what and state.brings != PARAMETER):
-        return "only parameters can be waited for in the next forward"
     if state.brings == "contributions":
         state.contributions = True
         state.gradient = SHARD  # where the transport adds up itself: a reduce that follows does so here
@@ -304,13 +299,6 @@ def fuse(program: Program) -> Program:
     if ops[at].place != ops[at + 1].place:
         raise ValueError(f"fuse: reduce and measure must be of one place: {program}")
     return Program((*ops[:at], Op("reduce+measure", ops[at].place), *ops[at + 2 :]))
-
-
-def overlap(program: Program) -> Program:
-    """The parameters are shared while the next forward runs, which waits for a bucket as it first reads it."""
-    if not program.ops or program.ops[-1].kind != "wait" or program.ops[-2] != Op("share", ALL, PARAMETER):
-        raise ValueError(f"overlap: the program must end with the share of the parameters, and its wait: {program}")
-    return Program((*program.ops[:-1], replace(program.ops[-1], what=FORWARD)))
 
 
 def mirror(program: Program) -> Program:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from kfuse.comm import devices, gradients
 from kfuse.comm.buckets import AveragedBuffers, Bucket
 from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_outer_backward
-from kfuse.comm.group import CommError, Group, Pending
+from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.plan import REMEDY, CommOptions, KeptStep, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
@@ -30,9 +30,7 @@ from kfuse.comm.tail import digest
 from kfuse.kernels import pack
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
-    from kfuse.comm.arrival import Arrival
     from kfuse.comm.audit import AuditedGradient
-    from kfuse.comm.kept_sums import KeptSums
 
 _LOG = logging.getLogger("kfuse")
 
@@ -76,8 +74,6 @@ class Steps:
         """The last step's result, until the optimizer takes it."""
         self.kept: KeptStep | None = None
         """With sharded state: the last step whose gradients were all reduced, until the next one is begun."""
-        self.kept_sums: KeptSums | None = None
-        """This worker's sums of a step that was aborted, until the next one is begun."""
         self.superseded = False
         """A newer engine has taken over some of the parameters."""
         self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
@@ -88,33 +84,19 @@ class Steps:
         self.parts = 1
         """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
         self._new, self._warned, self._warned_of_skipping = True, False, False
-        self._arrivals: list[Arrival] = []
 
     # -- its micro-batches ----------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Announces the coming step. Without it each worker's micro-batches are counted as they come.
-
-        Raises RuntimeError where the plan counts on other sums than this worker has kept.
-        """
+        """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
         self.kept = None
         self.abort()
-        now, rank = self._now, self.group.rank
-        mine = plan.ranges[rank]
+        now, mine = self._now, plan.ranges[self.group.rank]
         now.plan, now.expected = plan, len(mine)
         if plan.audited is not None and plan.audited in mine:
             now.audited = mine.index(plan.audited)
-        sums: KeptSums | None = None
-        if plan.kept:
-            from kfuse.comm import kept_sums  # after a loss
-
-            sums = kept_sums.planned(self.kept_sums, self.step, plan, rank)
-        self.kept_sums = None
         if self.options.reproducible:
-            own = self._reduction.plan(plan, () if sums is None else sums.held)
-            now.leaves, now.held = own.steps, own.held
-        if sums is not None:
-            sums.go_on(now, self.buckets, self.measurement, self._digest())
+            now.leaves = self._reduction.plan(plan).steps
 
     def open_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
@@ -207,7 +189,6 @@ class Steps:
             now.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
         if now.done == now.audited:
             self.audited.take(bucket)
-        bucket.save(now.leaf)
         flat, sumsq = bucket.slot(now.leaf.slot), self.measurement.sumsq_of[bucket.index]
         pack(bucket.grads, flat, bucket.table, scale=now.scale, accumulate=now.leaf.accumulate, sumsq=sumsq)
         bucket.grads = []
@@ -229,7 +210,6 @@ class Steps:
         if now.plan is not None and self.params and len(now.missed) == len(self.params):
             self._warn_of_no_backward()
         if len(self.gradient_buckets) < len(self.buckets):
-            last.save(now.leaf)
             self.averaged.pack(last, now.leaf, now.scale / now.parts)
         self.measurement.write(last, now, None if now.told else self._digest())
         is_last = now.current.last
@@ -326,7 +306,7 @@ class Steps:
         if len(self.gradient_buckets) < len(self.buckets):
             self.averaged.apply(last.layout.params, kept.changes, kept.total_weight)
         unused = frozenset(now.unused)
-        idle, planned = now.done == 0 and not now.goes_on, now.plan is not None
+        idle, planned = now.done == 0, now.plan is not None
         kept.reduced = Reduced(record, kept.used, unused, now.implicit, now.is_local, planned, idle)
         self.reduced, self._gradients_set = kept.reduced, True
 
@@ -349,14 +329,13 @@ class Steps:
 
         Raises CommError.
         """
-        self.settle_parameters()
         kept = self.kept
         if kept is None:
-            self._reduction.update(self.gradient_buckets, update, self._arrive_later)
+            self._reduction.update(self.gradient_buckets, update)
             return
         try:
             if not kept.resumed:
-                self._reduction.update(self.gradient_buckets, update, self._arrive_later)
+                self._reduction.update(self.gradient_buckets, update)
             elif not kept.updated:
                 for bucket in self.gradient_buckets:
                     update(bucket)
@@ -365,42 +344,24 @@ class Steps:
             raise
         kept.updated = True
 
-    def _arrive_later(self, bucket: Bucket, share: Pending) -> None:
-        from kfuse.comm.arrival import wait_later
-
-        arrival = wait_later([self.params[i] for i in bucket.layout.params], share)
-        if arrival is not None:
-            self._arrivals.append(arrival)
-
-    def settle_parameters(self) -> None:
-        """Returns when all parameters are those of the last update. Who reads `params` need not call it, but who reads
-        their flat buffers, or changes the group. Raises CommError.
-        """
-        while self._arrivals:
-            self._arrivals.pop().wait()
-
     def share_sums(self, sums: Tensor, what: str) -> None:
         """As `Reduction.share_sums`, for the optimizer."""
         self._reduction.share_sums(sums, what)
 
     def _contribute_nothing(self) -> None:
-        """This worker has no micro-batch in this step, or none beyond those that it has kept the sums of.
-
-        Without any: zeros, where the transport takes one contribution from each.
-        """
+        """This worker has no micro-batch in this step: zeros, where the transport takes one contribution from each."""
         now = self._now
         self.measurement.own_part_ends()
         self.averaged.begin_step()
         now.closed = True
-        if not now.goes_on:
-            self.measurement.stopwatch.forget()
-            now.unused = set(range(len(self.params)))
-            if not self.options.reproducible:
-                for bucket in self.buckets:
-                    bucket.slot(0).zero_()
-                mine = self._digest()
-                if mine is not None:  # with reproducible sums there is no slot to write to
-                    self.measurement.write_digest(self.buckets[-1], mine)
+        self.measurement.stopwatch.forget()
+        now.unused = set(range(len(self.params)))
+        if not self.options.reproducible:
+            for bucket in self.buckets:
+                bucket.slot(0).zero_()
+            mine = self._digest()
+            if mine is not None:  # with reproducible sums there is no slot to write to
+                self.measurement.write_digest(self.buckets[-1], mine)
         self._reduction.launch(self.buckets, self.step, now.is_local)
 
     # -- where the step stands ------------------------------------------------------------------------------------
@@ -435,10 +396,7 @@ class Steps:
             self.abort()
 
     def abort(self) -> None:
-        """Drops the step under way, and unless it is `kept` its gradients. After a finished step: prepares the next.
-
-        With `elastic.keep_sums` this worker's own sums may go on to be used: `kept_sums`.
-        """
+        """Drops the step under way, and unless it is `kept` its gradients. After a finished step: prepares the next."""
         now = self._now
         self._streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
         if now.begun and not now.implicit:
@@ -446,10 +404,6 @@ class Steps:
         if now.current is not None and now.current.several_backwards:
             for param in self.params:
                 param.grad = None
-        if self.options.keep_sums and now.closed and self.group.size > 1:
-            from kfuse.comm import kept_sums  # after a loss
-
-            self.kept_sums = kept_sums.keep(self.step, now, self.group.rank, self.buckets, self.measurement)
         is_kept = self.kept is not None and self.kept.now is now
         if self._reduction.abandon(is_kept):
             self._broken = (

@@ -143,33 +143,6 @@ class Tail:
         self._write_own(values, announcement, times, seconds, vote)
         self._put(place, accumulate, values, weighted, samples, self._in_place(digest, fisher))
 
-    def go_on(
-        self,
-        place: Tensor,
-        before: Tail,
-        sums: Tensor,
-        own: bool,
-        *,
-        announcement: Announcement = NOTHING_ANNOUNCED,
-        times: tuple[float, float] = (0.0, 0.0),
-        fisher: Tensor | None = None,
-        seconds: float = 0.0,
-        vote: float = 0.0,
-        digest: Tensor | None = None,
-    ) -> None:
-        """Writes to `place` what `sums`, a tail of another group's layout `before`, says of micro-batches.
-
-        What ranks of that group wrote, its leader's own too, is left out. own: what is given is written here.
-        """
-        place.zero_()
-        of_micro_batches = self._slots + STEP_TIME
-        place[:of_micro_batches] = sums[:of_micro_batches]
-        place[self._figures :] = sums[before._figures :]
-        if own:
-            values = [0.0] * self.numel
-            self._write_own(values, announcement, times, seconds, vote)
-            self._put(place, True, values, {}, 0.0, self._in_place(digest, fisher))
-
     def _write_own(
         self,
         values: list[float],

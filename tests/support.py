@@ -43,7 +43,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "sync": ("ssgd", "local:N", "local:N with outer steps", "sma", "pair"),
     "state": ("replicated", "sharded"),
     "schedule": ("auto", "allreduce", "reduce_scatter", "all_to_all", "tree"),
-    "workers": ("fixed", "elastic, mirror", "elastic, snapshot", "elastic, none", "elastic, keep_sums"),
+    "workers": ("fixed", "elastic, mirror", "elastic, snapshot", "elastic, none"),
     "reproducible": ("no", "yes"),
     "precision": ("fp32", "autocast bf16", "bf16 parameters", "bf16 messages"),
     "clip": ("none", "clip_norm", "GradScaler"),
@@ -70,8 +70,7 @@ def overrides(case: Case) -> dict[str, Any]:
         "comm.schedule": case.schedule,
         "comm.reproducible": case.reproducible == "yes",
         "comm.dtype": "bf16" if case.precision == "bf16 messages" else "fp32",
-        "elastic.redundancy": "mirror" if case.workers in ("fixed", "elastic, keep_sums") else case.workers.split()[-1],
-        "elastic.keep_sums": case.workers == "elastic, keep_sums",
+        "elastic.redundancy": "mirror" if case.workers == "fixed" else case.workers.split()[-1],
         "train.precision": {"autocast bf16": "bf16", "bf16 parameters": "bf16-true"}.get(case.precision, "fp32"),
         "train.clip_norm": CLIP_NORM if case.clip == "clip_norm" else None,
     }

@@ -44,7 +44,7 @@ def general(message: str) -> str:
 
 _LOCAL = ("local:N", "local:N with outer steps", "sma")
 _APART = (*_LOCAL, "pair")
-_ELASTIC = ("elastic, mirror", "elastic, snapshot", "elastic, none", "elastic, keep_sums")
+_ELASTIC = ("elastic, mirror", "elastic, snapshot", "elastic, none")
 
 RULES = (
     Rule(
@@ -81,18 +81,6 @@ RULES = (
         "the first opt.step()",
         "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the rest. "
         "Use autocast with bfloat16, which needs no scaler, or a fixed number of workers (torchrun)",
-    ),
-    Rule(
-        {"sync": _APART, "workers": ("elastic, keep_sums",)},
-        "No sum over the workers is made again.",
-        "kf.CommOptions",
-        "elastic.keep_sums=...: must be false with comm.sync=...",
-    ),
-    Rule(
-        {"state": ("sharded",), "workers": ("elastic, keep_sums",)},
-        "No worker has a whole mean gradient.",
-        "kf.CommOptions",
-        "elastic.keep_sums=...: must be false with comm.state=sharded",
     ),
     Rule(
         {"state": ("sharded",), "schedule": ("allreduce", "tree")},
@@ -187,13 +175,6 @@ POLICY_RULES = (
         "policy._target_=...: it sets comm.sync=sma: must be ssgd with comm.reproducible=true",
     ),
     Rule(
-        {"policy": ("sync_switch",), "workers": ("elastic, keep_sums",)},
-        "It begins with sma: rule 6.",
-        _IN_LOOPS,
-        "SyncSwitchPolicy: it sets elastic.keep_sums=true: must be false with comm.sync=sma",
-        "policy._target_=...: it sets elastic.keep_sums=true: must be false with comm.sync=sma",
-    ),
-    Rule(
         {"betas": ("malladi", "marek"), "optimizer": ("sgd", "lamb", "torch")},
         "Only kfuse's AdamW takes other betas in each update.",
         _IN_LOOPS,
@@ -216,13 +197,6 @@ POLICY_RULES = (
         "batch.max=...: must be at most ... with lr.betas=malladi and batch.size=..., since 1 - k (1 - beta) would be "
         "negative beyond",
     ),
-    Rule(
-        {"micro_batches": ("grow",), "workers": ("elastic, keep_sums",)},
-        "A step that is made again, on fewer workers, may have others.",
-        _IN_LOOPS,
-        "elastic.keep_sums=true: must be false with max_micro_batch=...",
-        "elastic.keep_sums=true: must be false with batch.micro_max=...",
-    ),
 )
 
 
@@ -242,7 +216,7 @@ _SETTINGS = {
     "sync": "`comm.sync`; outer steps: `comm.outer_lr`, `comm.outer_momentum`",
     "state": "`comm.state`",
     "schedule": "`comm.schedule`",
-    "workers": "fixed: torchrun, one process. elastic: `kfuse`, `kfuse-run`; `elastic.redundancy`, `elastic.keep_sums`",
+    "workers": "fixed: torchrun, one process. elastic: `kfuse`, `kfuse-run`; `elastic.redundancy`",
     "reproducible": "`comm.reproducible`",
     "precision": "`train.precision=fp32`, `bf16`, `bf16-true`; bf16 messages: `comm.dtype=bf16`",
     "clip": "`train.clip_norm`. GradScaler: torch's, in a script's own loop",

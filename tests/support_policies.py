@@ -67,7 +67,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "change": ("at once", "warm-up"),
     "scheduler": ("none", "torch's"),
     **{name: support.AXES[name] for name in ("optimizer", "sync", "state", "schedule")},
-    "workers": ("fixed", "elastic, mirror", "elastic, keep_sums"),
+    "workers": ("fixed", "elastic, mirror"),
     "reproducible": ("no", "yes"),
     "precision": support.AXES["precision"],
     "clip": ("none", "clip_norm"),

@@ -23,7 +23,7 @@ from kfuse.comm import devices, transports
 from kfuse.comm.cost import PROBED, Costs, Job, Traffic, choose, exchange, fit, price, traffic, traffic_of_tree
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.probe import BUCKETS_MB, BUDGET_S, SMALL, Plan, choose_program
-from kfuse.comm.schedule import Op, Program, mirror, overlap
+from kfuse.comm.schedule import Op, Program, mirror
 from kfuse.comm.topology import chunks
 from kfuse.comm.transports.tree import parents
 from kfuse.session import current, reset
@@ -147,17 +147,6 @@ def test_sums_are_added_up_beside_the_messages_of_other_buckets() -> None:
     assert by_kind["reduce"] == pytest.approx(2 * 6.0)
     # Packs of 8 s; each exchange under the next pack, or 1 s after it; then what is left of the chain of bucket 2.
     assert found.seconds == pytest.approx(2 * 8 + 1 + 6 + 1 + by_kind["measure"] + by_kind["update"])
-
-
-def test_the_next_forward_hides_shares_but_the_first_it_needs() -> None:
-    """Two buckets whose parameters take 1 s each to share; the forward needs the second bucket first."""
-    costs = Costs(dict.fromkeys(PROBED, 0.0), {"all_reduce": 0.0, "all_to_all": 0.0, "share": 0.5}, 0.0)
-    job = Job((1, 1), 2, forward_s=2.0)
-    plain = transports.program("all_to_all", sharded=True)
-    assert price(plain, job, costs).seconds == pytest.approx(2.0)
-    assert price(overlap(plain), job, costs).seconds == pytest.approx(1.0)
-    alone = replace(job, buckets=(2,))
-    assert price(overlap(plain), alone, costs).seconds == pytest.approx(2.0)
 
 
 @given(jobs(), fitted())

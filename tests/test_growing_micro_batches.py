@@ -114,8 +114,6 @@ def test_refused() -> None:
         trained(False, 20)
     with pytest.raises(ConfigError, match=r"^batch\.micro_max=20: must be a multiple of batch\.micro=8$"):
         compose(["batch.micro_max=20"])
-    with pytest.raises(ConfigError, match=r"^elastic\.keep_sums=true: must be false with batch\.micro_max=16$"):
-        compose(["batch.micro_max=16", "elastic.keep_sums=true"])
 
 
 TRAINING = words(

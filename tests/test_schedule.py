@@ -35,7 +35,6 @@ from kfuse.comm.schedule import (
     all_reduce,
     fuse,
     mirror,
-    overlap,
     reorder,
     split,
     validate,
@@ -50,8 +49,6 @@ PROGRAMS = {
     "sharded": reorder(SPLIT[False]),
     "sharded, reduced here": reorder(SPLIT[True]),
     "fused": fuse(reorder(SPLIT[True])),
-    "overlapped": overlap(reorder(SPLIT[False])),
-    "fused, overlapped": overlap(fuse(reorder(SPLIT[True]))),
     "mirrored": mirror(reorder(SPLIT[False])),
     "fused, mirrored": mirror(fuse(reorder(SPLIT[True]))),
 }
@@ -164,7 +161,7 @@ OPS = st.builds(
     Op,
     st.sampled_from([*KINDS, "reduce+measure"]),
     st.sampled_from([ALL, SHARD]),
-    st.sampled_from(["", GRADIENT, PARAMETER, "x", "forward"]),
+    st.sampled_from(["", GRADIENT, PARAMETER, "x"]),
 )
 
 
@@ -230,7 +227,6 @@ def test_no_operation_can_be_left_out_or_repeated(name: str) -> None:
         ((*PLAIN.ops, Op("update")), "must come once"),
         (PROGRAMS["sharded"].ops[:-2], "all parameters must be updated"),
         (PROGRAMS["sharded"].ops[:-1], "no message under way"),
-        ((*PLAIN.ops[:2], Op("wait", ALL, "forward")), "only parameters can be waited for in the next forward"),
         ((Op("pack"), Op("sort")), "'sort' is no operation"),
     ],
 )
@@ -251,9 +247,6 @@ def test_a_transformation_refuses_what_it_is_not_for() -> None:
     for program in (SPLIT[True], fuse(reorder(SPLIT[True]))):
         with pytest.raises(ValueError, match="fuse: a measure must follow the reduce"):
             fuse(program)
-    for program in (PLAIN, SPLIT[True], Program(())):
-        with pytest.raises(ValueError, match="overlap: the program must end with the share of the parameters"):
-            overlap(program)
     measures_more = Program((*SPLIT[True].ops[:3], Op("reduce", SHARD), Op("measure")))
     with pytest.raises(ValueError, match="reduce and measure must be of one place"):
         fuse(measures_more)
@@ -269,25 +262,23 @@ def test_the_programs_of_all_transports_are_valid(name: str, sharded: bool) -> N
     assert program.sharded == sharded
 
 
-def every_step() -> Iterator[tuple[kf.CommOptions, str, bool, bool, bool]]:
+def every_step() -> Iterator[tuple[kf.CommOptions, str, bool, bool]]:
     """All that the programs of a step depend on."""
     for state, dtype, reproducible in product(("replicated", "sharded"), ("fp32", "bf16"), (False, True)):
         for name in (*transports.allowed(reproducible, state == "sharded")[1:], "my.Transport"):
             with contextlib.suppress(ValueError):  # what does not go together
                 options = kf.CommOptions(name, state=state, dtype=dtype, reproducible=reproducible)
-                for adds_up, mirrors, overlaps in product((False, True), repeat=3):
-                    if options.sharded or not overlaps:
-                        yield options, name, adds_up, mirrors, overlaps
+                for adds_up, mirrors in product((False, True), repeat=2):
+                    yield options, name, adds_up, mirrors
 
 
 def test_the_programs_of_a_step_are_right_with_all_options() -> None:
     found = {case: make_programs(*case) for case in every_step()}
     assert {program.transport for program, _ in found.values()} == {*transports.NAMES, "my.Transport"}
-    for (options, name, adds_up, mirrors, overlaps), (program, apart) in found.items():
+    for (options, name, adds_up, mirrors), (program, apart) in found.items():
         assert is_right(program, 3) and is_right(apart, 3)
         assert (program.sharded, apart.sharded) == (options.sharded, False)
         assert program.has("mirror") == (mirrors and options.sharded) and not apart.has("mirror")
-        assert (program.ops[-1].what == "forward") == overlaps
         if name == "reduce_scatter":
             librarys = adds_up and options.dtype == "fp32"
             assert program.transport == ("reduce_scatter" if librarys else "all_to_all")

@@ -117,10 +117,6 @@ def test_a_loop_over_kf_data_loader() -> None:
             "comm.schedule=tree: must be one of auto, all_to_all, reduce_scatter, symmetric with comm.state=sharded",
         ),
         ("comm.sync=local:4", "comm.sync=local:4: must be ssgd with comm.state=sharded"),
-        (
-            "comm.state=replicated comm.overlap_share=true",
-            "comm.overlap_share=true: must be false with comm.state=repl",
-        ),
         ("optimizer=torch", "must be kfuse.FusedAdamW, FusedSGD or FusedLAMB with comm.state=sharded"),
     ],
 )

@@ -109,7 +109,6 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
             "policy._target_=sync_policies.PairLater: it sets comm.sync=pair: must be one of ssgd, local:N, sma with "
             "launcher=torchrun",
         ),
-        ("launcher=torchrun elastic.keep_sums=true", "elastic.keep_sums=true: must be false with launcher=torchrun"),
         ("launcher=local", "must be launcher=torchrun"),
         ("-m launcher=torchrun seed=1,2", "-m: "),
     ],

@@ -118,8 +118,6 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
         CommOptions.configured(values)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if values["elastic"]["keep_sums"] and batch["micro_max"] is not None:
-        raise ConfigError(f"elastic.keep_sums=true: must be false with batch.micro_max={batch['micro_max']}")
 
 
 def _check_resume(resume: str) -> None:
@@ -169,10 +167,6 @@ def _check_launcher(launcher: Any, policy: Any, values: Mapping[str, Any]) -> No
             refusals.refuse_modes(policy, _refuse_pair, spelling)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-    if fixed is not None and values["elastic"]["keep_sums"]:
-        raise ConfigError(
-            "elastic.keep_sums=true: must be false with launcher=torchrun: there no step is made again after a loss"
-        )
     if 0 < gpus < count:
         raise ConfigError(
             f"workers.count={count}: must be at most {gpus}, the number of GPUs that this process sees, as each worker "

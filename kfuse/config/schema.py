@@ -156,11 +156,6 @@ class Comm:
         "sgd or lamb",
         choices=("replicated", "sharded"),
     )
-    overlap_share: bool = setting(
-        False,
-        "with comm.state=sharded and a fixed number of workers, on CPUs: parameters are shared during the next "
-        "forward; they must be read from Python only, not by TorchScript or a C++ extension",
-    )
     tree: str = setting("binary", "shape of comm.schedule=tree", choices=("binary", "star", "host", "latency"))
     sync: str = setting(
         "ssgd",
@@ -190,9 +185,6 @@ class Comm:
         above=0,
     )
     reproducible: bool = setting(False, "the same bits for any number of workers")
-    slots_on_host: bool = setting(
-        False, "with comm.reproducible=true on GPUs: older partial sums of gradients lie in the host's memory"
-    )
     check_every: int | None = setting(100, "steps between comparisons of all workers' parameters; null: never", least=1)
     audit_every: int | None = setting(
         None,
@@ -243,11 +235,6 @@ class Elastic:
     )
     snapshot_every: int = setting(
         50, "steps between snapshots in the workers' memory, with elastic.redundancy=snapshot", least=1
-    )
-    keep_sums: bool = setting(
-        False,
-        "after a loss each worker keeps its own sums of the step, and only the lost worker's micro-batches are run "
-        "again; needs 4 bytes a parameter",
     )
     max_failures: int = setting(5, "workers lost with no step completed in between, after which the job ends", least=1)
 

@@ -154,8 +154,7 @@ class Feeder(Fetcher):
     def expect(self, plan: TaskPlan) -> None:
         """A step begins. Where its tasks are not those that were predicted, the prediction starts anew."""
         first = next(plan.tasks(), None)
-        is_other = plan != self._plan or plan.first is not None
-        if is_other or first != (self._order[0] if self._order else None):
+        if plan != self._plan or first != (self._order[0] if self._order else None):
             self._plan, self._coming = plan, plan.tasks()
             before, self._order = set(self._order), deque()
             self._drop(before.difference(self._predicted()))

@@ -52,8 +52,6 @@ class TaskPlan:
     epoch: int = field(compare=False)
     """The position from which on it is asked for. Two plans that differ in nothing else are equal."""
     cursor: int = field(compare=False)
-    first: tuple[Task, ...] | None = field(default=None, compare=False)
-    """The tasks of the first step, where they are others than in all further steps."""
 
     def tasks(self) -> Iterator[Task]:
         """The worker's micro-batches from this position on, in the order of their use, across epochs.
@@ -61,13 +59,10 @@ class TaskPlan:
         Ends after `_IDLE_STEPS` steps without one for this worker.
         """
         epoch, cursor, idle, end = self.epoch, self.cursor, 0, self.samples or sys.maxsize
-        first = self.first
         while (self.epochs is None or epoch < self.epochs) and idle < _IDLE_STEPS:
             sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch)
             mine = worker_range(len(sizes), self.workers, self.rank, self.shares, self.aligned)
             tasks = [Task(epoch, cursor + j * self.micro_batch, sizes[j]) for j in mine]
-            if first is not None:
-                tasks, first = list(first), None
             yield from tasks
             idle = 0 if tasks else idle + 1
             cursor += sum(sizes)

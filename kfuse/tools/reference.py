@@ -68,10 +68,6 @@ EVENTS = {
         "Parts of the sharded optimizer state were lost with their workers: training goes on from an earlier step",
         "to (snapshot or checkpoint), steps (that are made again), why",
     ),
-    "kept_sums": (
-        "A step is made again after a loss, and its workers kept their own sums (`elastic.keep_sums`)",
-        "kept, run_again (micro-batches)",
-    ),
     "failure": ("A worker is lost; or, with why, the job has failed", "worker, pid, rank, how; why"),
     "loader_lost": ("A loader process of a worker has ended unexpectedly", "worker, pid (the loader's), how"),
     "checkpoint": ("A checkpoint is written", "path, bytes, wall_s (of writing), snapshot_s (of the training loop)"),

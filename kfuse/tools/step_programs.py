@@ -36,7 +36,6 @@ def main(config: dict[str, Any]) -> int:
     from rich.console import Console
 
     from kfuse.comm import devices
-    from kfuse.comm.arrival import reads_are_noticed
     from kfuse.comm.cost import Costs, Job, choose, price
     from kfuse.comm.engine import make_programs
     from kfuse.comm.plan import CommOptions
@@ -71,10 +70,9 @@ def main(config: dict[str, Any]) -> int:
     last = replace(job, buckets=(_elements_apart(model, options, workers),), wire_bytes=4)
     elastic = instantiate.locate(config["launcher"]["_target_"]) is not TorchrunLauncher
     mirrors = elastic and options.redundancy == "mirror"
-    overlaps = options.overlap_share and not elastic and not gpus and reads_are_noticed(model)
     prices: dict[str, list[Price]] = {}
     for name in (*candidates, *further):
-        program, apart = make_programs(options, name, gpus > 0, mirrors, overlaps)
+        program, apart = make_programs(options, name, gpus > 0, mirrors)
         prices[name] = [price(program, job, costs)]
         if sum(last.buckets):
             prices[name].append(price(_up_to_barrier(apart), last, costs))

@@ -26,7 +26,6 @@ from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.optim.flat import FlatOptimizer
 from kfuse.optim.sharding import ShardsLost
 from kfuse.session import Session
-from kfuse.train import kept_sums
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
 from kfuse.train.progress import Progress, Stage
@@ -75,8 +74,6 @@ class Recovery:
         self._members: list[int] = []
         """The numbers of the workers that had the newest view in which all had the state, in rank order."""
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
-        self.kept_sums: kept_sums.Kept = ()
-        """Of the step that comes, in a new view; the training takes them."""
         self._joined = self._has_state = False
         self._lost: tuple[int, str] | None = None
         """(step, reason) of the last loss of parts of sharded optimizer state; None once training goes on."""
@@ -201,7 +198,6 @@ class Recovery:
                 self._load_or_begin(restarted=view.reason != "start")
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
         newest = max(positions)
-        self.kept_sums = kept_sums.gather(self._opt.engine, group, newest, positions[group.rank])
         if min(positions) < newest:
             source = positions.index(newest)
             room = partial(self._make_room, begins=begins) if positions[group.rank] < newest else None

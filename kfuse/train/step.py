@@ -10,7 +10,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -45,32 +45,15 @@ class StepSamples:
     """Weights of the workers; None: all the same."""
     aligned: bool = False
     """Ranges are those for reproducible sums: see `worker_range`."""
-    kept: tuple[tuple[int, ...], ...] = ()
-    """By rank, the micro-batches whose sums the worker has from before another one was lost; empty: none has any."""
 
     @cached_property
     def sizes(self) -> list[int]:
         """Number of samples of each micro-batch of the step, over all workers."""
         return micro_batch_sizes(len(self.indices), self.micro_batch)
 
-    def range_of(self, rank: int) -> Sequence[int]:
-        """The micro-batches that worker `rank` is to run, as indices into `sizes`, ascending.
-
-        A range; where sums are kept a part of those that nobody has kept.
-        """
-        if not self.kept:
-            return worker_range(len(self.sizes), self.workers, rank, self.shares, self.aligned)
-        missing = sorted(set(range(len(self.sizes))).difference(*self.kept))
-        return tuple(missing[k] for k in worker_range(len(missing), self.workers, rank, self.shares))
-
-    def going_on(self, kept: tuple[tuple[int, ...], ...]) -> StepSamples:
-        """The same samples, where workers go on from the sums that they have kept. kept: as the attribute.
-
-        The leader must contribute a sum, as its announcement travels with it: where it would have none, nothing is
-        kept.
-        """
-        samples = replace(self, kept=kept)
-        return samples if kept[0] or samples.range_of(0) else self
+    def range_of(self, rank: int) -> range:
+        """The micro-batches that worker `rank` is to run, as indices into `sizes`."""
+        return worker_range(len(self.sizes), self.workers, rank, self.shares, self.aligned)
 
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
@@ -83,8 +66,7 @@ class StepSamples:
     def task_plan(self, rank: int, batch_size: int, length: int | None, epochs: int | None) -> TaskPlan:
         """What worker `rank` will fetch from this step on, with these settings. length: samples of an epoch."""
         settings = (length, epochs, batch_size, self.micro_batch, self.workers, rank, self.shares, self.aligned)
-        first = tuple(self.task(j) for j in self.range_of(rank)) if self.kept else None
-        return TaskPlan(*settings, self.epoch, self.cursor, first)
+        return TaskPlan(*settings, self.epoch, self.cursor)
 
     def plan(
         self,
@@ -102,7 +84,7 @@ class StepSamples:
         """
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
         local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, announcement, times, fisher, by_weight, audited, self.kept)
+        return StepPlan(len(self.indices), ranges, local, announcement, times, fisher, by_weight, audited)
 
     def plan_alone(self, rank: int, by_weight: bool) -> StepPlan:
         """The step's plan for an engine that has worker `rank` alone (pair averaging): its own micro-batches."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
-from kfuse.comm.arrival import reads_are_noticed
 from kfuse.comm.group import CommError
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
@@ -26,7 +25,7 @@ from kfuse.optim.consistency import parameter_layout
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
-from kfuse.train import kept_sums, running, user_stop
+from kfuse.train import running, user_stop
 from kfuse.train.decisions import Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
@@ -125,7 +124,6 @@ class Trainer:
             },
         )
         self._sampling = Sampling(self.session, settings, self.progress, self._sampler, opt.engine.options.reproducible)
-        kept_sums.refuse(self.session, settings)
         self._synchronisation = Synchronisation(self.session, opt, self.progress, self._new_pair)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
         self._calls = PolicyCalls(self.policy, on_error, self.session, self.progress, self._reporter)
@@ -168,7 +166,6 @@ class Trainer:
                 "samples of data": self._sampler.length,
                 "comm.audit_every": self.session.comm.audit_every,
                 "comm.state": self.session.comm.state,
-                "elastic.keep_sums": self.session.comm.keep_sums,
                 "types and memory layouts of parameters": parameter_layout(
                     p for group in opt.param_groups for p in group["params"]
                 ),
@@ -298,12 +295,10 @@ class Trainer:
             opt.statistics.begin_run()
             opt.engine.step = 0
             opt.loop_handles_lost_workers = self._user_loop and self.session.elastic
-            opt.engine.overlap(not self._user_loop and not self.session.elastic and reads_are_noticed(self.model))
             yield
         finally:
             self._synchronisation.close()
             opt.loop_handles_lost_workers = False
-            opt.engine.overlap(False)
             opt.statistics.end_run()
             opt.lr_factor = 1.0
             opt.set_batch_betas(None)
@@ -331,12 +326,6 @@ class Trainer:
         self._synchronisation.before_step()
         weigh = None if self._objective.weight_fn is None else self._objective.weight
         audited = None if self._audit is None else self._audit.before_step(samples)
-        kept, self._recovery.kept_sums = self._recovery.kept_sums, ()
-        if kept and audited is None:
-            samples = samples.going_on(kept)
-        if samples.kept:
-            count = sum(map(len, samples.kept))
-            self._reporter.event(at.step, "kept_sums", kept=count, run_again=len(samples.sizes) - count)
         if self.session.apart:
             plan = samples.plan_alone(group.rank, weigh is not None)
         else:

@@ -68,16 +68,14 @@ def test_workers_join_and_leave_by_shutdown_with_the_same_bits(undisturbed: Job,
     assert not records(log, "bytes lost")
 
 
-@pytest.mark.parametrize("keep_sums", ["false", "true"])
-def test_a_killed_worker_is_replaced_with_the_same_bits(keep_sums: str, undisturbed: Job, tmp_path: Path) -> None:
+def test_a_killed_worker_is_replaced_with_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
     log = tmp_path / "double"
     phases = [{"step": 3, "workers": 3}]
     events = [{"step": 25, "moment": "mid_reduction", "how": "kill", "rank": 1, "workers": 3}]
     gates = [{"step": 22, "workers": 3}]
-    settings = [*TRAINING, f"elastic.keep_sums={keep_sums}", f"+model.log={log}"]
+    settings = [*TRAINING, f"+model.log={log}"]
     job = run_job(tmp_path / "run", [*settings, *chaos(tmp_path, phases=phases, gates=gates, events=events)])
     assert_same_training(job, undisturbed)
-    assert bool(job.of_kind("kept_sums")) == (keep_sums == "true")
     assert any(view["reason"] not in ("start", "grow", "replace", "shrink") for view in job.views), job.views
     assert_one_order(log)
     assert any(not line["healthy"] for line in records(log, "abort")), "survivors abort the group of the lost worker"

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.nccl import NcclPending
-from kfuse.comm.plan import StepPlan
 from kfuse.comm.reduction import Reduction
 from kfuse.comm.transports.all_to_all import AllToAll
 from kfuse.comm.transports.tree import Tree
@@ -59,20 +58,6 @@ def test_a_missing_record_stream_in_an_abort(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(RecordedDevice, "keep", lambda device, tensors, stream: None)
     found(abort, "memory is dropped", "all_to_all.py", schedule="all_to_all", state="sharded", width=2100)
-
-
-def test_kept_sums_that_are_added_to_while_messages_of_the_old_group_read_them() -> None:
-    """The old group is not ended."""
-
-    def go_on(it: Job) -> None:
-        engine = it.opt.engine
-        engine.on_last_micro_batch = lambda: None
-        it.run(StepPlan(48, (range(0, 3), range(3, 6))))
-        engine.abort()
-        engine.set_group(it.form_group())
-        it.run(StepPlan(48, ((3,), (4, 5)), kept=((0, 1, 2), ())))
-
-    found(go_on, "no order between a collective", "which reads", "add_", reproducible=True, keep_sums=True)
 
 
 def test_a_device_that_nobody_made_current() -> None:

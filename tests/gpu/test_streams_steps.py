@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from gpu.steps import OPTIMIZERS, SMALL_BUCKETS, TINY_BUCKETS, job
 
 import kfuse as kf
-from kfuse.comm.plan import StepPlan
 
 SCHEDULES = ("allreduce", "all_to_all", "reduce_scatter", "tree")
 
@@ -47,23 +45,14 @@ def test_sharded_state(schedule: str, width: int, reproducible: bool) -> None:
         assert it.recorder.host_waits == []
 
 
-@pytest.mark.parametrize("options", [{}, {"elastic": True}, {"slots_on_host": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"elastic": True}], ids=str)
 @pytest.mark.parametrize("ranges", [[3, 2], [2, 3, 1], [0, 2], [11, 5]], ids=str)
 def test_reproducible_sums(ranges: list[int], options: dict[str, Any]) -> None:
-    """With partial sums on the host, where a worker has more micro-batches than slots, nothing waits for the copies."""
     cuts = [range(sum(ranges[:r]), sum(ranges[: r + 1])) for r in range(len(ranges))]
     with job(size=len(ranges), reproducible=True, lag=2, **options) as it:
         for _ in range(3):
             it.planned_step(cuts)
         assert len(it.recorder.host_waits) == (3 if options.get("elastic") else 0)
-
-
-@pytest.mark.parametrize("bucket_mb", [TINY_BUCKETS, 25.0])
-def test_partial_sums_on_the_host_with_forwards_on_several_streams(bucket_mb: float) -> None:
-    with job(reproducible=True, slots_on_host=True, bucket_mb=bucket_mb, all_used=True) as it:
-        it.forwards_on_two_streams()
-        for _ in range(2):
-            it.planned_step([range(0, 11), range(11, 16)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -165,33 +154,6 @@ def test_an_aborted_step(where: str, schedule: str) -> None:
         torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
         it.next_group()
         it.step()
-
-
-@pytest.mark.parametrize(("bucket_mb", "batch_norm"), [(TINY_BUCKETS, True), (25.0, False)])
-@pytest.mark.parametrize("options", [{"reproducible": True}, *({"schedule": s} for s in SCHEDULES)], ids=str)
-def test_a_step_that_goes_on_from_kept_sums(options: dict[str, Any], bucket_mb: float, batch_norm: bool) -> None:
-    """The messages of the aborted step read the sums that the next attempt adds to. Nothing waits on the host."""
-    with job(bucket_mb=bucket_mb, batch_norm=batch_norm, keep_sums=True, lag=2, **options) as it:
-        for _ in range(2):
-            it.planned_step([range(0, 3), range(3, 6)])
-        kept: tuple[tuple[int, ...], ...] = ()
-        ranges: tuple[Sequence[int], ...] = (range(0, 3), range(3, 6))
-        engine = it.opt.engine
-        engine.on_last_micro_batch = lambda: None  # the wait that would follow fails
-        for run_again in (((3,), (4, 5)), ((4,), (5,)), ((), (5,))):
-            it.run(StepPlan(48, ranges, kept=kept))
-            engine.abort()
-            torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
-            kept, ranges = ((*(kept[0] if kept else ()), *ranges[0]), ()), run_again
-            assert it.recorder.host_waits == []
-            it.next_group()
-            it.recorder.host_waits.clear()  # until it is connected
-            assert engine.kept_sums.micro_batches == kept[0]
-        engine.on_last_micro_batch = it.opt.synchronize
-        it.run(StepPlan(48, ranges, kept=kept))
-        it.end_step()
-        it.planned_step([range(0, 3), range(3, 6)])
-        assert it.recorder.host_waits == []
 
 
 @pytest.mark.parametrize("layer", ["middle", "sometimes"])
