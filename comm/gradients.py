@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -177,8 +175,8 @@ def at_the_end_of_backward(act: Callable[[], None]) -> None:
 def at_the_end_of_outer_backward(act: Callable[[], None]) -> None:
     """Runs `act` when the outermost backward under way is over.
 
-    Reentrant activation checkpointing runs a backward for each segment inside a node of the outer backward. There `act`
-    is queued as that node is over: then the outer backward is the one under way.
+    Reentrant activation checkpointing runs a backward for each segment inside a node of the outer backward. At the end
+    of the inner one that node is the current one, and `act` is queued again as the node is over.
     Raises RuntimeError under compiled autograd, which has no such callbacks.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # where it is not imported, it is not in use
@@ -187,29 +185,22 @@ def at_the_end_of_outer_backward(act: Callable[[], None]) -> None:
             "a bare backward under compiled autograd has no end that kfuse could notice: wrap it in `with "
             "opt.micro_batch(samples=len(x))`, or use kf.fit or kf.DataLoader"
         )
-    node = _outer_node()
-    if node is None:
-        at_the_end_of_backward(act)
-        return
 
-    def queue(*_: object) -> None:
-        handle.remove()  # the graph may be retained for another backward
-        at_the_end_of_outer_backward(act)
+    def at_end() -> None:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            act()
+            return
 
-    # Autograd calls the hooks that a node has when it is over, also those that came while it ran (torch 2.13,
-    # torch/csrc/autograd/engine.cpp: call_post_hooks).
-    handle = node.register_hook(queue)
+        def queue(*_: object) -> None:
+            handle.remove()  # the graph may be retained for another backward
+            at_the_end_of_backward(at_end)
 
+        # Autograd calls the hooks that a node has when it is over, also those that came while it ran (torch 2.13,
+        # torch/csrc/autograd/engine.cpp: call_post_hooks).
+        handle = node.register_hook(queue)
 
-def _outer_node() -> Any:
-    """The node of the outermost backward that runs the present one; None if that is the outermost itself."""
-    node = None
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is BackwardCFunction.apply.__code__:  # a node that is written in Python
-            node = frame.f_locals["self"]
-        frame = frame.f_back
-    return node
+    at_the_end_of_backward(at_end)
 
 
 def close_together(engine: Owner) -> None:
