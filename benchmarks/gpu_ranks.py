@@ -20,7 +20,7 @@ from gpu_workers import Ranks, new_session, report
 from torch import nn
 
 import kfuse as kf
-from kfuse.comm import transports
+from kfuse.comm import transport_names
 from kfuse.comm.plan import StepPlan
 
 STEPS, MICRO_BATCHES, SAMPLES = 8, 8, 16
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    cases: list[Case] = [(name, False, "fp32") for name in transports.NAMES if name != "symmetric"]
+    cases: list[Case] = [(name, False, "fp32") for name in transport_names.NAMES if name != "symmetric"]
     if options.device == "cuda" and torch.cuda.device_count() > 1:  # it needs a GPU each
         cases += [("symmetric", False, "fp32"), ("symmetric", True, "fp32")]
     cases += [("allreduce", False, "bf16"), ("auto", True, "fp32")]  # deterministic algorithms stay on: the last one

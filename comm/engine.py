@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kfuse.comm import devices, gradients, schedule, transports
+from kfuse.comm import devices, gradients, schedule, transport_names, transports
 from kfuse.comm.buckets import AveragedBuffers, Bucket, BucketLayout, make_buckets, plan_parameters
 from kfuse.comm.gradients import GradientHooks
 from kfuse.comm.group import Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.plan import DEFAULT_BUCKET_MB, CommOptions
+from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions
 from kfuse.comm.reduction import Reduction, shard_unit
 from kfuse.comm.schedule import Program
 from kfuse.comm.steps import Steps
@@ -49,7 +49,7 @@ class Engine(Steps):
     """Reduces the gradients of `groups` (lists of parameters that may share a bucket) over a `group` of workers."""
 
     transport_name: str
-    """A name in `transports.NAMES`, or the dotted path of the user's class."""
+    """A name in `transport_names.NAMES`, or the dotted path of the user's class."""
     mirrors: bool
     """With sharded state: the next worker gets each worker's shard of the mean gradient too."""
 
@@ -149,7 +149,7 @@ class Engine(Steps):
         programs = self._programs()
         unit, tree = shard_unit(programs), self.tree or options.tree
         names = dict.fromkeys(program.transport for program in programs)
-        others = transports.allowed(options.reproducible, options.sharded)
+        others = transport_names.allowed(options.reproducible, options.sharded)
         made = {name: transports.make(name, self.group, tree, unit, others) for name in names}
         self._reduction = Reduction(self.buckets, self.group, made, programs, options.dtype)
         self.measurement.set_group(group.rank, group.size)

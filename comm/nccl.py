@@ -36,7 +36,7 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.devices import Event
 from kfuse.comm.group import CommError, Group, Pending, all_reduce_by, broadcast_from, first_line, reduce_to
-from kfuse.comm.plan import CTA_POLICIES, CommOptions
+from kfuse.comm.options import CTA_POLICIES, CommOptions
 
 _LOG = logging.getLogger("kfuse")
 

@@ -16,7 +16,7 @@ import torch
 from kfuse.comm import devices, transports
 from kfuse.comm.cost import LEAST_S, MARGIN, PROBED, Costs, Job, choose, fit, price, traffic
 from kfuse.comm.group import Group
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 
 BUDGET_S = 0.12
 """How long a probe should take. It never begins messages that are expected to take longer than what is left."""
@@ -34,7 +34,7 @@ class Choice:
     """The schedule and the bucket size that are taken by measured messages, and why."""
 
     schedule: str
-    """A name in `transports.NAMES`."""
+    """A name in `transport_names.NAMES`."""
     bucket_mb: float
     workers: int
     predicted_s: Mapping[str, float]

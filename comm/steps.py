@@ -24,7 +24,8 @@ from kfuse.comm.buckets import AveragedBuffers, Bucket
 from kfuse.comm.gradients import STILL_THERE, GradientHooks, at_the_end_of_outer_backward
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.plan import REMEDY, CommOptions, KeptStep, MicroBatch, Reduced, StepPlan, StepState
+from kfuse.comm.options import CommOptions
+from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, Reduced, StepPlan, StepState
 from kfuse.comm.reduction import Reduction
 from kfuse.comm.tail import digest
 from kfuse.kernels import pack

@@ -57,8 +57,8 @@ class Announcement:
     lr_scale: float = 0.0
     generation: int = 0  # of the view to switch to at the step boundary
     stop: int = 0  # reason code: see kfuse.train.decisions
-    transport: int = 0  # 1 + index in kfuse.comm.transports.NAMES
-    tree: int = 0  # 1 + index in kfuse.comm.transports.TREES
+    transport: int = 0  # 1 + index in kfuse.comm.transport_names.NAMES
+    tree: int = 0  # 1 + index in kfuse.comm.transport_names.TREES
     sync: int = 0  # kfuse.comm.sync.Sync.code
     parents: tuple[int, ...] = ()  # by rank, in a tree; they travel in the ranks' slots. Then `tree` is 0
     lr: float = 0.0  # the rate of the first step it applies to; in lr_scale's slots, below zero. Then lr_scale is 0

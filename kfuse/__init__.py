@@ -38,7 +38,7 @@ from kfuse.api import (
     state_dict,
 )
 from kfuse.comm.group import CommError
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer
 from kfuse.policies.signals import BasePolicy, Bounds, Decision, NoPolicy, Signals
 from kfuse.session import Session, init

@@ -22,7 +22,7 @@ import torch
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import CommError, Group, drop_retired
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
     from kfuse.elastic.client import ControlClient, Met

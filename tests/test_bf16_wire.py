@@ -12,7 +12,7 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm import schedule, transports
+from kfuse.comm import schedule, transport_names, transports
 from kfuse.comm.gloo import GlooGroup
 from kfuse.comm.group import Pending
 from kfuse.comm.plan import StepPlan
@@ -71,7 +71,7 @@ def test_auto_takes_sums_in_fp32(sharded: bool) -> None:
     state = "sharded" if sharded else "replicated"
     assert kf.CommOptions(state=state, dtype="bf16").transport() == "all_to_all"
     assert kf.CommOptions(state=state).transport() == ("reduce_scatter" if sharded else "allreduce")
-    for name in [name for name in transports.NAMES if name != "symmetric"] if not sharded else ADDED_IN_FP32:
+    for name in [name for name in transport_names.NAMES if name != "symmetric"] if not sharded else ADDED_IN_FP32:
         assert kf.CommOptions(name, state=state, dtype="bf16").transport() == name  # each is allowed
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm import steps
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.comm.reduction import Reduction
 from kfuse.session import reset
 from kfuse.train.evaluation import params_sha256

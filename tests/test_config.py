@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 import kfuse.cli.run
 from kfuse.cli import kfuse_run
 from kfuse.cli.app import main
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.config import instantiate
 from kfuse.config.check import drop_replaced_arguments, validate
 from kfuse.config.schema import SETTINGS, ConfigError, Setting

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import kfuse as kf
 from kfuse.cli.app import main
-from kfuse.comm import devices, transports
+from kfuse.comm import devices, transport_names, transports
 from kfuse.comm.cost import PROBED, Costs, Job, Traffic, choose, exchange, fit, price, traffic, traffic_of_tree
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.probe import BUCKETS_MB, BUDGET_S, SMALL, Plan, choose_program
@@ -81,10 +81,10 @@ def test_a_program_whose_messages_are_unknown_has_no_price() -> None:
 
 
 def test_every_exchange_of_kfuse_has_a_price() -> None:
-    for name in transports.NAMES:
+    for name in transport_names.NAMES:
         kind, sent = exchange(name, 1200.0, 3, parents("binary", [""] * 3))
         assert kind in PROBED and sent.bytes >= 800.0
-        if transports.PROPERTIES[name].to_shards:  # a share follows, of as many bytes
+        if transport_names.PROPERTIES[name].to_shards:  # a share follows, of as many bytes
             assert sent == traffic("share", 1200.0, 3)
 
 

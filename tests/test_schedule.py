@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfuse as kf
-from kfuse.comm import transports
+from kfuse.comm import transport_names, transports
 from kfuse.comm.engine import make_programs
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.schedule import (
@@ -252,10 +252,10 @@ def test_a_transformation_refuses_what_it_is_not_for() -> None:
         fuse(measures_more)
 
 
-@pytest.mark.parametrize("name", transports.NAMES)
+@pytest.mark.parametrize("name", transport_names.NAMES)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_programs_of_all_transports_are_valid(name: str, sharded: bool) -> None:
-    if name not in transports.allowed(False, sharded):
+    if name not in transport_names.allowed(False, sharded):
         return
     program = transports.program(name, sharded)
     validate(program)
@@ -265,7 +265,7 @@ def test_the_programs_of_all_transports_are_valid(name: str, sharded: bool) -> N
 def every_step() -> Iterator[tuple[kf.CommOptions, str, bool, bool]]:
     """All that the programs of a step depend on."""
     for state, dtype, reproducible in product(("replicated", "sharded"), ("fp32", "bf16"), (False, True)):
-        for name in (*transports.allowed(reproducible, state == "sharded")[1:], "my.Transport"):
+        for name in (*transport_names.allowed(reproducible, state == "sharded")[1:], "my.Transport"):
             with contextlib.suppress(ValueError):  # what does not go together
                 options = kf.CommOptions(name, state=state, dtype=dtype, reproducible=reproducible)
                 for adds_up, mirrors in product((False, True), repeat=2):
@@ -274,7 +274,7 @@ def every_step() -> Iterator[tuple[kf.CommOptions, str, bool, bool]]:
 
 def test_the_programs_of_a_step_are_right_with_all_options() -> None:
     found = {case: make_programs(*case) for case in every_step()}
-    assert {program.transport for program, _ in found.values()} == {*transports.NAMES, "my.Transport"}
+    assert {program.transport for program, _ in found.values()} == {*transport_names.NAMES, "my.Transport"}
     for (options, name, adds_up, mirrors), (program, apart) in found.items():
         assert is_right(program, 3) and is_right(apart, 3)
         assert (program.sharded, apart.sharded) == (options.sharded, False)

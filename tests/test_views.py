@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kfuse.comm.group import Group
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.elastic.job import Elasticity, Job
 from kfuse.elastic.lost_workers import LostWorkers
 from kfuse.elastic.processes import Processes, State, Worker

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -14,31 +13,7 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.group import Group
 from kfuse.comm.schedule import Program
 from kfuse.comm.sum_tree import Merge
-
-
-@dataclass(frozen=True)
-class Properties:
-    """What the programs, the settings and the cost model need to know of a transport of kfuse."""
-
-    to_shards: bool
-    """Its exchange leaves each worker its shard of the sum; else the whole sum. `comm.state=sharded` needs that."""
-    contributions: bool
-    """It brings all workers' contributions, and kfuse adds them up, in one order: `comm.reproducible=true` needs that.
-    Else the library or the transport adds up."""
-    message: str
-    """The kind of message (`cost.PROBED`) whose measured time is that of its messages."""
-
-
-PROPERTIES = {
-    "allreduce": Properties(False, False, "all_reduce"),
-    "all_to_all": Properties(True, True, "all_to_all"),
-    "reduce_scatter": Properties(True, False, "all_to_all"),  # as many bytes; the library's own is not measured
-    "tree": Properties(False, False, "all_to_all"),
-    "symmetric": Properties(True, True, "all_to_all"),  # as many bytes, over the same links; a pull is not measured
-}
-NAMES = tuple(PROPERTIES)
-TREES = ("binary", "star", "host", "latency")
-"""The shapes that the transport `tree` knows by name."""
+from kfuse.comm.transport_names import NAMES, PROPERTIES, TREES
 
 
 class Transport(Protocol):
@@ -97,43 +72,6 @@ class HoldsSlots(Protocol):
         """These are the buckets that it exchanges; they take fresh slots. Between steps, once their length is known, on
         every rank at the same point. Raises CommError.
         """
-
-
-def allowed(reproducible: bool, sharded: bool) -> tuple[str, ...]:
-    """What `comm.reproducible` and `comm.state=sharded` leave of `comm.schedule`."""
-    left = (n for n, of in PROPERTIES.items() if of.contributions >= reproducible and of.to_shards >= sharded)
-    return "auto", *left
-
-
-def check(schedule: str, reproducible: bool, sharded: bool) -> None:
-    """Raises ValueError for an unknown `comm.schedule`, and for one that `reproducible` or `sharded` rules out.
-
-    A dotted path names the user's own class; whether its sums are reproducible is not checked.
-    """
-    if "." in schedule:
-        if sharded:
-            raise ValueError(f"comm.state=sharded: must be replicated with comm.schedule={schedule}")
-        return
-    if schedule not in ("auto", *NAMES):
-        raise ValueError(f"comm.schedule={schedule}: must be one of auto, {', '.join(NAMES)}")
-    for setting, left in (
-        ("comm.reproducible=true", allowed(reproducible, False)),
-        ("comm.state=sharded", allowed(False, sharded)),
-    ):
-        if schedule not in left:
-            raise ValueError(f"comm.schedule={schedule}: must be one of {', '.join(left)} with {setting}")
-
-
-def default(reproducible: bool, sharded: bool, dtype: str) -> str:
-    """What `comm.schedule=auto` takes where messages have not been measured.
-
-    Reproducible sums need every contribution at hand: all_to_all. bf16 messages (dtype) are added up in fp32 by
-    all_to_all alone. Where there is a choice, `kfuse.comm.probe` makes it for a group of several workers. sharded: a
-    worker needs its shard of the sum only.
-    """
-    if reproducible or dtype == "bf16":
-        return "all_to_all"
-    return "reduce_scatter" if sharded else "allreduce"
 
 
 def resolve(name: str, adds_up: bool, dtype: str) -> str:

@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from kfuse import session
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError

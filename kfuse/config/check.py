@@ -112,7 +112,7 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
         raise ConfigError("train.epochs=null, train.steps=null: at least one of them must be a number")
     if comm["_target_"] is not None and comm["state"] == "sharded":
         raise ConfigError(f"comm._target_={comm['_target_']}: must be null with comm.state=sharded")
-    from kfuse.comm.plan import CommOptions  # after the cheap checks, as it imports torch
+    from kfuse.comm.options import CommOptions  # after the cheap checks, as it imports torch
 
     try:
         CommOptions.configured(values)

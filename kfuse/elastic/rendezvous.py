@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from kfuse.comm import devices
 from kfuse.comm.group import CommError, Group
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.elastic.client import ControlError
 from kfuse.elastic.protocol import Member, View
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kfuse.comm.cost import Price
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
     from kfuse.comm.schedule import Program
 
 USAGE = """\
@@ -38,7 +38,7 @@ def main(config: dict[str, Any]) -> int:
     from kfuse.comm import devices
     from kfuse.comm.cost import Costs, Job, choose, price
     from kfuse.comm.engine import make_programs
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
     from kfuse.comm.transports.tree import parents
     from kfuse.config import instantiate
     from kfuse.elastic.launchers import TorchrunLauncher

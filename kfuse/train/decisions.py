@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from kfuse.comm import interference, transports
+from kfuse.comm import interference, transport_names
 from kfuse.comm.latency import measure
 from kfuse.comm.sync import Sync
 from kfuse.comm.tail import Announcement
@@ -169,9 +169,9 @@ class Decisions:
             name = self._session.comm.transport(topology)
             if name == "symmetric" and self._session.comm.schedule != "symmetric":
                 raise ValueError(f"topology {name!r}: must be named at the start, as comm.schedule")
-            asked["transport"] = 1 + _index("topology", name, transports.NAMES)
+            asked["transport"] = 1 + _index("topology", name, transport_names.NAMES)
         if isinstance(tree, str):
-            asked |= {"tree": 1 + _index("tree", tree, transports.TREES), "parents": ()}
+            asked |= {"tree": 1 + _index("tree", tree, transport_names.TREES), "parents": ()}
         elif tree is not None:
             asked |= {"tree": 0, "parents": _whole_numbers(tree)}
             check_parents(asked["parents"], self._session.group.size)
@@ -368,11 +368,11 @@ class Decisions:
                 "lr": [lr, self._opt.base_lr * self._lr_factor()],
             }
             self._report_change(**{name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
-        if announced.transport and (topology := transports.NAMES[announced.transport - 1]) != self.topology:
+        if announced.transport and (topology := transport_names.NAMES[announced.transport - 1]) != self.topology:
             self.topology = topology
             self._report_change(topology=self.topology)
             _LOG.info("step %d: transport %s from here on, as decided", self._progress.step, self.topology)
-        tree = announced.parents or (transports.TREES[announced.tree - 1] if announced.tree else self.tree)
+        tree = announced.parents or (transport_names.TREES[announced.tree - 1] if announced.tree else self.tree)
         if tree != self.tree:
             self.tree = tree
             self._report_change(tree=self.tree)
@@ -509,7 +509,7 @@ def _whole_numbers(tree: object) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, tree))  # type: ignore[call-overload]
     except TypeError:
-        what = f"must be one of {', '.join(transports.TREES)}, or a list with each rank's parent, a whole number"
+        what = f"must be one of {', '.join(transport_names.TREES)}, or a list with each rank's parent, a whole number"
         raise ValueError(f"tree {tree!r}: {what}") from None
 
 

@@ -18,7 +18,8 @@ pytest.importorskip("triton")
 from launch_stub import GPU, Echo, Started, recorded
 
 import kfuse as kf
-from kfuse.comm.plan import CommOptions, StepPlan
+from kfuse.comm.options import CommOptions
+from kfuse.comm.plan import StepPlan
 from kfuse.data.sampler import worker_range
 from kfuse.kernels import (
     AdamOptions,

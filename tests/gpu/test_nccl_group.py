@@ -25,7 +25,7 @@ from kfuse.comm import group as groups
 from kfuse.comm import nccl, probe
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.nccl import NcclGroup, NcclPending
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.elastic.rendezvous import Rendezvous
 
 PLENTY_S = 60.0  # no test waits for it

@@ -16,7 +16,7 @@ from test_nccl_group import connect, others_stay
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm.plan import CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.session import Session
 
 pytestmark = pytest.mark.full

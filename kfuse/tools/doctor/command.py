@@ -16,7 +16,7 @@ from kfuse.tools.doctor.machine import Line
 from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks, started
 
 if TYPE_CHECKING:
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
 
 USAGE = """\
 kfuse doctor [override ...]
@@ -45,7 +45,7 @@ def main(config: dict[str, Any]) -> int:
 
 def lines(config: dict[str, Any]) -> Iterator[Line]:
     """The report, line by line, as each is known. Raises ValueError for communication options that do not fit."""
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
 
     options = CommOptions.configured(config)
     yield machine.size()

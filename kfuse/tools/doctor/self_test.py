@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kfuse.comm.group import Group
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
     from kfuse.comm.probe import Choice
 
 SAMPLES = (3, 5, 2, 4, 1)
@@ -133,7 +133,7 @@ def reduction(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """
     from kfuse import session
     from kfuse.comm.group import Group
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
 
     configured = CommOptions(**options)
     _say(at="connecting to the other process")
@@ -158,7 +158,7 @@ def reduction(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
 
 def _measure(group: Group, options: CommOptions) -> Choice:
     """What `comm.schedule=auto` chooses for one bucket of `comm.bucket_mb`. Raises CommError."""
-    from kfuse.comm.plan import DEFAULT_BUCKET_MB, CommOptions
+    from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions
     from kfuse.comm.probe import choose_program, probe
 
     size = options.bucket_mb or DEFAULT_BUCKET_MB
@@ -172,7 +172,7 @@ def costs(options: dict[str, Any], timeout_s: float, elements: int) -> dict[str,
     elements: of the largest message. Raises CommError where another rank does not come, or is lost.
     """
     from kfuse import session
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
     from kfuse.comm.probe import probe
 
     _say(at="connecting to the other processes")
@@ -183,7 +183,7 @@ def costs(options: dict[str, Any], timeout_s: float, elements: int) -> dict[str,
 
 def _cases(configured: CommOptions) -> dict[str, CommOptions]:
     """What is tried: the configured transport, the all-reduce and the reproducible sum, each once."""
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
 
     cases: dict[str, CommOptions] = {}
     for options in (configured, CommOptions(), CommOptions(reproducible=True)):
@@ -274,7 +274,7 @@ def kernels(device: str, options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from kfuse import session
-    from kfuse.comm.plan import CommOptions
+    from kfuse.comm.options import CommOptions
     from kfuse.tools.doctor.kernel_checks import CHECKS
 
     where = torch.device(device)
