@@ -128,3 +128,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'kfuse' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, those that are imported when used too."""
+    return __all__

@@ -1,7 +1,7 @@
 """This process as one worker of a job: its group, its rank, and its connection to the supervisor.
 
-`init()` finds out from the environment how the process was started: by a kfuse supervisor (the group may change while
-training), by torchrun (a fixed group), or plainly (one worker).
+`init()` finds out how the process was started: by a kfuse supervisor (the group may change while training), by torchrun
+or with torch's process group initialised (a fixed group), or plainly (one worker).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec
 
 import torch
+import torch.distributed as dist
 
 from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
@@ -336,6 +337,7 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
     global _current
     comm_options = comm or CommOptions()
     if _current is not None:
+        _check_torchs_group(_current)
         has = (_current.comm, _current.group.timeout_s)
         if (comm or has[0], timeout_s or has[1]) != has:
             raise RuntimeError(
@@ -355,7 +357,7 @@ def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Ses
         return connect_to_supervisor(ControlClient(timeout_s), comm_options, timeout_s)
     from kfuse.elastic.rendezvous import Rendezvous
 
-    rendezvous = Rendezvous.of_environment()
+    rendezvous = Rendezvous.of_torch() or Rendezvous.of_environment()
     if rendezvous is not None and rendezvous.size > 1:
         return join_fixed_group(rendezvous, comm_options, timeout_s)
     _current = Session(Group(device=_take_device(comm_options), timeout_s=timeout_s), comm_options)
@@ -438,7 +440,18 @@ def _close_at_exit(session: Session, rendezvous: Rendezvous | None = None) -> No
 
 def current() -> Session:
     """The session; made with default options if there is none yet."""
-    return _current or init()
+    return init()
+
+
+def _check_torchs_group(session: Session) -> None:
+    """Raises RuntimeError where the script has initialised torch's process group after this session of one worker."""
+    if session.control_client is None and session.group.size == 1 and dist.is_available() and dist.is_initialized():
+        size = dist.get_world_size()
+        if size > 1:
+            raise RuntimeError(
+                f"torch.distributed has {size} ranks, and kfuse was initialised before, with this process alone: call "
+                "init_process_group before kf.init and before the first optimizer of kfuse is made"
+            )
 
 
 def reset() -> None:

@@ -136,3 +136,10 @@ def test_importing_kfuse_loads_no_data_loader_and_few_modules_of_ours() -> None:
         assert len([name for name in loaded if f"{name}.".startswith(f"{package}.")]) <= 4
     loaders = "import sys, kfuse.data\nfor name in dir(kfuse.data): getattr(kfuse.data, name)\nprint(*sys.modules)"
     assert {"kfuse.data.images", "kfuse.data.text"} <= set(run(loaders).split()) - set(loaded)
+
+
+def test_the_package_shows_its_public_names_and_nothing_else() -> None:
+    import kfuse as kf
+
+    assert dir(kf) == sorted(kf.__all__)
+    assert {"fit", "DataLoader", "monitor"} <= set(dir(kf)) and "importlib" not in dir(kf)

@@ -1,6 +1,7 @@
 """How workers find each other, over a store: those of a job of fixed size, and those of a view.
 
-A job of fixed size has torchrun's environment variables and its store; the supervisor opens a store for each view.
+A job of fixed size has the store of torch's process group, where the script has initialised one, or the one that
+torchrun's environment variables name. The supervisor opens a store for each view.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
@@ -44,6 +46,19 @@ class Rendezvous:
     """torchrun's agent hosts the store; otherwise rank 0 does."""
     attempt: str
     """How often torchrun has restarted the workers. Keys that an earlier attempt left in the store are not read."""
+    torchs: Store | None = None
+    """The store of torch's default process group; None: no such group has been initialised."""
+
+    @staticmethod
+    def of_torch() -> Rendezvous | None:
+        """That of torch's default process group; None where the script has initialised none."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        found = store = dist.distributed_c10d._get_default_store()
+        while isinstance(found, PrefixStore):
+            found = found.underlying_store
+        host, port = (found.host, found.port) if isinstance(found, TCPStore) else ("", 0)
+        return Rendezvous(dist.get_rank(), dist.get_world_size(), host, port, _agent_hosts(), _attempt(), store)
 
     @staticmethod
     def of_environment() -> Rendezvous | None:
@@ -54,13 +69,11 @@ class Rendezvous:
                 raise RuntimeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but not set: {', '.join(missing)}")
             return None
         rank, size, host, port = (os.environ[name] for name in _VARIABLES)
-        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return Rendezvous(int(rank), int(size), host, int(port), agent_hosts, attempt)
+        return Rendezvous(int(rank), int(size), host, int(port), _agent_hosts(), _attempt())
 
     def store(self, timeout_s: float) -> Store:
         """The store, with a name space of this attempt's own. Raises RuntimeError if nobody hosts it."""
-        store = _connect(self)
+        store = _connect(self) if self.torchs is None else self.torchs.clone()  # torch's keeps its own timeout
         store.set_timeout(timedelta(seconds=timeout_s))
         return PrefixStore(f"kfuse/{self.attempt}", store)
 
@@ -70,7 +83,7 @@ class Rendezvous:
             store = self.store(timeout_s)
             store.set(f"member/{self.rank}", json.dumps([self.rank, os.getpid(), socket.gethostname()]))
             members = tuple(Member(*json.loads(store.get(f"member/{rank}"))) for rank in range(self.size))
-            address = own_address(self.host, self.port)
+            address = own_address(self.host, self.port) if self.host else None
         except (RuntimeError, OSError) as error:
             raise CommError(f"connecting {self.size} workers at {self.host}:{self.port}: {error}") from error
         hosts = [member.host for member in members]
@@ -107,12 +120,22 @@ class Rendezvous:
         return message["job"] if "job" in message else int(message["status"])
 
 
+def _agent_hosts() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 @functools.cache
 def _connect(rendezvous: Rendezvous) -> Store:
-    """One connection per process: where rank 0 hosts the store, it can open it only once."""
+    """One connection per process. Where rank 0 hosts the store, torch can open it too (multi_tenant)."""
     master = rendezvous.rank == 0 and not rendezvous.agent_hosts
     timeout = timedelta(seconds=_JOB_TIMEOUT_S)
-    return TCPStore(rendezvous.host, rendezvous.port, None, master, timeout, wait_for_workers=False)
+    return TCPStore(
+        rendezvous.host, rendezvous.port, None, master, timeout, wait_for_workers=False, multi_tenant=master
+    )
 
 
 def own_address(host: str, port: int) -> str:
@@ -132,12 +155,12 @@ def _new_group(
     store: Store,
     device: torch.device,
     timeout_s: float,
-    address: str,
+    address: str | None,
     check: Callable[[], None] | None,
     hosts: Sequence[str],
     comm: CommOptions,
 ) -> Group:
-    """The group of several workers, over what their device takes. address: of this machine, for gloo."""
+    """The group of several workers, over what their device takes. address: of this machine, for gloo; None: gloo's choice."""
     if devices.of(device).asynchronous:
         from kfuse.comm.nccl import NcclGroup  # only where there is a GPU
 

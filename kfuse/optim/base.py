@@ -35,6 +35,7 @@ from kfuse.optim.refuse import (
     refuse_own_loop,
     refuse_scaled_local_step,
     refuse_sharded,
+    refuse_sync_batchnorm,
     refuse_unplanned,
 )
 from kfuse.optim.scaling import LossScale, NonfiniteWarning, Scaling, check_clip_norm, scaling
@@ -185,8 +186,10 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         step's micro-batches. Where the number of workers is fixed, all start from rank 0's values of buffers and
         parameters, frozen ones included. Call it on every worker, before the first step, and again after
         `model.load_state_dict`: in a loop of bare backwards what was loaded counts as a change of the next step, and
-        may lose its last bits.
+        may lose its last bits. Raises TypeError for SyncBatchNorm, unless there is one worker for good.
         """
+        if self._session.elastic or self._session.group.size > 1:
+            refuse_sync_batchnorm(model)
         self._tracked = model
         if not self._session.elastic:
             everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.session import Session
 
+_OWN_LOOP = "this job is elastic: kf.fit or kf.DataLoader must drive its training loop"
 _REMEDY = "give kfuse the inner model ({inner}) and do not wrap it"
 
 
@@ -29,6 +30,20 @@ def refuse_wrapped(model: nn.Module) -> None:
             raise TypeError(_ddp_message(name))
         if issubclass(type(module), _fsdp_classes()):
             raise TypeError(_fsdp_message(name))
+
+
+def refuse_sync_batchnorm(model: nn.Module) -> None:
+    """Raises TypeError for SyncBatchNorm: workers have different numbers of micro-batches, so it cannot add theirs up.
+
+    Without torch's process group it would silently be BatchNorm.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise TypeError(
+                f"module {name or 'model'}: SyncBatchNorm is not supported on several workers: use BatchNorm, whose "
+                "running statistics kfuse averages over a step's micro-batches (leave out convert_sync_batchnorm), or "
+                "GroupNorm"
+            )
 
 
 def refuse_sharded(named: Iterable[tuple[Parameter, str]]) -> None:
@@ -96,7 +111,7 @@ def _torchs_fused_sgd_works() -> bool:
 def refuse_own_loop(session: Session, uses_scaler: bool) -> None:
     """Before an update. Raises RuntimeError if an elastic job has its own loop, or uses torch's GradScaler."""
     if session.elastic and session.view is None:
-        raise RuntimeError("this job is elastic: kf.fit or kf.DataLoader must drive its training loop")
+        raise RuntimeError(_OWN_LOOP)
     if session.elastic and uses_scaler:
         raise RuntimeError(
             "GradScaler in a job whose workers may change: one that joins would scale its loss otherwise than the "
@@ -120,6 +135,8 @@ def refuse_unplanned(session: Session, planned: bool) -> None:
         raise RuntimeError(
             f"comm.sync={session.comm.sync}: must be ssgd in a loop of your own, not kf.fit or kf.DataLoader"
         )
+    if session.elastic and not session.in_training:
+        raise RuntimeError(f"{_OWN_LOOP}; or start a fixed number of workers (torchrun)")
     if session.elastic:
         raise RuntimeError(
             "workers of this job may join and leave, and only the model and optimizer given to kf.fit or "

@@ -1,0 +1,106 @@
+"""Ranks that a script started itself, as torch's tutorial on DDP does: torch's process group is kfuse's group too."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_workers
+from torch import nn
+
+import kfuse as kf
+from kfuse.optim.refuse import refuse_unplanned
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def train(rank, how, file):
+    torch.set_num_threads(1)
+    import kfuse as kf
+    if "variables" in how:
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "2"
+    if "kfuse first" in how:
+        kf.init()
+    url = {"tcp": f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", "file": f"file://{file}"}.get(how)
+    place = {} if "variables" in how else {"rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", init_method=url, **place)
+    torch.manual_seed(rank)  # each rank has other parameters and other data
+    model = torch.nn.Linear(3, 1)
+    opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        model(torch.randn(4, 3)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    both = [torch.empty(1, 3) for _ in range(2)]
+    dist.all_gather(both, model.weight.detach())
+    line = f"{kf.rank() == rank} {kf.size()} {kf.local_rank() == rank} {torch.equal(*both)}\\n"
+    os.write(1, line.encode())
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=tuple(sys.argv[1:]), nprocs=2)
+"""
+
+
+def run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = folder / "train.py"
+    path.write_text(SCRIPT)
+    known = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, str(path), how, str(folder / "store")]
+    return subprocess.run(command, env=known | place, capture_output=True, text=True, timeout=120)
+
+
+SELDOM = [pytest.param(how, marks=pytest.mark.full) for how in ("arguments", "file", "variables, kfuse first")]
+
+
+@pytest.mark.parametrize("how", ["tcp", "variables", *SELDOM])
+def test_ranks_that_a_script_starts_itself_train_one_model(how: str, tmp_path: Path) -> None:
+    """As torch's tutorials do: by a URL, by MASTER_ADDR and MASTER_PORT and arguments, by all four variables."""
+    done = run(how, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True 2 True True"] * 2, done.stdout + done.stderr
+
+
+def test_a_process_group_that_kfuse_could_not_know_of_is_refused(tmp_path: Path) -> None:
+    done = run("arguments, kfuse first", tmp_path)
+    assert done.returncode != 0 and "init_process_group before kf.init" in done.stderr
+
+
+def synchronised(own_loop: bool) -> str:
+    kf.init()
+    model = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))
+    opt = kf.FusedSGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="module 1: SyncBatchNorm") as refused:
+        if own_loop:
+            opt.sync_buffers(model)
+        else:
+            kf.fit(model, (torch.randn(32, 4), torch.randint(3, (32,))), opt)
+    return str(refused.value)
+
+
+def test_synchronised_batch_normalisation_is_refused_for_several_workers() -> None:
+    """Without torch's process group it would be BatchNorm, without a word."""
+    for own_loop in (False, True):
+        assert all("GroupNorm" in said for said in run_workers(2, synchronised, own_loop))
+
+
+def test_a_loop_of_ones_own_in_an_elastic_job_is_told_what_must_drive_it() -> None:
+    """Not to "use one optimizer", which is for a second one beside kf.fit's."""
+    session: Any = SimpleNamespace(elastic=True, in_training=False, comm=kf.CommOptions())
+    with pytest.raises(RuntimeError, match=r"kf\.fit or kf\.DataLoader must drive"):
+        refuse_unplanned(session, planned=False)
+    session.in_training = True
+    with pytest.raises(RuntimeError, match="use one optimizer"):
+        refuse_unplanned(session, planned=False)
