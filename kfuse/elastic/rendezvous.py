@@ -160,7 +160,7 @@ def _new_group(
     hosts: Sequence[str],
     comm: CommOptions,
 ) -> Group:
-    """The group of several workers, over what their device takes. address: of this machine, for gloo; None: gloo's choice."""
+    """The group of several workers, over what their device takes. address: this machine's for gloo, or None."""
     if devices.of(device).asynchronous:
         from kfuse.comm.nccl import NcclGroup  # only where there is a GPU
 
