@@ -73,7 +73,8 @@ class Rendezvous:
 
     def store(self, timeout_s: float) -> Store:
         """The store, with a name space of this attempt's own. Raises RuntimeError if nobody hosts it."""
-        store = _connect(self) if self.torchs is None else self.torchs.clone()  # torch's keeps its own timeout
+        # A clone has a timeout of its own.
+        store = _connect(self) if self.torchs is None else self.torchs.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=timeout_s))
         return PrefixStore(f"kfuse/{self.attempt}", store)
 
