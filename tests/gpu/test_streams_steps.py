@@ -1,108 +1,144 @@
-"""Whole steps on a recorded device: all uses of memory are in order, and everything happens on the right device."""
+"""Whole steps on a recorded device: all uses of memory are in order, and the host waits no oftener than it must."""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpu.steps import OPTIMIZERS, SMALL_BUCKETS, TINY_BUCKETS, job
+from gpu.steps import OPTIMIZERS, SMALL_BUCKETS, TINY_BUCKETS, Job, job
 
 import kfuse as kf
+from kfuse.comm.topology import Links
+from kfuse.comm.transports.all_to_all import AllToAll
 
 SCHEDULES = ("allreduce", "all_to_all", "reduce_scatter", "tree")
+WIDE = 2100  # a width with which every rank has a shard of sharded state
+FUSED = ("adamw", "lamb", "sgd")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "elastic", "optimizer"),
-    [
-        *((schedule, elastic, "adamw") for schedule in SCHEDULES for elastic in (False, True)),
-        *(("allreduce", False, optimizer) for optimizer in OPTIMIZERS if optimizer != "adamw"),
-    ],
+class Case(NamedTuple):
+    """Settings of a job, and what it runs."""
+
+    transport: str
+    """A schedule, or "reproducible"."""
+    state: str
+    optimizer: str
+    elastic: bool
+    buckets: float
+    dtype: str
+    layer: str | None
+    """The layer that runs on a stream of its own."""
+    batch_norm: bool
+    loop: str
+
+
+AXES: tuple[tuple[Any, ...], ...] = (
+    (*SCHEDULES, "reproducible"),
+    ("replicated", "sharded"),
+    tuple(OPTIMIZERS),
+    (False, True),
+    (TINY_BUCKETS, SMALL_BUCKETS, 25.0),
+    ("fp32", "bf16"),
+    (None, "middle", "sometimes"),
+    (False, True),
+    ("bare", "micro-batches", "planned", "scaled", "read"),
 )
-def test_bare_loops_and_micro_batches(schedule: str, elastic: bool, optimizer: str) -> None:
-    with job(OPTIMIZERS[optimizer], 3, elastic, schedule=schedule) as it:
-        for _ in range(3):
+
+
+def is_supported(case: Case) -> bool:
+    if case.state == "sharded" and (case.transport in ("allreduce", "tree") or case.optimizer not in FUSED):
+        return False
+    if case.transport == "reproducible" and case.dtype == "bf16":
+        return False
+    return not (case.elastic and case.loop == "scaled")
+
+
+def covering() -> list[Case]:
+    """As few cases as a greedy search finds, in which each two values occur together that can."""
+    left = {case: set(itertools.combinations(enumerate(case), 2)) for case in map(Case._make, _sample())}
+    wanted, chosen = set().union(*left.values()), list[Case]()
+    while wanted:
+        best = max(left, key=lambda case: len(left[case] & wanted))
+        chosen.append(best)
+        wanted -= left.pop(best)
+    return chosen
+
+
+def _sample() -> list[tuple[Any, ...]]:
+    """Every 13th supported combination: all of them would take the search too long."""
+    return [case for case in itertools.product(*AXES) if is_supported(Case._make(case))][::13]
+
+
+def run(it: Job, loop: str) -> None:
+    """Some steps of a kind."""
+    scaler = torch.amp.GradScaler("cpu") if loop == "scaled" else None  # type: ignore[attr-defined]
+    for _ in range(2):
+        if loop == "bare":
             it.bare_step()
-        for _ in range(2):
+        elif loop == "micro-batches":
             it.step()
-        it.step(several_backwards=True)
+            it.step(several_backwards=True)
+        elif loop == "scaled":
+            it.opt.set_clip_norm(0.1)
+            it.scaled_step(scaler)
+        elif loop == "read":
+            it.step()
+            assert it.opt.stats is not None
+        else:
+            it.planned_step([range(0, 3), range(3, 5), range(5, 6)])
+            it.planned_step([range(0, 0), range(0, 2), range(2, 4)])
+            it.planned_step([range(0, 3), range(3, 5), range(5, 6)], by_weight=True)
 
 
-@pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.parametrize("width", [10, 2100], ids=["shards of the last rank alone", "shards of both"])
-@pytest.mark.parametrize("schedule", ["all_to_all", "reduce_scatter"])
-def test_sharded_state(schedule: str, width: int, reproducible: bool) -> None:
-    """Update, share of the parameters, next forward; and nothing waits on the host."""
-    if reproducible and schedule != "all_to_all":
-        return
-    with job(schedule=schedule, state="sharded", width=width, reproducible=reproducible, lag=2) as it:
+@pytest.mark.parametrize("case", covering(), ids=lambda case: "-".join(map(str, case)))
+def test_every_use_of_memory_is_in_order(case: Case) -> None:
+    options: dict[str, Any] = {"schedule": case.transport}
+    if case.transport == "reproducible":
+        options = {"reproducible": True}
+    width = WIDE if case.state == "sharded" else 40 if case.buckets == SMALL_BUCKETS else 10
+    options |= {"state": case.state, "bucket_mb": case.buckets, "dtype": case.dtype, "batch_norm": case.batch_norm}
+    with job(
+        OPTIMIZERS[case.optimizer], 3, case.elastic, lag=2, width=width, all_used=case.layer is not None, **options
+    ) as it:
+        if case.layer is not None:
+            it.forwards_on_two_streams(case.layer)
+        run(it, case.loop)
+        if not case.elastic and case.optimizer != "wrapped adamw" and case.loop != "read":
+            assert it.recorder.host_waits == []
+
+
+@pytest.mark.parametrize("ranges", [[0, 2], [11, 5]], ids=str)
+def test_reproducible_sums_of_several_slots(ranges: list[int]) -> None:
+    with job(size=2, reproducible=True, lag=2) as it:
         for _ in range(3):
-            it.bare_step()
-        it.step()
-        it.planned_step([range(0, 3), range(3, 5)])
-        it.planned_step([range(0, 3), range(3, 5)], by_weight=True)
+            it.planned_step([range(ranges[0]), range(ranges[0], sum(ranges))])
         assert it.recorder.host_waits == []
 
 
-@pytest.mark.parametrize("options", [{}, {"elastic": True}], ids=str)
-@pytest.mark.parametrize("ranges", [[3, 2], [2, 3, 1], [0, 2], [11, 5]], ids=str)
-def test_reproducible_sums(ranges: list[int], options: dict[str, Any]) -> None:
-    cuts = [range(sum(ranges[:r]), sum(ranges[: r + 1])) for r in range(len(ranges))]
-    with job(size=len(ranges), reproducible=True, lag=2, **options) as it:
-        for _ in range(3):
-            it.planned_step(cuts)
-        assert len(it.recorder.host_waits) == (3 if options.get("elastic") else 0)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_planned_steps_weights_and_local_sgd(schedule: str) -> None:
+def test_local_sgd(schedule: str) -> None:
     with job(schedule=schedule, elastic=True) as it:
-        for _ in range(2):
-            it.planned_step([range(0, 3), range(3, 5)])
-            it.planned_step([range(0, 2), range(2, 4)], by_weight=True)
-            it.planned_step([range(0, 2), range(2, 4)], local=True)
-            it.planned_step([range(0, 2), range(2, 4)], by_weight=True, local=True)
-            it.planned_step([range(0, 0), range(0, 4)])
+        for by_weight in (False, True):
+            it.planned_step([range(0, 2), range(2, 4)], by_weight=by_weight, local=True)
             it.opt.average_models()
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"check_every": 1}, {"bucket_mb": 25.0}], ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bf16_messages_digests_and_one_bucket(schedule: str, options: dict[str, Any]) -> None:
-    with job(schedule=schedule, **options) as it:
-        for _ in range(3):
-            it.bare_step()
-            it.step()
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_averaged_buffers(schedule: str) -> None:
-    with job(schedule=schedule, batch_norm=True) as it:
-        for _ in range(2):
-            it.bare_step()
-            it.step()
-            it.planned_step([range(0, 2), range(2, 4)])
-            it.planned_step([range(0, 2), range(2, 4)], by_weight=True)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_clipping_and_statistics_that_are_read(optimizer: str) -> None:
-    with job(OPTIMIZERS[optimizer]) as it:
-        it.opt.set_clip_norm(0.1)
-        for _ in range(3):
-            it.step()
-            assert it.opt.stats is not None
-
-
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_loss_scale(optimizer: str, clip_norm: float | None) -> None:
-    with job(OPTIMIZERS[optimizer]) as it:
-        it.opt.set_clip_norm(clip_norm)
-        scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
-        for _ in range(3):
-            it.scaled_step(scaler)
+@pytest.mark.parametrize("tree", ["latency", (3, 0, 0, 3)], ids=str)
+def test_steps_along_a_tree(tree: str | tuple[int, ...]) -> None:
+    slow, ranks = {0, 1}, range(4)
+    links = Links(
+        tuple(tuple(0.0 if a == b else 1e-4 for b in ranks) for a in ranks),
+        tuple(tuple(None if a == b else 1e7 if {a, b} == slow else 1e9 for b in ranks) for a in ranks),
+    )
+    with job(size=4, schedule="tree", bucket_mb=SMALL_BUCKETS, all_used=True) as it:
+        it.group.take_links(links)
+        it.opt.engine.use_transport(None, tree)
+        it.bare_step()
+        it.forwards_on_two_streams("sometimes")
+        it.step()
 
 
 def test_accumulated_backwards_and_gradients_set_by_hand() -> None:
@@ -129,53 +165,47 @@ def test_two_optimizers_of_one_backward() -> None:
                 opt.zero_grad()
 
 
+def test_two_receive_buffers_do_for_any_number_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of messages that NCCL needs a bucket's rows are added up before the exchange of the next but one."""
+    taken: list[int] = []
+    take = AllToAll._take
+
+    def take_and_tell(transport: AllToAll, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = take(transport, numel, dtype)
+        taken.extend([buffer.data_ptr()] if numel else [])
+        return buffer
+
+    monkeypatch.setattr(AllToAll, "_take", take_and_tell)
+    with job(reproducible=True, bucket_mb=128 * 4 / 2**20) as it:
+        for _ in range(3):  # the first steps find out how large they must be
+            taken.clear()
+            it.planned_step([range(0, 2), range(2, 4)])
+    assert len(taken) > 3 and len(set(taken)) == 2
+
+
+# -- aborts -----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("where", ["between micro-batches", "in the last backward", "before the update"])
+@pytest.mark.parametrize("where", ["in the last backward", "before the update"])
 def test_an_aborted_step(where: str, schedule: str) -> None:
     """Buffers that messages may still write to are not used again before the communicator has been aborted."""
     with job(schedule=schedule) as it:
         it.step()
-        with pytest.raises(ZeroDivisionError):
-            with it.opt.micro_batch(samples=8, last=False):
-                it.loss().backward()
-            if where == "between micro-batches":
-                raise ZeroDivisionError
-            if where == "before the update":
-                it.opt.engine.on_last_micro_batch = lambda: 1 / 0
-                with it.opt.micro_batch(samples=8):
-                    it.loss().backward()
-            handle = it.model.first.weight.register_hook(lambda grad: 1 / 0)
-            with it.opt.micro_batch(samples=8):
-                it.loss().backward()
-        if where == "in the last backward":
-            handle.remove()
-        it.opt.engine.on_last_micro_batch = it.opt.synchronize
-        it.opt.engine.abort()
-        torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
-        it.next_group()
+        fail_in_a_step(it, where)
         it.step()
 
 
-@pytest.mark.parametrize("layer", ["middle", "sometimes"])
-@pytest.mark.parametrize("bucket_mb", [TINY_BUCKETS, 25.0])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_forwards_on_several_streams(schedule: str, bucket_mb: float, layer: str) -> None:
-    """Hooks of one bucket then run on different streams. Those of `sometimes` come last, and start the messages."""
-    with job(schedule=schedule, bucket_mb=bucket_mb, all_used=True) as it:
-        it.forwards_on_two_streams(layer)
-        for _ in range(2):
-            it.bare_step()
-            it.step()
-            it.planned_step([range(0, 2), range(2, 3)])
-
-
-@pytest.mark.parametrize("layer", [None, "middle", "sometimes"])
-@pytest.mark.parametrize("options", [{"schedule": "all_to_all"}, {"reproducible": True}, {"dtype": "bf16"}], ids=str)
-def test_every_bucket_has_a_shard_for_each_worker(options: dict[str, Any], layer: str | None) -> None:
-    """In tiny ones the shards of all ranks but the last are empty: then nothing is added up on the side stream."""
-    with job(size=3, width=40, bucket_mb=SMALL_BUCKETS, all_used=True, **options) as it:
-        if layer is not None:
-            it.forwards_on_two_streams(layer)
-        for _ in range(2):
-            it.step()
-            it.planned_step([range(0, 3), range(3, 5), range(5, 6)])
+def fail_in_a_step(it: Job, where: str) -> None:
+    """A step that ends in an error, after which the group is another one."""
+    weight = it.model.first.weight
+    handle = weight.register_hook(lambda grad: 1 / 0) if where == "in the last backward" else None
+    it.opt.engine.on_last_micro_batch = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError), it.opt.micro_batch(samples=8):
+        it.loss().backward()
+    if handle is not None:
+        handle.remove()
+    it.opt.engine.on_last_micro_batch = it.opt.synchronize
+    it.opt.engine.abort()
+    torch.zeros(100, device=torch.device("cpu"))  # what has been dropped is given away
+    it.next_group()
