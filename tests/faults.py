@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -148,7 +149,7 @@ def draw(root: Path, seed: int, each: int, also: Path | None) -> list[Fault]:
         while count < each and any(by_kind.values()):
             fitting = by_kind[generator.choice([kind for kind in KINDS if by_kind[kind]])]
             fault = fitting.pop(generator.randrange(len(fitting)))
-            if also is None or place(also, fault) is not None:
+            if all(place(tree, fault) is not None for tree in (root, also) if tree is not None):
                 drawn.append(fault)
                 count += 1
     return drawn
@@ -167,11 +168,14 @@ def place(root: Path, fault: Fault) -> tuple[Path, int] | None:
     return (in_file or found)[0] if len(in_file) == 1 or len(found) == 1 else None
 
 
-def run(root: Path, fault: Fault, timeout_s: float) -> str:
-    """Returns what found it: `room`, `all` (the other tests), `none`; or `absent`: the source has no such line."""
+def run(root: Path, fault: Fault, timeout_s: float) -> tuple[str, str]:
+    """Returns which tests found it, `room`, `all` (the others) or `none`, and the first test that did.
+
+    `absent`: the source has no such line.
+    """
     at = place(root, fault)
     if at is None:
-        return "absent"
+        return "absent", ""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", ".*_cache", "runs"))
@@ -182,26 +186,30 @@ def run(root: Path, fault: Fault, timeout_s: float) -> str:
         every = sorted(str(test.relative_to(copy)) for test in (copy / "tests").rglob("test_*.py"))
         own = [test for test in every if any(Path(test).stem.startswith(f"test_{word}") for word in TESTS[fault.room])]
         for found_by, tests in (("room", own), ("all", [test for test in every if test not in own])):
-            if not _pass(copy, tests, timeout_s):
-                return found_by
-    return "none"
+            if found := _first_failure(copy, tests, timeout_s):
+                return found_by, found
+    return "none", ""
 
 
-def _pass(copy: Path, tests: list[str], timeout_s: float) -> bool:
-    """Runs the tests in the copy, up to the first that fails; a run that does not end in time has failed."""
+def _first_failure(copy: Path, tests: list[str], timeout_s: float) -> str:
+    """Runs the tests in the copy up to the first that fails, and returns its name; empty: all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "--timeout", "120"]
     command += ["-m", "not full and not long", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, cwd=copy, env=environment, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            return process.wait(timeout_s) == 0
+            if process.wait(timeout_s) == 0:
+                return ""
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return False
+            return f"no end within {timeout_s} s"
+        output.seek(0)
+        lines = output.read().splitlines()
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "no output")
 
 
 def main() -> None:
@@ -221,8 +229,9 @@ def main() -> None:
         return
     results = []
     for entry in json.loads(given.faults.read_text()):
-        results.append(run(given.root.resolve(), Fault(**entry), given.timeout_s))
-        print(json.dumps({**entry, "found_by": results[-1]}), flush=True)
+        found_by, test = run(given.root.resolve(), Fault(**entry), given.timeout_s)
+        results.append(found_by)
+        print(json.dumps({**entry, "found_by": found_by, "test": test}), flush=True)
     print(json.dumps({word: results.count(word) for word in ("room", "all", "none", "absent")}))
 
 
