@@ -121,8 +121,6 @@ def _group() -> Group:
             "comm.sync=pair: each worker is at a step of its own, so none can wait for the others' values: call "
             "kf.allreduce, kf.broadcast, kf.allgather, kf.barrier and kf.peer_latencies in before_epoch or after_epoch"
         )
-    if session.before_collective is not None:
-        session.before_collective()
     return session.group
 
 

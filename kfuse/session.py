@@ -83,8 +83,6 @@ class Session:
         self._generation = 0  # of the active view, or of the one being entered
         self.apart = False
         """Each worker of the group is at a step of its own (pair averaging): no collective can be made."""
-        self.before_collective: Callable[[], None] | None = None
-        """Called before each collective that a policy's hook starts (`kfuse.train.policy_calls`)."""
         self.training = 0
         """Which training of this process is under way, from 1: a script may train more than once."""
         self.in_training = False

@@ -304,34 +304,6 @@ def test_a_resume_with_other_betas(rules: tuple[str, str], tmp_path: Path) -> No
         assert_right(found, first=first)
 
 
-def former(updates: dict[int, int], sizes: dict[int, int]) -> dict[str, Any]:
-    """The state after 30 steps as a version before wrote it: it counted the updates by batch size."""
-
-    def take(step: int) -> None:
-        if step == 29:
-            state.update(kf.state_dict())
-
-    net, state = Net(), dict[str, Any]()
-    moves(net, optimizer(net), 30, "keep", sizes, after=take)
-    state["progress"]["updates"] = updates
-    return state
-
-
-@pytest.mark.parametrize("rule", ["keep", *RULES])
-def test_the_state_of_a_former_version(rule: str) -> None:
-    """Where all batches had the first size the products are known. Where not, which betas they had is unknown."""
-    net = Net()
-    kf.load_state_dict(former({16: 30}, {0: 16}))
-    assert_right(moves(net, optimizer(net), 60, rule, {0: 16, 36: 64}, first=30), first=30)
-    net = Net()
-    kf.load_state_dict(former({16: 20, 64: 10}, {0: 16, 20: 64}))
-    if rule == "keep":
-        assert_right(moves(net, optimizer(net), 40, rule, {0: 16, 20: 64}, first=30), first=30)
-    else:
-        with pytest.raises(ValueError, match=f"^lr_betas={rule}: must be keep with this state: it is a former version"):
-            moves(net, optimizer(net), 40, rule, {0: 16, 20: 64}, first=30)
-
-
 def test_the_state_dict_is_torchs_until_betas_change() -> None:
     net = Net()
     opt, twin = optimizer(net), torch.optim.AdamW(Net().parameters())

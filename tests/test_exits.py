@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from elastic_job import command_line, words
 from exits import Net, Stop
 
 import kfuse as kf
-from kfuse.train.user_stop import exits_are_errors
+from kfuse.train.running import exits_are_errors
 
 JOB = words(
     "model._target_=exits.Net data=digits policy=none batch.size=32 batch.micro=8 train.steps=12 train.epochs=null",
@@ -62,9 +61,6 @@ def test_in_a_script_it_stays_what_it_is(how: Any, error: type[BaseException]) -
 
 
 def test_what_is_an_error() -> None:
-    def leave(number: int, frame: Any) -> None:
-        sys.exit(143)
-
     for error in (SystemExit(0), SystemExit("why"), Stop("now")):
         told = f"^training has raised {type(error).__name__}: {error}$"
         with pytest.raises(RuntimeError, match=told) as found, exits_are_errors():
@@ -73,9 +69,3 @@ def test_what_is_an_error() -> None:
     for error in (KeyError("x"), KeyboardInterrupt(), GeneratorExit()):
         with pytest.raises(type(error)), exits_are_errors():
             raise error
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        with pytest.raises(SystemExit, match="143"), exits_are_errors():
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -28,7 +28,6 @@ import kfuse as kf
 from kfuse.data import EpochSampler, MapData
 from kfuse.data.feeder import Feeder, _silent_without_parent
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
-from kfuse.train.model_checks import GeneratorWatch
 
 SEED, LENGTH = 3, 40
 CPU = torch.device("cpu")
@@ -192,31 +191,6 @@ def test_the_data_set_sees_a_loader_process_as_torchs() -> None:
         fed.expect(plan(0, 0))
         got = [[part.tolist()[0] for part in fed.fetch(Task(0, cursor, 4))] for cursor in (0, 4)]
     assert got == [[0, 2, 1, 1], [1, 2, 1, 1]]
-
-
-def test_a_generator_of_the_data_sets_own_is_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
-    """By the loader process that sees it, on rank 0."""
-
-    class OwnGenerator(Noise):
-        def __init__(self) -> None:
-            self.rng = np.random.default_rng(0)
-
-        def __getitem__(self, i: int) -> tuple[Tensor, int]:
-            return torch.tensor([float(i), self.rng.random()], dtype=torch.float64), i
-
-    log = logging.StreamHandler()  # pytest's own keeps what it gets in the loader process
-    logging.getLogger("kfuse").addHandler(log)
-    try:
-        for rank in (1, 0):
-            data = OwnGenerator()
-            with (fed := feeder(data, workers=2, watch=GeneratorWatch(MapData(data)))).running():
-                for cursor in (0, 8):
-                    fed.expect(plan(0, cursor, workers=2, rank=rank))
-                    fed.fetch(Task(0, cursor + 4 * rank, 4))
-            said = capfd.readouterr().err
-            assert said.count("OwnGenerator draws from a generator of its own (rng)") == (rank == 0), said
-    finally:
-        logging.getLogger("kfuse").removeHandler(log)
 
 
 # -- what fails ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import Any
 from unittest.mock import patch
@@ -27,43 +26,6 @@ class Augmented(torch.utils.data.Dataset[tuple[Tensor, int]]):
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         noise = torch.rand(4) + float(np.random.rand()) + random.random()
         return torch.full((4,), i / 48) + noise, i % 3
-
-
-class OwnGenerator(Augmented):
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(0)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return torch.full((4,), i / 48 + self.rng.random()), i % 3
-
-
-class Jitter:
-    """A transform, as people write them."""
-
-    def __init__(self) -> None:
-        self.steps = [np.random.RandomState(0)]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x + self.steps[0].rand()
-
-
-class Transformed(Augmented):
-    def __init__(self, transform: Any) -> None:
-        self.transform = transform
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return self.transform(torch.full((4,), i / 48)), i % 3
-
-
-class MadeByGenerator(Augmented):
-    """Draws from its generator only as it is made; `draws`: while training too."""
-
-    def __init__(self, draws: bool) -> None:
-        self.rng, self.draws = torch.Generator().manual_seed(0), draws
-        self.x = torch.rand(48, 4, generator=self.rng)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return self.x[i] + torch.rand(4, generator=self.rng) if self.draws else self.x[i], i % 3
 
 
 class RunningMean(nn.Module):
@@ -161,53 +123,6 @@ def warnings_of(
 
 
 REPRODUCIBLE = kf.CommOptions(reproducible=True)
-
-
-@pytest.mark.parametrize(
-    ("data", "name"),
-    [
-        (OwnGenerator(), "OwnGenerator draws from a generator of its own (rng)"),
-        (MadeByGenerator(draws=True), "MadeByGenerator draws from a generator of its own (rng)"),
-        (Transformed(Jitter()), "Transformed draws from a generator of its own (transform.steps[0])"),
-        (torch.utils.data.Subset(OwnGenerator(), range(24)), "Subset draws from a generator of its own (dataset.rng)"),
-    ],
-)
-def test_a_generator_that_a_data_set_draws_from_is_named(caplog: Any, data: Any, name: str) -> None:
-    [said] = warnings_of(caplog, nn.Linear(4, 3), data, REPRODUCIBLE)
-    assert name in said
-
-
-def test_a_generator_that_collating_draws_from_is_named(caplog: Any) -> None:
-    class Masking:
-        def __init__(self) -> None:
-            self.rng = np.random.default_rng(0)
-
-        def collate(self, samples: list[Any]) -> Any:
-            x, y = torch.utils.data.default_collate(samples)
-            return x * float(self.rng.random()), y
-
-    [said] = warnings_of(caplog, nn.Linear(4, 3), Augmented(), REPRODUCIBLE, collate_fn=Masking().collate)
-    assert "Augmented draws from a generator of its own (collate_fn.rng)" in said
-
-
-def test_loader_processes_that_draw_the_same_numbers_are_told_on_one_worker_too(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """Each has a copy of the generator. The warning comes from the loader process, so it is in its output."""
-    kf.init()
-    net = nn.Linear(4, 3)
-    opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    log = logging.StreamHandler()  # pytest's own keeps what it gets in the loader process
-    logging.getLogger("kfuse").addHandler(log)
-    try:
-        kf.fit(net, OwnGenerator(), opt, batch_size=12, micro_batch=3, num_workers=2)
-    finally:
-        logging.getLogger("kfuse").removeHandler(log)
-    assert "OwnGenerator draws from a generator of its own (rng)" in capfd.readouterr().err
-
-
-def test_a_generator_that_is_not_drawn_from_is_not_warned_of(caplog: Any) -> None:
-    assert warnings_of(caplog, nn.Linear(4, 3), MadeByGenerator(draws=False), REPRODUCIBLE) == []
 
 
 def test_a_changing_buffer_is_named(caplog: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kfuse.config import instantiate
 from kfuse.config.instantiate import show
-from kfuse.config.schema import LOADING, OF_POLICY, ConfigError, class_arguments
+from kfuse.config.schema import LOADING, ConfigError, class_arguments
 
 # The data sets that supply an argument of a model, and the models that take it.
 _SUPPLIED_BY = {
@@ -91,12 +91,7 @@ def check_transport(path: str | None) -> None:
 
 def make_policy(node: Any) -> Any:
     """Returns the policy that the group's values configure. Raises ConfigError where they make none."""
-    if isinstance(node, Mapping):
-        node = class_arguments("policy", node)
-    for name in instantiate.parameters(_check_class("policy", node)) or ():
-        if name in OF_POLICY:
-            why = f"its argument {name} must have another name: policy.{name} is a setting of the training loop"
-            raise ConfigError(f"policy._target_={node['_target_']}: {why}")
+    _check_class("policy", node)
     base: Any = instantiate.locate("kfuse.policies.BasePolicy")  # by its path: kfuse.config imports no policies
     if not isinstance(policy := make("policy", node), base):
         raise _wrong_result("policy", node, policy, "kfuse.BasePolicy")

@@ -70,18 +70,6 @@ class Data:
 
 
 @dataclass
-class Policy:
-    """What happens where the policy raises an error: a key of the group policy that is no argument of its class."""
-
-    on_error: str = setting(
-        "stop",
-        "what follows where the policy raises an error, which is reported in either case; stop: the job ends; go_on: "
-        "training goes on with the settings as they are, and the policy is asked again after the next step",
-        choices=("stop", "go_on"),
-    )
-
-
-@dataclass
 class LR:
     """The learning rate."""
 
@@ -262,7 +250,7 @@ class Config:
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=lambda: asdict(Data()), metadata={"settings": Data})
     optimizer: dict[str, Any] = field(default_factory=dict)
-    policy: dict[str, Any] = field(default_factory=lambda: asdict(Policy()), metadata={"settings": Policy})
+    policy: dict[str, Any] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch)
     workers: Workers = field(default_factory=Workers)
     lr: LR = field(default_factory=LR)
@@ -345,9 +333,7 @@ def _settings(cls: type, prefix: str = "") -> Iterator[Setting]:
 SETTINGS = {leaf.key: leaf for leaf in _settings(Config)}
 LOADING = tuple(f.name for f in fields(Data))
 """The keys of the group data that are not arguments of its class."""
-OF_POLICY = tuple(f.name for f in fields(Policy))
-"""The keys of the group policy that are not arguments of its class."""
-GROUP_SETTINGS: dict[str, tuple[str, ...]] = {"data": LOADING, "policy": OF_POLICY}
+GROUP_SETTINGS: dict[str, tuple[str, ...]] = {"data": LOADING}
 """By group: these keys."""
 
 

@@ -43,15 +43,15 @@ from kfuse.comm import devices
 from kfuse.comm.devices import Device, Event
 from kfuse.data.batch import map_leaves, pinned_copy, tensors
 from kfuse.data.dataset import Dataset
-from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan, Watch
+from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
 from kfuse.data.sampler import EpochSampler, StreamSampler
 from kfuse.data.streams import Stream
 
 _LOG = logging.getLogger("kfuse")
 
-_Message = tuple[int, Task | None, bool]
-"""To a loader process: the request's number, its task (None: no longer needed), whether the sender is rank 0. None in
-place of a message: it is to end."""
+_Message = tuple[int, Task | None]
+"""To a loader process: the request's number, and its task (None: no longer needed). None in place of a message: it is
+to end."""
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
 """By loader processes: these signals are sent to a whole job, and the training worker decides what to do."""
@@ -123,14 +123,10 @@ class Feeder(Fetcher):
         loading: Loading,
         device: torch.device,
         on_loss: Callable[[int, str], None] = lambda pid, how: None,
-        watch: Watch | None = None,
     ) -> None:
-        """on_loss(pid, how): called when a loader process has ended unexpectedly, and another takes its place.
-
-        watch: looks at the first micro-batch in the first loader process.
-        """
+        """on_loss(pid, how): called when a loader process has ended unexpectedly, and another takes its place."""
         super().__init__(data, sampler, loading.pin_memory)
-        self._loading, self._on_loss, self._watch = loading, on_loss, watch
+        self._loading, self._on_loss = loading, on_loss
         self._side_stream = None
         self._device = devices.of(device)
         if self._device.asynchronous and loading.pin_memory:
@@ -218,7 +214,7 @@ class Feeder(Fetcher):
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_serve,
-            args=(theirs, Fetcher(self.data, self.sampler), number, self._loading, os.getpid(), self._watch),
+            args=(theirs, Fetcher(self.data, self.sampler), number, self._loading, os.getpid()),
             name=f"kfuse-loader-{number}",
             daemon=True,
         )
@@ -253,7 +249,7 @@ class Feeder(Fetcher):
         self._requests += 1
         loader.tasks[self._requests] = task
         with contextlib.suppress(OSError):  # it has ended: `_receive` finds out
-            loader.connection.send((self._requests, task, self._plan is not None and self._plan.rank == 0))
+            loader.connection.send((self._requests, task))
 
     def _drop(self, tasks: set[Task]) -> None:
         """Forgets tasks that are no longer needed. What is sent for them later is not kept."""
@@ -263,7 +259,7 @@ class Feeder(Fetcher):
             for number in [number for number, task in loader.tasks.items() if task in tasks]:
                 del loader.tasks[number]
                 with contextlib.suppress(OSError):
-                    loader.connection.send((number, None, False))
+                    loader.connection.send((number, None))
 
     def _receive(self) -> None:
         """Waits until a loader process has sent something, `_PATIENCE_S` at most, and takes what has arrived."""
@@ -332,9 +328,7 @@ class Feeder(Fetcher):
 # -- the loader process's side ----------------------------------------------------------------------------------------
 
 
-def _serve(
-    connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int, watch: Watch | None
-) -> None:
+def _serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int) -> None:
     """Fetches what is requested, in that order, until told to end. Sends each batch, or why there is none."""
     _die_with(parent)
     sys.excepthook = _silent_without_parent
@@ -357,7 +351,7 @@ def _serve(
             message = inbox.get()
             if message is None:
                 os._exit(0)
-            request, task, leads = message
+            request, task = message
             if task is None:
                 waiting.pop(request, None)
             else:
@@ -368,11 +362,7 @@ def _serve(
             if not begun and loading.init is not None:
                 loading.init(number)
             begun = True
-            if watch is not None and number == 0:
-                watch.before_step()
             reply = ForkingPickler.dumps((request, fetcher.fetch(task)))
-            if watch is not None and number == 0:
-                watch.after_step(leads)
         except Exception as error:
             reply = ForkingPickler.dumps((request, _failure(error, number)))
         try:

@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,16 +82,6 @@ class Loading:
     """On CUDA: copy batches from pinned memory; with loader processes on a stream of its own, beside the forward."""
     init: Callable[[int], object] | None = None
     """Called first in each loader process, with its number from 0."""
-
-
-class Watch(Protocol):
-    """Looks at what the first micro-batch does to the data set, in the process that fetches it."""
-
-    def before_step(self) -> None:
-        """The first micro-batch is about to be fetched."""
-
-    def after_step(self, warns: bool) -> None:
-        """It has been fetched. warns: whether this worker logs the warning."""
 
 
 class LoaderError(RuntimeError):

@@ -181,7 +181,6 @@ class Statistics:
         return {
             "noise_scale": self.noise_scale.state_dict(),
             "in_flight": in_flight,
-            "slots": t.RECORD_SLOTS,
             "unread": unread,
             "figures": self._figures,
             "figure_names": names,
@@ -190,22 +189,19 @@ class Statistics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave."""
         self.noise_scale.load_state_dict(state["noise_scale"])
-        theirs = state.get("figures", 0)
+        theirs = state["figures"]
         self._in_flight = deque()
-        # Another version's records have other slots: its last step is left out of the statistics.
-        for step, unit, record in state["in_flight"] if state.get("slots") == t.RECORD_SLOTS else ():
+        for step, unit, record in state["in_flight"]:
             if theirs != self._figures:  # the script has changed
                 record = record[: len(record) - theirs] + [math.nan] * self._figures
             self._in_flight.append(_InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None))
         self._unread = [
             StepStats(
-                **stats
-                | {"control": Announcement(**stats["control"])}
-                | {name: tuple(stats.get(name, ())) for name in _TUPLES}
+                **stats | {"control": Announcement(**stats["control"])} | {name: tuple(stats[name]) for name in _TUPLES}
             )
             for stats in state["unread"]
         ]
-        names = state.get("figure_names")
+        names = state["figure_names"]
         self.figure_names = None if names is None else tuple(names)
         self._newest, self._latest = None, self._unread[-1] if self._unread else None
         self.digests = self._latest.digests if self._latest else ()

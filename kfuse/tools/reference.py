@@ -33,8 +33,8 @@ EVENTS = {
     ),
     "clipped": ("A request was out of range, or could not be met", "note"),
     "policy_failed": (
-        "The policy has raised an error on a worker; reported again only once the method has worked",
-        "worker, method, why, traceback, goes_on (whether training does: `policy.on_error`)",
+        "The policy has raised an error on a worker; the job ends",
+        "worker, method, why, traceback",
     ),
     "input_bound": (
         "A policy's request for more workers was refused: training is input-bound, so they would wait for data too",

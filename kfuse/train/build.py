@@ -11,7 +11,7 @@ import torch
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel, load_weights
 from kfuse.config import instantiate
-from kfuse.config.schema import LOADING, class_arguments
+from kfuse.config.schema import LOADING
 from kfuse.data import DataSplit
 from kfuse.data.fetching import Loading
 from kfuse.data.given import heldout_data, training_data
@@ -85,8 +85,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         given.data,
         _optimizer(config, model),
         settings,
-        policy=instantiate.build(class_arguments("policy", config["policy"])),
-        on_error=config["policy"]["on_error"],
+        policy=instantiate.build(config["policy"]),
         checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
         saved_model=SavedModel(Path(config["run_dir"]), session) if train["save_model"] else None,
         heldout=heldout_data(split.heldout),

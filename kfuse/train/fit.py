@@ -19,7 +19,6 @@ from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFuncti
 from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_scheduler
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.output import Output
-from kfuse.train.policy_calls import OnError, check_on_error
 from kfuse.train.precision import check_parameters
 from kfuse.train.settings import user_loading, user_settings
 from kfuse.train.step import Step
@@ -27,18 +26,13 @@ from kfuse.train.trainer import Trainer
 
 
 class Hook:
-    """Attaches a policy to `kf.fit`.
+    """Attaches a policy to `kf.fit`. An error that the policy raises ends training, on all workers."""
 
-    on_error: what follows where the policy raises an error, which is reported in either case. stop: training ends, on
-    all workers. go_on: it goes on with the settings as they are, and the policy is called again at the next step.
-    """
-
-    def __init__(self, policy: BasePolicy, on_error: OnError = "stop") -> None:
-        """Raises TypeError for what is not a policy, ValueError for another on_error."""
+    def __init__(self, policy: BasePolicy) -> None:
+        """Raises TypeError for what is not a policy."""
         if not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.Hook takes a kf.BasePolicy, not {type(policy).__name__}")
-        check_on_error("on_error", on_error)
-        self.policy, self.on_error = policy, on_error
+        self.policy = policy
 
 
 def fit(
@@ -248,7 +242,6 @@ def fit(
         opt,
         settings,
         policy=None if hook is None else hook.policy,
-        on_error="stop" if hook is None else hook.on_error,
         scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
         objective=objective,
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),

@@ -192,27 +192,14 @@ class Progress:
             self.best = score
         return best
 
-    def refuse_unknown_betas(self, saved: Mapping[str, Any], lr_betas: str) -> None:
-        """Raises ValueError if betas are to change now, and `saved` is a former version's, whose updates had several
-        batch sizes.
-
-        It counted updates by batch size, and the optimizer's state has no product of the betas. Which ones the updates
-        had is not known.
-        """
-        if lr_betas != "keep" and set(saved.get("updates", ())) - {self.began_with["batch_size"]}:
-            raise ValueError(
-                f"lr_betas={lr_betas}: must be keep with this state: it is a former version's, and does not tell "
-                "whether its betas have followed the batch size"
-            )
-
     def refuse_other_beginning(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError where a training with other arguments made `saved` (from `state_dict`), to go on from it.
 
         Learning rates are meant for the first batch size. Within an epoch the order of the samples counts as well:
         with another one, some of them would be used twice and others not at all.
         """
-        theirs = saved.get("began_with", {})
-        within_epoch = saved["cursor"] not in (0, theirs.get("dataset size"))
+        theirs = saved["began_with"]
+        within_epoch = saved["cursor"] not in (0, theirs["dataset size"])
         for name, value in theirs.items():
             if value != self.began_with[name] and (within_epoch or name not in ("seed", "dataset size")):
                 raise ValueError(
@@ -224,7 +211,6 @@ class Progress:
         return asdict(self) | {"stage": int(self.stage)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets all fields, in place. A former version's `updates` are left out: see `refuse_unknown_betas`."""
-        state = {name: value for name, value in state.items() if name != "updates"}
+        """Sets all fields, in place."""
         contexts = {step: StepContext(**context) for step, context in state["contexts"].items()}
         vars(self).update(vars(Progress(**{**state, "contexts": contexts})))

@@ -367,7 +367,6 @@ class Recovery:
         else:
             began_with = at.began_with
             at.refuse_other_beginning(saved["progress"])
-            at.refuse_unknown_betas(saved["progress"], self._arguments["lr_betas"])
             self._restore(saved)
             at.began_with = began_with
             if self._base_lr is not None:

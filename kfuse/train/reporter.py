@@ -51,7 +51,7 @@ class Reporter:
         """Takes over another worker's records."""
         self.recent.clear()
         self.recent.extend(state["recent"])
-        self._told_before = dict(state.get("told_before", {}))
+        self._told_before = dict(state["told_before"])
         self._told = {}  # here other steps were told
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The trainings of this process that are under way, and `kf.state_dict`, `kf.load_state_dict` over them."""
+"""The trainings of this process that are under way: their state, for `kf.state_dict`, and how they may end."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ def active(trainer: Stateful) -> Iterator[None]:
         yield
     finally:
         _RUNNING[:] = [each for each in _RUNNING if each is not trainer]
+
+
+@contextlib.contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Context: a SystemExit becomes a RuntimeError. For the model, the data and the policy of a job that has no script:
+    there it would end a worker as if all was well. So does any other exception that is no Exception, but for
+    KeyboardInterrupt, and for GeneratorExit, which ends a training's iterator.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"training has raised {type(error).__name__}: {error}") from error
 
 
 def state_dict() -> dict[str, Any]:

@@ -310,13 +310,13 @@ class Synchronisation:
             self._method = _METHODS[mode](self._session, self._opt, self._progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """The mode in force, and its method's state: under `rule`, as in the checkpoints of earlier versions."""
+        """Returns the mode in force, and its method's state."""
         method = None if self._method is None else self._method.state_dict()
-        return {"mode": self._sync.mode, "every": self._sync.every, "rule": method}
+        return {"mode": self._sync.mode, "every": self._sync.every, "method": method}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what another worker, or a checkpoint, has. Raises ValueError where it does not fit."""
         self._begin(state["mode"])
-        self._sync = Sync(state["mode"], state.get("every", 1))
+        self._sync = Sync(state["mode"], state["every"])
         if self._method is not None:
-            self._method.load_state_dict(state["rule"])
+            self._method.load_state_dict(state["method"])

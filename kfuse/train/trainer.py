@@ -25,14 +25,14 @@ from kfuse.optim.consistency import parameter_layout
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.statistics.figures import StepContext
-from kfuse.train import running, user_stop
+from kfuse.train import running
 from kfuse.train.decisions import Decisions
 from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
 from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import UserSchedule, has_scheduler
-from kfuse.train.model_checks import BufferWatch, GeneratorWatch, refuse_uneven_embeddings
-from kfuse.train.policy_calls import OnError, PolicyCalls
+from kfuse.train.model_checks import BufferWatch, refuse_uneven_embeddings
+from kfuse.train.policy_calls import PolicyCalls
 from kfuse.train.progress import Progress, Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
@@ -61,7 +61,6 @@ class Trainer:
         settings: Settings,
         *,
         policy: BasePolicy | None = None,
-        on_error: OnError = "stop",
         scheduler: UserSchedule | None = None,
         checkpoints: Checkpoints | None = None,
         saved_model: SavedModel | None = None,
@@ -74,9 +73,7 @@ class Trainer:
         several_backwards: bool = False,
         exits_are_errors: bool = False,
     ) -> None:
-        """on_error: what follows where the policy raises: see `kfuse.train.policy_calls`.
-
-        scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
+        """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
 
         saved_model: writes the model when training is over, and the best one by evaluation; None: neither is written.
         output: of a script, in place of these two; its records go there.
@@ -85,16 +82,15 @@ class Trainer:
         facts: figures of the data that go into the summary, such as a corpus's entropy.
         user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
         several_backwards: of each micro-batch, by the user: see opt.micro_batch.
-        exits_are_errors: a SystemExit of the model or the data is one: no script's code may mean to end the process.
+        exits_are_errors: a SystemExit of the model, the data or the policy is one: there is no script that means it.
         Raises ValueError for a model, data or settings that several workers cannot train alike.
         """
         # What is trained, and how.
         self.model, self.opt, self.settings = model, opt, settings
         self.policy = policy or BasePolicy()
         self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
-        self._exits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if exits_are_errors:
-            self._exits = user_stop.exits_are_errors
+        self._exits: Callable[[], contextlib.AbstractContextManager[None]]
+        self._exits = running.exits_are_errors if exits_are_errors else contextlib.nullcontext
         self._objective = objective or Objective()
         self._metrics = check_metrics(metrics, self._objective, heldout)
         seed = settings.seed
@@ -126,17 +122,14 @@ class Trainer:
         self._sampling = Sampling(self.session, settings, self.progress, self._sampler, opt.engine.options.reproducible)
         self._synchronisation = Synchronisation(self.session, opt, self.progress, self._new_pair)
         self._reporter = Reporter(self.session, settings, self._sampler.length, output)
-        self._calls = PolicyCalls(self.policy, on_error, self.session, self.progress, self._reporter)
+        self._calls = PolicyCalls(self.policy, self.session, self.progress, self._reporter)
         self.decisions = Decisions(self.session, self._calls, opt, schedule, settings, self.progress, self._reporter)
         if several:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
-        self._watches: list[BufferWatch | GeneratorWatch] = [BufferWatch(model, opt.engine.averaged.tensors, several)]
-        generators = GeneratorWatch(data) if several or settings.loading.workers else None
-        self._fetcher = self._new_fetcher(generators)
+        self._buffers = BufferWatch(model, opt.engine.averaged.tensors, several)
+        self._fetcher = self._new_fetcher()
         self._audit = self._new_audit()
-        if generators is not None and not settings.loading.workers:  # else it watches in a loader process
-            self._watches.append(generators)
         # The training state; `Recovery` keeps it the same on all workers.
         from kfuse.checkpoint.saved_model import uncompiled
 
@@ -221,7 +214,7 @@ class Trainer:
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
         prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
-        with user_stop.CtrlC(), prepared, decisions, running.active(self), fetching, recovery.guarded(), self._exits():
+        with prepared, decisions, running.active(self), fetching, recovery.guarded(), self._exits():
             self._calls.hook("before_train")
             while not (self.over or self.session.left):
                 try:
@@ -247,10 +240,10 @@ class Trainer:
                 except CommError as error:
                     recovery.recover(error)
         if self.over:
-            with user_stop.CtrlC():
+            with self._exits():
                 self._calls.hook("after_train")
 
-    def _new_fetcher(self, watch: GeneratorWatch | None) -> Fetcher:
+    def _new_fetcher(self) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
         if isinstance(self._data, Stream):
             self._data.check_workers(self.settings.loading.workers)
@@ -261,7 +254,7 @@ class Trainer:
         def report(pid: int, how: str) -> None:
             self._reporter.loader_lost(self.progress.step, pid, how)
 
-        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report, watch)
+        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
 
     def _new_pair(self) -> PairAveraging:
         """The `SyncMethod` of `comm.sync=pair`."""
@@ -319,8 +312,7 @@ class Trainer:
         at, group = self.progress, self.session.group
         samples = self._sampling.of_next_step()
         self.decisions.set_learning_rate()
-        for watch in self._watches:
-            watch.before_step()
+        self._buffers.before_step()
         if self._scheduler is not None:
             self._scheduler.before_step()
         self._synchronisation.before_step()
@@ -410,8 +402,7 @@ class Trainer:
         )
         if self._scheduler is not None:
             self._scheduler.after_step()
-        for watch in self._watches:
-            watch.after_step(self.session.group.rank == 0)
+        self._buffers.after_step(self.session.group.rank == 0)
         at.samples += count
         at.cursor += count
         if at.is_local:

@@ -356,7 +356,6 @@ BAD = [
     (("RUN", "policy._target_=epoch_collective.EpochCollective", "+policy.directory=x"), "acts in after_epoch"),
     (("RUN", "policy=gns", "policy.factor=1,2"), "policy.factor=1,2: must be one value; a list needs [brackets]"),
     (("RUN", "policy=gns,none"), "policy=gns,none: must be one value"),
-    (("RUN", "policy=gns", "policy.on_error=foo"), "policy.on_error=foo: must be one of stop, go_on"),
     (("RUN", "policy={}"), "policy={}: must be the name of a policy"),
     (("RUN", "policy=gns", "~policy.factor"), "~policy.factor: must be key=value: nothing can be removed"),
     (("RUN", "policy=none", "plot=a.png", "plot=b.png"), "plot=b.png: must be given once"),

@@ -109,7 +109,7 @@ class Run:
         batch = config["batch"]
         batch["min"], batch["max"] = min(batch["min"], batch_size), max(batch["max"], batch_size)
         config["seed"] = seed
-        config["policy"] = {"_target_": "kfuse.policies.NoPolicy", "on_error": "stop"}
+        config["policy"] = {"_target_": "kfuse.policies.NoPolicy"}
         config["lr"] |= {"scaling": self.lr_scaling, "decay": "none", "warmup_steps": 0, "change_warmup_steps": 0}
         config["workers"] |= {"count": self.workers, "min": self.workers, "max": self.workers}
         config["train"] |= {"epochs": None, "steps": last_step, "target_accuracy": None, "eval_every": last_step}

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from kfuse.config.check import drop_replaced_arguments
 from kfuse.config.classes import make_policy
 from kfuse.config.instantiate import fits
-from kfuse.config.schema import SETTINGS, ConfigError, class_arguments
+from kfuse.config.schema import SETTINGS, ConfigError
 from kfuse.policies.signals import BasePolicy, Bounds
 from kfuse.tools.replay.recorded import Recorded, signals_of
 from kfuse.tools.replay.simulated import DecidedSettings, Gain
@@ -71,7 +71,7 @@ def read_request(words: Sequence[str], compose: Callable[[list[str]], DictConfig
     begin, gain, notes = _beginning(run_dir, recorded, config, bounds)
     name = _name(node)
     plot, plot_notes = _plot_path(run_dir, name, asked_plot)
-    is_own = config is not None and bounds == recorded_bounds and node == class_arguments("policy", config["policy"])
+    is_own = config is not None and bounds == recorded_bounds and node == config["policy"]
     return ReplayRequest(
         run_dir=run_dir,
         policy=policy,
@@ -153,14 +153,14 @@ def _policy_node(
         cfg = compose(of_policy)
         drop_replaced_arguments(cfg, of_policy)
         node: Any = OmegaConf.to_container(cfg.policy, resolve=True)
-        return class_arguments("policy", node)
+        return node
     if config is None:
         raise ConfigError("policy: must be given: the run is a script's, whose own policy is not recorded")
     node = OmegaConf.create(config["policy"])
     for key, override in given.items():
         if key.startswith("policy.") and key not in SETTINGS:
             OmegaConf.update(node, key.removeprefix("policy."), override.value())
-    return class_arguments("policy", OmegaConf.to_container(node))  # type: ignore[arg-type]
+    return OmegaConf.to_container(node)  # type: ignore[return-value]
 
 
 def _make_policy(node: Mapping[str, Any], config_file: Path | None) -> BasePolicy:
