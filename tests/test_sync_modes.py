@@ -209,7 +209,7 @@ def sma_in_two_parts() -> tuple[Any, ...]:
         if number == 7:
             state = kf.state_dict()
             break
-    centre = state["synchronisation"]["rule"]["centre"]
+    centre = state["synchronisation"]["method"]["centre"]
     other = network(9)
     opt = kf.FusedAdamW(other.parameters(), lr=0.02)
     loader = kf.DataLoader(data(), other, opt, batch_size=12, micro_batch=3)

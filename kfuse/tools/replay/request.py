@@ -153,7 +153,7 @@ def _policy_node(
         cfg = compose(of_policy)
         drop_replaced_arguments(cfg, of_policy)
         node: Any = OmegaConf.to_container(cfg.policy, resolve=True)
-        return node
+        return dict(node)
     if config is None:
         raise ConfigError("policy: must be given: the run is a script's, whose own policy is not recorded")
     node = OmegaConf.create(config["policy"])
