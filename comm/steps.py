@@ -80,11 +80,10 @@ class Steps:
         self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
         """What else than parameters must be equal on all ranks: tensors on the device, and the `salt` of `tail.digest`.
         Called in the steps in which the ranks compare."""
-        self.on_first_micro_batch: Callable[[], None] = lambda: None  # once, before anything else happens
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
         self.parts = 1
         """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
-        self._new, self._warned, self._warned_of_skipping = True, False, False
+        self._warned, self._warned_of_skipping = False, False
 
     # -- its micro-batches ----------------------------------------------------------------------------------------
 
@@ -106,9 +105,6 @@ class Steps:
         reductions useless to the others.
         """
         now = self._now
-        if self._new:
-            self.on_first_micro_batch()
-            self._new = False
         if self._broken:
             raise CommError(self._broken)
         if micro_batch.several_backwards and self._still_there():

@@ -13,8 +13,8 @@ from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, Strea
 from kfuse.kernels.table import BLOCK
 from kfuse.kernels.updates import AdamOptions, AdamWArguments, ElementwiseArguments, SGDArguments, SGDOptions
 
-SCALARS = ["step", "corrections", "grad_scale", "found_inf"]
-"""Pointers to one number, or two: where it lies is no reason for another binary."""
+SCALARS = ["step", "grad_scale", "found_inf"]
+"""Pointers to one number: where it lies is no reason for another binary."""
 
 TILE = 2048
 """Elements that a program updates."""
@@ -39,7 +39,7 @@ def weights(param, master, at, mask):
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def adamw_kernel(
-    param, master, grad, exp_avg, exp_avg_sq, step, corrections, grad_scale, found_inf,
+    param, master, grad, exp_avg, exp_avg_sq, step, grad_scale, found_inf,
     numel,
     lr, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps,
     MAXIMIZE: tl.constexpr, TILE: tl.constexpr,
@@ -48,10 +48,7 @@ def adamw_kernel(
     if found_inf is not None:
         if tl.load(found_inf) != 0.0:
             return
-    if corrections is not None:
-        correction1, correction2 = tl.load(corrections).to(tl.float32), tl.load(corrections + 1).to(tl.float32)
-    else:
-        correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
+    correction1, correction2 = bias_correction(step, log_beta1), bias_correction(step, log_beta2)
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = index < numel
     g = tl.load(grad + index, mask=mask, other=0.0).to(tl.float32)
@@ -156,10 +153,6 @@ def cases() -> Iterator[Case]:
         (launch,) = adamw(AdamWArguments(**flats, exp_avg=state, exp_avg_sq=state, options=adam, step=one))
         everywhere = param == grad == F32 or (master and grad == BF16)
         yield _case("adamw", launch, grad, (F32, F32), (F32, F32), everywhere)
-    flats, corrections = _flats(F32, F32, False), like_memory(2, dtype=torch.float64)
-    given = AdamWArguments(**flats, exp_avg=state, exp_avg_sq=state, options=adam, step=one, corrections=corrections)
-    (launch,) = adamw(given)
-    yield _case("adamw corrections", launch, F32, (F32, F32), (F32, F32), False)
 
     for param, grad, master, mode in (
         *((F32, F32, False, mode) for mode in ("plain", "first step", "momentum", "nesterov")),

@@ -45,24 +45,6 @@ class AdamOptions:
             numbers[f"log_{name}"] = math.log(numbers[name]) if numbers[name] > 0.0 else -math.inf
         return numbers
 
-    def of_torch(self, step: Tensor, corrections: Tensor | None) -> dict[str, Any]:
-        """The arguments of torch's fused AdamW, by name, that make this update. As for `adamw`, on the CPU.
-
-        torch's bias corrections c are 1 - beta^step. Where ours, C, are given, lr and eps take the difference:
-
-            lr / C1 * m / (sqrt(v / C2) + eps)  =  lr' / c1 * m / (sqrt(v / c2) + eps')
-            eps' = eps * sqrt(C2 / c2),   lr' = lr * (c1 / C1) * sqrt(C2 / c2)
-        """
-        settings = dict(vars(self))
-        if corrections is not None and (t := step.item()) > 0:  # 0: the update is a first one, and skipped
-            betas = self.beta1, self.beta2
-            first, second = (ours / (1 - beta**t) for ours, beta in zip(corrections.tolist(), betas, strict=True))
-            ratio = math.sqrt(second) / first
-            settings["lr"] *= ratio
-            settings["eps"] *= math.sqrt(second)
-            settings["weight_decay"] /= ratio  # the decay of the weights is lr * weight_decay
-        return settings
-
 
 @dataclass(frozen=True)
 class SGDOptions:
@@ -158,8 +140,6 @@ class AdamWArguments(ElementwiseArguments):
 
     Args, beside those of `ElementwiseArguments`:
         step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller.
-        corrections: fp64 [2] on the same device, contiguous: by what the two moments are divided, where betas have
-            changed from step to step. None: 1 - beta^step.
 
     Raises as `ElementwiseArguments.check_as` does.
     """
@@ -169,14 +149,10 @@ class AdamWArguments(ElementwiseArguments):
     options: AdamOptions
     _: KW_ONLY
     step: Tensor
-    corrections: Tensor | None = None
 
     def check(self) -> None:
         """Raises ValueError or TypeError where an argument does not fit the class's description."""
         self.check_as("adamw")
-        given = self.corrections
-        if given is not None and (given.dtype != torch.float64 or given.shape != (2,)):
-            raise ValueError(f"adamw: corrections is {given.dtype} {list(given.shape)}, must be torch.float64 [2]")
 
 
 @dataclass(frozen=True)
@@ -266,7 +242,7 @@ def take_changed(param: Tensor, master: Tensor) -> None:
 def adamw_by_torch(given: AdamWArguments) -> None:
     """`adamw` in PyTorch."""
     states: list[list[Tensor]] = [[given.exp_avg], [given.exp_avg_sq], [], [given.step]]
-    _fused(torch._fused_adamw_, given, given.options.of_torch(given.step, given.corrections), *states, amsgrad=False)
+    _fused(torch._fused_adamw_, given, vars(given.options), *states, amsgrad=False)
 
 
 def sgd_by_torch(given: SGDArguments) -> None:

@@ -174,29 +174,6 @@ POLICY_RULES = (
         "SyncSwitchPolicy: it sets comm.sync=sma: must be ssgd with comm.reproducible=true",
         "policy._target_=...: it sets comm.sync=sma: must be ssgd with comm.reproducible=true",
     ),
-    Rule(
-        {"betas": ("malladi", "marek"), "optimizer": ("sgd", "lamb", "torch")},
-        "Only kfuse's AdamW takes other betas in each update.",
-        _IN_LOOPS,
-        "lr_betas=...: must be keep with ...; kf.FusedAdamW alone takes it",
-        "lr.betas=...: must be keep with optimizer._target_=...; optimizer=adamw takes it",
-    ),
-    Rule(
-        {"betas": ("malladi",), "scaling": ("none", "linear", "adascale")},
-        "It is a part of the square root scaling rule.",
-        _IN_LOOPS,
-        "lr_betas=malladi: must be keep or marek with lr_scaling=...; it needs lr_scaling=sqrt",
-        "lr.betas=malladi: must be keep or marek with lr.scaling=...; it needs lr.scaling=sqrt",
-    ),
-    Rule(
-        {"betas": ("malladi",), "batch_max": ("11 k",)},
-        "1 - k (1 - beta) would be negative beyond 10 k, for a beta of 0.9.",
-        _IN_LOOPS,
-        "max_batch_size=...: must be at most ... with lr_betas=malladi and batch_size=..., since 1 - k (1 - beta) "
-        "would be negative beyond",
-        "batch.max=...: must be at most ... with lr.betas=malladi and batch.size=..., since 1 - k (1 - beta) would be "
-        "negative beyond",
-    ),
 )
 
 
@@ -227,8 +204,6 @@ _POLICY_SETTINGS = {
     "policy": "`policy`; `kf.Hook`, `policy=` of `kf.DataLoader`. compose: here of seesaw and gns",
     "scaling": "`lr.scaling`, `lr_scaling=`",
     "decay": "`lr.decay`, `decay=`",
-    "betas": "`lr.betas`, `lr_betas=`",
-    "batch_max": "`batch.max`, `max_batch_size=`; k: the first batch size",
     "micro_batches": "`batch.micro_max`, `max_micro_batch=`: those of a batch that has become larger",
     "change": "`lr.change_warmup_steps`, `change_warmup_steps=`: how the rate rises after a change of the batch size",
     "scheduler": "`scheduler=` of a script",

@@ -25,8 +25,6 @@ class Choice(NamedTuple):
     policy: str = "none"
     scaling: str = "sqrt"
     decay: str = "none"
-    betas: str = "keep"
-    batch_max: str = "8 k"
     micro_batches: str = "as at first"
     change: str = "at once"
     scheduler: str = "none"
@@ -61,8 +59,6 @@ AXES: dict[str, tuple[str, ...]] = {
     ),
     "scaling": ("none", "linear", "sqrt", "adascale"),
     "decay": ("none", "constant", "cosine", "linear", "wsd"),
-    "betas": ("keep", "malladi", "marek"),
-    "batch_max": ("8 k", "11 k"),
     "micro_batches": ("as at first", "grow"),
     "change": ("at once", "warm-up"),
     "scheduler": ("none", "torch's"),
@@ -106,13 +102,12 @@ def _settings(choice: Choice) -> dict[str, Any]:
     return {
         "lr.scaling": choice.scaling,
         "lr.decay": choice.decay,
-        "lr.betas": choice.betas,
         "lr.change_warmup_steps": 4 if choice.change == "warm-up" else 0,
         "batch.size": BATCH,
         "batch.micro": support.MICRO,
         "batch.min": support.MICRO,
         "batch.micro_max": 8 if choice.micro_batches == "grow" else None,
-        "batch.max": int(choice.batch_max.split()[0]) * BATCH,
+        "batch.max": 8 * BATCH,
     }
 
 
@@ -123,7 +118,6 @@ def _arguments(choice: Choice, opt: Any) -> dict[str, Any]:
         "hook": kf.Hook(policy(choice.policy)),
         "lr_scaling": given["lr.scaling"],
         "decay": given["lr.decay"],
-        "lr_betas": given["lr.betas"],
         "change_warmup_steps": given["lr.change_warmup_steps"],
         "max_micro_batch": given["batch.micro_max"],
         "max_batch_size": given["batch.max"],

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 from problems import network, problem
-from test_batch_betas import Sizes
 
 import kfuse as kf
+from kfuse.train.evaluation import params_sha256
 from kfuse.train.lr_schedule import BatchChange, Decay, LRSchedule, Scaling, gain
 
 BASE = 16
@@ -29,6 +30,21 @@ CHANGES: dict[str, Callable[[int], int]] = {
 """The batch size of each step."""
 SAMPLES, STEPS = 1000.0, 60
 """The length of a run by its epochs, which is no multiple of a batch; and by its steps."""
+
+
+class Sizes(kf.BasePolicy):
+    """Asks for batch sizes: {step that is measured: samples}. Notes what each step had."""
+
+    def __init__(self, sizes: Mapping[int, int]) -> None:
+        self.sizes, self.seen = dict(sizes), []
+        self.seen: list[kf.Signals]
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append(signals)
+        return kf.Decision(batch_size=self.sizes[signals.step]) if signals.step in self.sizes else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 def decayed(decay: str, done: float, start: float) -> float:
@@ -254,3 +270,17 @@ def test_a_training_warms_up_after_each_change_that_raises_the_rate() -> None:
 def test_wrong_lengths_are_named() -> None:
     with pytest.raises(ValueError, match=r"^change_warmup_steps=-1: must be a finite number, at least 0$"):
         LRSchedule(change_warmup_steps=-1)
+
+
+@pytest.mark.parametrize("at", [7, 20])
+def test_a_training_resumed_in_the_warm_up_after_a_change_has_the_same_bits(at: int, tmp_path: Path) -> None:
+    def train(steps: int, **where: Any) -> str:
+        net = network()
+        opt = kf.FusedAdamW(net.parameters(), lr=0.01)
+        options: dict[str, Any] = {"change_warmup_steps": 100, "micro_batch": 2, "batch_size": 8, "max_batch_size": 64}
+        kf.fit(net, problem(4096), opt, kf.Hook(Sizes({2: 64, 12: 16})), steps=steps, **options, **where)
+        return params_sha256(net)
+
+    whole = train(30)
+    train(at, checkpoint=tmp_path, save_model=False)
+    assert train(30, checkpoint=tmp_path, resume="auto", save_model=False) == whole

@@ -17,7 +17,6 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.config.schema import ConfigError
-from kfuse.optim.batch_betas import BatchBetas
 from kfuse.policies import CurvaturePolicy
 from kfuse.policies.signals import Decision
 from kfuse.session import reset
@@ -57,21 +56,6 @@ def test_trace_and_largest_entry_are_those_of_torchs_state(optimizer: Any) -> No
         fisher = opt.fisher()
         assert fisher is not None and fisher.dtype == torch.float32 and fisher.shape == (2,)
         assert fisher.tolist() == pytest.approx(expected(opt), rel=1e-5)
-
-
-def test_betas_that_follow_the_batch_size_correct_the_bias_by_their_product() -> None:
-    """Four updates with beta2 = 0.9, and two with 0.9^4: the initial zero has the weight 0.9^12."""
-    net = nn.Linear(4, 3)
-    opt = kf.FusedAdamW(net.parameters(), betas=(0.9, 0.9))
-    for step in range(6):
-        opt.set_batch_betas(BatchBetas("marek", 4.0) if step > 3 else None)
-        F.mse_loss(net(torch.randn(8, 4)), torch.zeros(8, 3)).backward()
-        opt.step()
-        opt.zero_grad()
-    fisher = opt.fisher()
-    assert fisher is not None
-    diagonal = torch.cat([opt.state[p]["exp_avg_sq"].double().flatten() for p in net.parameters()]) / (1 - 0.9**12)
-    assert fisher.tolist() == pytest.approx([float(diagonal.sum()), float(diagonal.max())], rel=1e-5)
 
 
 class Seeing(kf.BasePolicy):

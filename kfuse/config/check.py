@@ -135,12 +135,8 @@ def _check_policy(policy: Any, values: Mapping[str, Any]) -> None:
     """Refuses a policy, an optimizer and settings that do not go together, as a script's training does."""
     from kfuse.train import refusals  # here, as it imports torch
 
-    lr, batch, comm, node = (values[section] for section in ("lr", "batch", "comm", "optimizer"))
+    lr, comm, node = (values[section] for section in ("lr", "comm", "optimizer"))
     optimizer: Any = instantiate.locate(node["_target_"])
-    known = instantiate.parameters(optimizer) or {}
-    # Where a class of the user's own sets them they are unknown here: the trainer knows them.
-    betas = instantiate.arguments(node).get("betas", known["betas"].default if "betas" in known else None)
-    pairs = (tuple(pair) for pair in [betas] if pair is not None)
     spelling = refusals.command_line(values["policy"]["_target_"], node["_target_"])
     try:
         refusals.refuse_modes(
@@ -148,7 +144,6 @@ def _check_policy(policy: Any, values: Mapping[str, Any]) -> None:
         )
         refusals.refuse_fisher(policy, optimizer, comm["state"] == "sharded", spelling)
         refusals.refuse_rates(policy, lr["scaling"], lr["decay"], None, spelling)
-        refusals.refuse_betas(lr["betas"], lr["scaling"], optimizer, pairs, batch["size"], batch["max"], spelling)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

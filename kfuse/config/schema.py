@@ -92,12 +92,6 @@ class LR:
         "as those of lr.warmup_steps, in steps of the first batch size; 0: none",
         least=0,
     )
-    betas: str = setting(
-        "keep",
-        "how AdamW's betas follow the batch size, k times the first one; malladi: 1 - k (1 - beta) and eps / sqrt k, "
-        "with lr.scaling=sqrt; marek: beta2 to the power of k; only optimizer=adamw takes these",
-        choices=("keep", "malladi", "marek"),
-    )
 
 
 @dataclass

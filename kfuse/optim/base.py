@@ -31,12 +31,12 @@ from kfuse.optim.consistency import (
 )
 from kfuse.optim.gradients import ReducedGradients
 from kfuse.optim.refuse import (
-    refuse_ddp,
     refuse_own_loop,
     refuse_scaled_local_step,
     refuse_sharded,
     refuse_sync_batchnorm,
     refuse_unplanned,
+    refuse_wrapped,
 )
 from kfuse.optim.scaling import LossScale, NonfiniteWarning, Scaling, check_clip_norm, scaling
 from kfuse.optim.state import OptimizerState
@@ -139,7 +139,6 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
             self.engine.step, self.engine.parts = old.step, old.parts
             self.engine.carry_figures(old.figures)
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
-        self.engine.on_first_micro_batch = lambda params=self.engine.params: refuse_ddp(params)  # type: ignore[misc]
         self.engine.on_last_micro_batch = self.synchronize
         self.engine.compared = lambda: ([counts for _, counts in self._update_counts()], salt(self._numbers()))
         for bucket in self.engine.gradient_buckets:
@@ -186,8 +185,10 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         step's micro-batches. Where the number of workers is fixed, all start from rank 0's values of buffers and
         parameters, frozen ones included. Call it on every worker, before the first step, and again after
         `model.load_state_dict`: in a loop of bare backwards what was loaded counts as a change of the next step, and
-        may lose its last bits. Raises TypeError for SyncBatchNorm, unless there is one worker for good.
+        may lose its last bits. Raises TypeError for a model that DistributedDataParallel or FSDP has wrapped, and for
+        SyncBatchNorm, unless there is one worker for good.
         """
+        refuse_wrapped(model)
         if self._session.elastic or self._session.group.size > 1:
             refuse_sync_batchnorm(model)
         self._tracked = model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import Reduced
-from kfuse.optim.batch_betas import BIAS_CORRECTION
 from kfuse.optim.interrupted import InterruptedUpdates
 from kfuse.optim.layout import (
     MASTER,
@@ -226,7 +225,7 @@ class FlatOptimizer(InterruptedUpdates):
             self._take_state(bucket, flat)
 
     def _load_by_torch(self, state_dict: dict[str, Any]) -> None:
-        dtypes = {**dict.fromkeys((*self._moment_names, MASTER), torch.float32), BIAS_CORRECTION: torch.float64}
+        dtypes = dict.fromkeys((*self._moment_names, MASTER), torch.float32)
         with loading_as(self, dtypes, moved=not self._sharded):
             super().load_state_dict(state_dict)
 
@@ -243,7 +242,7 @@ class FlatOptimizer(InterruptedUpdates):
     def common_state(self) -> dict[str, Any]:
         if not self._sharded:
             return super().common_state()
-        names = ("known", "mastered", "steps", "corrections")
+        names = ("known", "mastered", "steps")
         return {**super().state_dict(), "shards": [{name: vars(flat)[name] for name in names} for flat in self._flats]}
 
     def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
@@ -257,8 +256,6 @@ class FlatOptimizer(InterruptedUpdates):
                 self._empty(self._mirrors[bucket.index], slice(0, 0))
             flat.known, flat.mastered = list(flags["known"]), list(flags["mastered"])
             flat.steps.copy_(flags["steps"])
-            theirs: Tensor | None = flags["corrections"]
-            flat.corrections = None if theirs is None else theirs.to(bucket.device, copy=True)
             flat.compare_updates()
             self._publish(bucket, flat, [k for k, known in enumerate(flat.known) if known])
 
@@ -273,7 +270,6 @@ class FlatOptimizer(InterruptedUpdates):
         for bucket, own, mirror, held in zip(buckets, self._flats, self._mirrors, moved, strict=True):
             mirror.steps, mirror.together = own.steps.clone(), own.together
             mirror.known, mirror.mastered = list(own.known), list(own.mastered)
-            mirror.corrections = None if own.corrections is None else own.corrections.clone()
             for flat, place in ((own, bucket.shard), (mirror, bucket.mirrored)):
                 self._empty(flat, place)
                 tensors = {name: t for part in held if part.place == place for name, t in part.tensors.items()}
@@ -366,7 +362,6 @@ class FlatOptimizer(InterruptedUpdates):
             values = [state.get(MASTER, p.data) for state, p in zip(states, params, strict=True)]
             self._fill(bucket, flat, flat.master, values)
         fill(flat.steps, [number(state.get("step", 0.0)) for state in states])
-        self._take_corrections(bucket, flat, states)
         flat.compare_updates()
         flat.mastered = [flat.known[k] or mastered[k] for k in range(len(params))]
         if not last:
@@ -377,9 +372,6 @@ class FlatOptimizer(InterruptedUpdates):
         flat.mastered = [False] * len(params)
         self._publish(bucket, flat, [k for k, known in enumerate(flat.known) if known])
         self._publish_masters(bucket, flat, [k for k in range(len(params)) if flat.known[k] or mastered[k]])
-
-    def _take_corrections(self, bucket: Bucket, flat: Flat, states: Sequence[Mapping[str, Any]]) -> None:
-        """After `flat.steps` were taken: `flat.corrections`, for Adam. states: of the bucket's parameters."""
 
     def _new_moments(self, bucket: Bucket, flat: Flat) -> dict[str, Tensor]:
         return {name: torch.zeros(flat.width, device=bucket.device) for name in self._moment_names}
@@ -477,7 +469,7 @@ class FlatOptimizer(InterruptedUpdates):
         if all(used) and certain and (flat.together or not keeps):
             first = keeps and not flat.known[0]
             if self._prepare(bucket, flat, every, first, found_inf):
-                self._count_update(bucket, flat.steps, flat.corrections, found_inf)
+                flat.steps.add_(1.0 if found_inf is None else 1.0 - found_inf)
                 pieces.append((piece_of(bucket, flat, every, first), found_inf))
         else:
             # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
@@ -486,16 +478,9 @@ class FlatOptimizer(InterruptedUpdates):
                 skip = self._skip_of(bucket.layout.params[k], reduced, found_inf)
                 first = keeps and not flat.known[k]
                 if self._prepare(bucket, flat, [k], first, skip):
-                    corrections = None if flat.corrections is None else flat.corrections[k]
-                    self._count_update(bucket, flat.steps[k], corrections, skip)
+                    flat.steps[k].add_(1.0 if skip is None else 1.0 - skip)
                     pieces.append((piece_of(bucket, flat, range(k, k + 1), first), skip))
         return [(piece, skip) for piece, skip in pieces if piece is not None]
-
-    def _count_update(self, bucket: Bucket, steps: Tensor, corrections: Tensor | None, skip: Tensor | None) -> None:
-        """Counts the coming update, unless `skip` is 1. steps, corrections: of all of the bucket's parameters, or of
-        one.
-        """
-        steps.add_(1.0 if skip is None else 1.0 - skip)
 
     def _prepare(
         self, bucket: Bucket, flat: Flat, which: Collection[int], first: bool, found_inf: Tensor | None

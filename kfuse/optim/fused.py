@@ -11,7 +11,7 @@ not finite.)
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -23,13 +23,6 @@ from torch.optim.optimizer import ParamsT
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import KeptStep, Reduced
 from kfuse.kernels import CHUNK, AdamOptions, PackTable, SGDOptions, adamw, lamb, lamb_trust, sgd
-from kfuse.optim.batch_betas import (
-    BIAS_CORRECTION,
-    CHANGED_BETAS,
-    BatchBetas,
-    correct_for_update,
-    corrections_after,
-)
 from kfuse.optim.flat import FlatOptimizer
 from kfuse.optim.layout import Extent, Flat, Piece
 
@@ -45,12 +38,9 @@ class AdamMoments(FlatOptimizer):
         params = self._params_of(bucket)
         for k in which:
             self.state[params[k]]["step"] = flat.steps[k]
-            if flat.corrections is not None:
-                self.state[params[k]][BIAS_CORRECTION] = flat.corrections[k]
 
     def fisher(self) -> Tensor | None:
-        """From `exp_avg_sq`, corrected for its bias as in Adam's update: v / (1 - beta2^updates), or where betas have
-        changed by the product of those of the updates made.
+        """From `exp_avg_sq`, corrected for its bias as in Adam's update: v / (1 - beta2^updates).
 
         v is a running mean of the squares of the gradient of the mean loss, so that of the empirical Fisher information
         of a batch. Where noise dominates the gradient, it falls as the batch size grows. Two reads of the moments.
@@ -63,8 +53,7 @@ class AdamMoments(FlatOptimizer):
             filled = [k for k, view in enumerate(views) if view.numel()]
             steps = flat.steps.double()[filled]  # in fp32 1 - beta2^updates has four digits at first
             beta2 = float(self._settings_of(bucket)["betas"][1])
-            correction = 1 - beta2**steps if flat.corrections is None else flat.corrections[filled, 1]
-            scale = torch.where(steps > 0, 1 / correction, 0.0)
+            scale = torch.where(steps > 0, 1 / (1 - beta2**steps), 0.0)
             # The moments are not negative: these norms are their sums and their largest ones.
             traces.append((torch.stack(torch._foreach_norm([views[k] for k in filled], 1)) * scale).sum())
             largest.append((torch.stack(torch._foreach_norm([views[k] for k in filled], math.inf)) * scale).max())
@@ -84,8 +73,6 @@ class FusedAdamW(AdamMoments, torch.optim.AdamW):
     `skip_nonfinite` leaves a step out where a gradient is not finite, with no host synchronisation, and rank 0 warns.
     """
 
-    follows_batch_by_betas = True
-
     def __init__(
         self,
         params: ParamsT,
@@ -101,59 +88,6 @@ class FusedAdamW(AdamMoments, torch.optim.AdamW):
         torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._attach(clip_norm, skip_nonfinite)
 
-    def set_batch_betas(self, betas: BatchBetas | None) -> None:
-        """As the base class's. At the first change of the betas each parameter gets its corrections. All workers must
-        have them from the same step on, also one that makes no update in it.
-        """
-        super().set_batch_betas(betas)
-        if betas is None or not betas.changes:
-            return
-        for group in self.param_groups:
-            group[CHANGED_BETAS] = True
-        for bucket, own, mirror in zip(self.engine.gradient_buckets, self._flats, self._mirrors, strict=True):
-            if own.corrections is None:
-                for flat in (own, mirror):
-                    flat.corrections = self._corrections_without_change(bucket, flat)
-                self._publish(bucket, own, [k for k, known in enumerate(own.known) if known])
-
-    def _layout_changed(self) -> None:
-        super()._layout_changed()
-        self.set_batch_betas(self.batch_betas)  # for parameters that were added just now
-
-    def _corrections_without_change(self, bucket: Bucket, flat: Flat) -> Tensor:
-        """As they follow from the numbers of updates."""
-        beta1, beta2 = map(float, self._settings_of(bucket)["betas"])
-        return corrections_after(flat.steps, beta1, beta2)
-
-    def _take_corrections(self, bucket: Bucket, flat: Flat, states: Sequence[Mapping[str, Any]]) -> None:
-        flat.corrections = None
-        if self._settings_of(bucket).get(CHANGED_BETAS):
-            flat.corrections = self._corrections_without_change(bucket, flat)
-            for row, state in zip(flat.corrections, states, strict=True):
-                if BIAS_CORRECTION in state:
-                    row.copy_(state[BIAS_CORRECTION])
-
-    def _check_shapes(self, state_dict: dict[str, Any]) -> None:
-        """Also raises ValueError for corrections that torch's optimizer has loaded and saved, but not counted on."""
-        super()._check_shapes(state_dict)
-        for state in state_dict["state"].values():
-            saved = state.get(BIAS_CORRECTION)
-            if saved is not None and (saved.dtype != torch.float64 or saved.shape != (2,)):
-                raise ValueError(
-                    f"the saved {BIAS_CORRECTION} is {saved.dtype} {list(saved.shape)}, must be torch.float64 [2]: "
-                    "torch's optimizer has loaded it, and has not counted its own updates in it"
-                )
-
-    def _options(self, group: dict[str, Any]) -> AdamOptions:
-        options = super()._options(group)
-        return options if self.batch_betas is None else self.batch_betas.of(options)
-
-    def _count_update(self, bucket: Bucket, steps: Tensor, corrections: Tensor | None, skip: Tensor | None) -> None:
-        super()._count_update(bucket, steps, corrections, skip)
-        if corrections is not None:
-            options = self._options(self._settings_of(bucket))
-            correct_for_update(corrections, options.beta1, options.beta2, skip)
-
     def _update_piece(self, piece: Piece, bucket: Bucket, scale: Tensor | None, found_inf: Tensor | None) -> None:
         m, v = piece.moments.values()
         adamw(
@@ -163,7 +97,6 @@ class FusedAdamW(AdamMoments, torch.optim.AdamW):
             v,
             self._options(self._settings_of(bucket)),
             step=piece.step,
-            corrections=piece.corrections,
             grad_scale=scale,
             found_inf=found_inf,
             master=piece.master,

@@ -20,7 +20,7 @@ from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
 from kfuse.optim.parameters import ParameterGroups
-from kfuse.optim.refuse import refuse_fsdp, refuse_sharded
+from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.scaling import squared_norm_of, squared_norm_of_gradients, squared_norm_of_shards
 from kfuse.session import Session
 
@@ -180,9 +180,8 @@ class ReducedGradients(ParameterGroups):
         self.engine.take_gradients()
 
     def _warn_of_no_gradients(self) -> None:
-        """Once: perhaps the loss is that of another model, or of a copy of this one."""
+        """Warns once: the loss may be that of another model or of a copy, or FSDP has replaced the parameters."""
         self._had_gradients = True
-        refuse_fsdp()
         if self.engine.params:
             _LOG.warning(
                 "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from kfuse.optim.base import BegunUpdate, DistributedOptimizer
-from kfuse.optim.batch_betas import BatchBetas
 from kfuse.optim.scaling import Scaling
 
 
@@ -39,7 +38,6 @@ class InterruptedUpdates(DistributedOptimizer):
             "skip": scaled.skip,
             "groups": groups,
             "lr_factor": self.lr_factor,
-            "batch_betas": None if self.batch_betas is None else vars(self.batch_betas),
         }
 
     @torch.no_grad()
@@ -52,7 +50,6 @@ class InterruptedUpdates(DistributedOptimizer):
         for group, theirs in zip(self.param_groups, given["groups"], strict=True):
             group.update(theirs)
         self.lr_factor, self.owner_is_lost = given["lr_factor"], owner_is_lost
-        self.set_batch_betas(None if given["batch_betas"] is None else BatchBetas(**given["batch_betas"]))
         self.engine.resume(given["record"])
         reduced = self.engine.reduced
         assert reduced is not None

@@ -58,15 +58,13 @@ class Flat:
     master: Tensor | None
     """The weights that are updated where `param` is 16-bit: fp32, of which `param` holds the rounded values."""
     steps: Tensor
-    """fp32 [parameters]: updates each one has had. Whole on each worker, as are the corrections and the flags below."""
+    """fp32 [parameters]: updates each one has had. Whole on each worker, as are the flags below."""
     moments: dict[str, Tensor] = field(default_factory=dict)
     """State tensors shaped like the parameter, by torch's names; empty until an update needs them."""
     known: list[bool] = field(default_factory=list)
     """Whether the parameter has moments (torch makes them at the first update)."""
     mastered: list[bool] = field(default_factory=list)
     """Whether the parameter's master is a part of the state: from the first update on, or since it was loaded."""
-    corrections: Tensor | None = None
-    """fp64 [parameters, 2]: each one's `BIAS_CORRECTION`, where its betas have changed. None: follows from `steps`."""
     together: bool = True
     """All of the bucket's parameters have had the same updates, so that one call can do them all."""
     others: list[Held] = field(default_factory=list)
@@ -84,9 +82,8 @@ class Flat:
         return self.moments if self.master is None else {**self.moments, MASTER: self.master}
 
     def compare_updates(self) -> None:
-        """After `known`, `steps` and `corrections` were loaded: sets `together`. The host reads them."""
-        updates = [self.steps.tolist()] + ([] if self.corrections is None else self.corrections.T.tolist())
-        self.together = len(set(self.known)) == 1 and len(set(zip(*updates, strict=True))) == 1
+        """After `known` and `steps` were loaded: sets `together`. The host reads them."""
+        self.together = len(set(self.known)) == 1 and len(set(self.steps.tolist())) == 1
 
     def part(self, bucket: Bucket, k: int) -> slice:
         """The elements of the k-th parameter that lie in `place`, counted from the bucket's start. Perhaps none."""
@@ -131,8 +128,6 @@ class Piece(NamedTuple):
     moments: dict[str, Tensor]
     step: Tensor
     """0-dim fp32, the number of this update, from 1."""
-    corrections: Tensor | None
-    """fp64 [2]: as `Flat.corrections`, this update included."""
     first: bool
     """It is the first update of these parameters."""
 
@@ -152,7 +147,6 @@ def piece_of(bucket: Bucket, flat: Flat, which: range, first: bool) -> Piece | N
         grad=_part(bucket.mean, extent.place),
         moments={name: _part(moment, extent.within) for name, moment in flat.moments.items()},
         step=flat.steps[extent.tensors[0]],
-        corrections=None if flat.corrections is None else flat.corrections[extent.tensors[0]],
         first=first,
     )
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm import devices
-from kfuse.optim.batch_betas import CHANGED_BETAS
-
-if TYPE_CHECKING:
-    from kfuse.optim.batch_betas import BatchBetas
 
 
 class ParameterGroups(torch.optim.Optimizer):
@@ -26,16 +22,6 @@ class ParameterGroups(torch.optim.Optimizer):
 
     group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
     """
-    follows_batch_by_betas: bool = False
-    """Whether the class takes `batch_betas`."""
-    batch_betas: BatchBetas | None = None
-    """What group["betas"] and group["eps"], which kfuse never changes either, become in an update. None: they stay.
-
-    Set by `set_batch_betas`."""
-
-    def set_batch_betas(self, betas: BatchBetas | None) -> None:
-        """From the coming update on, until it is called again. Every worker calls it between the same two steps."""
-        self.batch_betas = betas
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
@@ -80,19 +66,8 @@ class ParameterGroups(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Raises ValueError as `_refuse_changed_betas`; then nothing is loaded."""
-        self._refuse_changed_betas(state_dict)
+        """As torch's."""
         _without_compiler(torch.optim.Optimizer.load_state_dict)(self, state_dict)
-
-    def _refuse_changed_betas(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where the state's betas have changed, and this class would take them for the same ones."""
-        changed = any(group.get(CHANGED_BETAS) for group in state_dict["param_groups"])
-        if changed and not self.follows_batch_by_betas:
-            name = type(getattr(self, "inner", self)).__name__
-            raise ValueError(
-                f"the optimizer state's betas have followed the batch size (lr.betas), so {name} would correct its "
-                "bias wrongly: must be loaded by kf.FusedAdamW"
-            )
 
     def learning_rates(self) -> list[float]:
         """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`.

@@ -6,7 +6,6 @@ own in a job whose workers may change, since a worker that joins would not know 
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -58,29 +57,6 @@ def refuse_sharded(named: Iterable[tuple[Parameter, str]]) -> None:
                 f"{name} is a DTensor: kfuse trains whole parameters; give it the model without fully_shard, "
                 "distribute_tensor or parallelize_module"
             )
-
-
-def refuse_ddp(params: Iterable[Parameter]) -> None:
-    """Raises TypeError if a DistributedDataParallel in this process holds one of these parameters.
-
-    A parameter does not know who wrapped its model, and that may happen after the optimizer was made: so this looks
-    through all objects of the process (tens of milliseconds), only where torch.distributed is in use.
-    """
-    if not _torch_distributed_in_use():
-        return
-    mine = {id(p) for p in params}
-    for wrapped in _instances(DistributedDataParallel):
-        if any(id(p) in mine for p in wrapped.parameters()):
-            raise TypeError(_ddp_message("the model"))
-
-
-def refuse_fsdp() -> None:
-    """For an optimizer whose parameters get no gradients. Raises TypeError if FSDP shards a model in this process.
-
-    FSDP replaces a model's parameters; an optimizer that was made before has the old ones.
-    """
-    if _torch_distributed_in_use() and (classes := _fsdp_classes()) and _instances(*classes):
-        raise TypeError(_fsdp_message("the model"))
 
 
 def refuse_torchs_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
@@ -154,15 +130,6 @@ def refuse_scaled_local_step() -> None:
         "GradScaler with comm.sync: must be ssgd, as in the other modes each worker would find another scale; autocast "
         "with bfloat16 needs no scaler"
     )
-
-
-def _torch_distributed_in_use() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _instances(*classes: type) -> list[nn.Module]:
-    """`type`, since isinstance asks an object for its __class__, and a proxy may do anything then."""
-    return [found for found in gc.get_objects() if issubclass(type(found), classes)]
 
 
 def _fsdp_classes() -> tuple[type, ...]:

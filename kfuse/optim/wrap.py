@@ -99,11 +99,7 @@ class Optimizer(DistributedOptimizer):
         return self._with_statistics(self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads it into the wrapped optimizer, and shares its groups and state again.
-
-        Raises ValueError for a state whose betas have followed the batch size; then nothing is loaded.
-        """
-        self._refuse_changed_betas(state_dict)
+        """Loads it into the wrapped optimizer, and shares its groups and state again."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         refuse_torchs_fused_sgd(self.inner)

@@ -70,7 +70,6 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         decay=lr["decay"],
         decay_fraction=lr["decay_fraction"],
         change_warmup_steps=lr["change_warmup_steps"],
-        lr_betas=lr["betas"],
         precision=train["precision"],
         seed=config["seed"],
         base_lr=lr["base"],

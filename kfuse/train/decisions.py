@@ -430,10 +430,8 @@ class Decisions:
         self._reported_links = links
 
     def set_learning_rate(self) -> None:
-        """Sets the factor and the betas of the coming update, and `lr` for reports (DistributedOptimizer.base_lr)."""
-        at = self._progress
+        """Sets the factor of the coming update, and `lr` for reports (DistributedOptimizer.base_lr)."""
         self._opt.lr_factor = self._lr_factor()
-        self._opt.set_batch_betas(self._schedule.batch_betas(at.batch_size))
         self.lr = self._opt.base_lr * self._opt.lr_factor
 
     def _lr_factor(self, steps: int | None = None, lr_scale: float | None = None) -> float:

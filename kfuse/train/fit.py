@@ -11,7 +11,6 @@ from torch import nn
 from kfuse.data.dataset import Collate
 from kfuse.data.given import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
-from kfuse.optim.batch_betas import Betas
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.train.evaluation import Metric
@@ -53,7 +52,6 @@ def fit(
     decay: Decay = "none",
     decay_fraction: float = 0.1,
     change_warmup_steps: int = 0,
-    lr_betas: Betas = "keep",
     scheduler: Any = None,
     scheduler_interval: Interval = "step",
     clip_norm: float | None = None,
@@ -121,9 +119,6 @@ def fit(
         samples that is used (epochs), or of its steps (steps).
     change_warmup_steps: after a change of the batch size that raises the rate, it rises linearly over so many steps of
         the first batch size. A change that lowers the rate counts at once.
-    lr_betas: how FusedAdamW's betas follow a batch of k times the first one. keep. malladi: 1 - k (1 - beta) for both,
-        and eps / sqrt(k), which belong to lr_scaling="sqrt" (Malladi et al. 2022). marek: beta2 to the power of k
-        (Marek et al. 2025). group["betas"] and group["eps"] stay as they are.
     scheduler: a torch scheduler made for `opt`, stepped here after each optimizer step, or after each epoch:
         scheduler_interval, "step" or "epoch". It sets group["lr"], which the factors above multiply.
     clip_norm: largest norm of the mean gradient in this training. None: as the optimizer was made.
@@ -218,7 +213,6 @@ def fit(
         decay=decay,
         decay_fraction=decay_fraction,
         change_warmup_steps=change_warmup_steps,
-        lr_betas=lr_betas,
         clip_norm=clip_norm,
         target_accuracy=target_accuracy,
         precision=precision,
@@ -293,7 +287,6 @@ class DataLoader:
         decay: Decay = "none",
         decay_fraction: float = 0.1,
         change_warmup_steps: int = 0,
-        lr_betas: Betas = "keep",
         scheduler: Any = None,
         scheduler_interval: Interval = "step",
         clip_norm: float | None = None,
@@ -317,7 +310,7 @@ class DataLoader:
 
         What is trained: data, model, opt. policy: a kf.BasePolicy; kf.fit takes it as `kf.Hook(policy)`.
         Length and order: epochs, steps, batch_size, micro_batch, max_micro_batch, max_batch_size, seed.
-        Learning rate: lr_scaling, warmup_steps, decay, decay_fraction, change_warmup_steps, lr_betas, clip_norm.
+        Learning rate: lr_scaling, warmup_steps, decay, decay_fraction, change_warmup_steps, clip_norm.
         scheduler, scheduler_interval: a torch scheduler is either given here, and stepped here, or stepped by the
         loop's body; the latter not in a job whose workers may change.
         Loss: the loop's body computes it. weight_fn. several_backwards: a micro-batch has several losses with a
@@ -342,7 +335,6 @@ class DataLoader:
             decay=decay,
             decay_fraction=decay_fraction,
             change_warmup_steps=change_warmup_steps,
-            lr_betas=lr_betas,
             clip_norm=clip_norm,
             loading=user_loading(given, persistent_workers),
         )

@@ -2,7 +2,7 @@
 
     factor = min(warm-up, decay) * gain(batch size, statistics) * the policies' lr_scale
 
-After a change of the batch size the gain may have a warm-up of its own. AdamW's betas may follow the batch size too.
+After a change of the batch size the gain may have a warm-up of its own.
 The rate itself, group["lr"], is the user's: set by hand, by the configuration's lr.base, or by a torch scheduler, which
 `UserSchedule` steps.
 """
@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kfuse.optim import DistributedOptimizer
-from kfuse.optim.batch_betas import BatchBetas, Betas
 from kfuse.train.refusals import refuse_decay
 
 Scaling = Literal["none", "linear", "sqrt", "adascale"]
@@ -97,7 +96,6 @@ class LRSchedule:
     base_batch_size: the batch size that the optimizer's learning rate is meant for; >= 1.
     warmup_steps, change_warmup_steps: length of the warm-ups, in units of progress; >= 0.
     samples, steps: length of the run, whichever ends it first; None: not limited by it. A decay needs one of them.
-    betas: how AdamW's betas follow the batch size: see `BatchBetas`. keep: not at all.
 
     Raises ValueError for values out of range; it calls them as kf.fit does.
     """
@@ -110,14 +108,9 @@ class LRSchedule:
     steps: float | None = None
     decay_fraction: float = 0.1
     change_warmup_steps: float = 0.0
-    betas: Betas = "keep"
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("lr_scaling", self.scaling, Scaling),
-            ("decay", self.decay, Decay),
-            ("lr_betas", self.betas, Betas),
-        ):
+        for name, value, allowed in (("lr_scaling", self.scaling, Scaling), ("decay", self.decay, Decay)):
             if value not in get_args(allowed):
                 raise ValueError(f"{name}={value}: must be one of {', '.join(get_args(allowed))}")
         for name, length in (("warmup_steps", self.warmup_steps), ("change_warmup_steps", self.change_warmup_steps)):
@@ -191,10 +184,6 @@ class LRSchedule:
         if self.scaling != "adascale":
             return progress + samples / self.base_batch_size
         return progress + self.gain(progress, batch_size, mean_grad_sq, mean_grad_variance, change)
-
-    def batch_betas(self, batch_size: int) -> BatchBetas | None:
-        """What AdamW's betas become in an update with this batch size."""
-        return None if self.betas == "keep" else BatchBetas(self.betas, batch_size / self.base_batch_size)
 
     def _decay(self, done: float) -> float:
         """In [0, 1]."""

@@ -1,18 +1,17 @@
 """Policies, optimizers and settings of the learning rate that do not go together: refused before training.
 
 A script's training and the check of a configuration call the same functions. A message names the settings as its reader
-has written them: see `Spelling`. What an optimizer can do is an attribute of its class: `follows_batch_by_betas`,
-`tells_fisher`, `shards_state`. A class without the attribute, as torch's own, cannot.
+has written them: see `Spelling`. What an optimizer can do is an attribute of its class: `tells_fisher`, `shards_state`.
+A class without the attribute, as torch's own, cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kfuse.comm.sync import Sync
-from kfuse.optim.batch_betas import Betas, largest_batch
 
 if TYPE_CHECKING:
     from kfuse.policies.signals import BasePolicy
@@ -28,11 +27,6 @@ class Spelling:
     """The torch optimizer's class, where kfuse's wraps one."""
     scaling: str = "lr_scaling"
     decay: str = "decay"
-    betas: str = "lr_betas"
-    batch_size: str = "batch_size"
-    batch_max: str = "max_batch_size"
-    taker_of_betas: str = "kf.FusedAdamW alone"
-    """The optimizer that takes other betas in each update."""
     no_moments: str = "{policy} needs the second moments of kf.FusedAdamW or kf.FusedLAMB; {optimizer} gives none"
     """The whole message: `{policy}` and `{optimizer}` stand for these two."""
 
@@ -44,10 +38,6 @@ def command_line(policy: str, optimizer: str) -> Spelling:
         f"optimizer._target_={optimizer}",
         "lr.scaling",
         "lr.decay",
-        "lr.betas",
-        "batch.size",
-        "batch.max",
-        "optimizer=adamw",
         "{optimizer}: must be kfuse.FusedAdamW or kfuse.FusedLAMB with {policy}",
     )
 
@@ -64,35 +54,6 @@ def refuse_rates(policy: BasePolicy, scaling: str, decay: str, scheduler: str | 
             raise ValueError(f"{key}={value}: must be one of {', '.join(allowed[name])} with {spelling.policy}")
     if scheduler is not None and "decay" in allowed:
         raise ValueError(f"{scheduler}: must be None with {spelling.policy}, a decay of its own")
-
-
-def refuse_betas(
-    lr_betas: Betas,
-    scaling: str,
-    optimizer: type,
-    betas: Iterable[tuple[float, float]],
-    batch_size: int,
-    batch_max: int,
-    spelling: Spelling,
-) -> None:
-    """Raises ValueError where AdamW's betas cannot follow the batch size as `lr_betas` says.
-
-    betas: of each parameter group, as far as they are known; read only where they are to follow.
-    """
-    if lr_betas == "keep":
-        return
-    given = f"{spelling.betas}={lr_betas}"
-    if not getattr(optimizer, "follows_batch_by_betas", False):
-        raise ValueError(f"{given}: must be keep with {spelling.optimizer}; {spelling.taker_of_betas} takes it")
-    if lr_betas == "malladi" and scaling != "sqrt":
-        key = spelling.scaling
-        raise ValueError(f"{given}: must be keep or marek with {key}={scaling}; it needs {key}=sqrt")
-    most = largest_batch(lr_betas, betas, batch_size)
-    if batch_max > most:
-        raise ValueError(
-            f"{spelling.batch_max}={batch_max}: must be at most {most} with {given} and "
-            f"{spelling.batch_size}={batch_size}, since 1 - k (1 - beta) would be negative beyond"
-        )
 
 
 def refuse_fisher(policy: BasePolicy, optimizer: type, sharded: bool, spelling: Spelling) -> None:

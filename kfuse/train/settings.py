@@ -9,13 +9,12 @@ from typing import Any
 from kfuse.data.fetching import Loading
 from kfuse.data.given import TrainingData
 from kfuse.optim import DistributedOptimizer
-from kfuse.optim.batch_betas import Betas
 from kfuse.optim.scaling import check_clip_norm
 from kfuse.policies.signals import BATCH_MAX, BasePolicy, Bounds
 from kfuse.session import Session
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
 from kfuse.train.precision import PRECISIONS
-from kfuse.train.refusals import Spelling, refuse_betas, refuse_fisher, refuse_modes, refuse_pair_alone, refuse_rates
+from kfuse.train.refusals import Spelling, refuse_fisher, refuse_modes, refuse_pair_alone, refuse_rates
 
 WORKERS_MAX = 2**20
 """Upper bound of workers for policies where no other is known: the supervisor applies the job's own limits."""
@@ -46,8 +45,6 @@ class Settings:
     """Of the run: the last part of it, in which decay="wsd" lowers the rate."""
     change_warmup_steps: int = 0
     """After a change of the batch size that raises the rate, in steps of the first batch size."""
-    lr_betas: Betas = "keep"
-    """How AdamW's betas follow the batch size: see `kfuse.optim.batch_betas`."""
     clip_norm: float | None = None
     """Largest norm of the mean gradient in this training; None: the optimizer's own."""
     precision: str = "fp32"
@@ -82,7 +79,7 @@ class Settings:
         """The settings, by name, that must be equal on all workers: each computes its share of a step from them."""
         sizes = ("seed", "batch_size", "micro_batch", "max_micro_batch", "epochs", "steps")
         others = ("eval_every", "target_accuracy", "precision")
-        rates = ("lr_scaling", "warmup_steps", "decay", "decay_fraction", "change_warmup_steps", "lr_betas")
+        rates = ("lr_scaling", "warmup_steps", "decay", "decay_fraction", "change_warmup_steps")
         values = {name: getattr(self, name) for name in sizes + others + rates}
         return values | {"max_batch_size": self.bounds.batch_max}
 
@@ -103,7 +100,6 @@ class Settings:
             self.steps,
             self.decay_fraction,
             self.change_warmup_steps,
-            self.lr_betas,
         )
 
     def check(self, policy: BasePolicy, opt: DistributedOptimizer, scheduler: str | None, session: Session) -> None:
@@ -118,10 +114,7 @@ class Settings:
             refuse_pair_alone(mode, session.elastic)
 
         spelling = Spelling(type(policy).__name__, type(getattr(opt, "inner", opt)).__name__)
-        # Read only of an optimizer whose betas follow: others may have none.
-        betas = ((float(group["betas"][0]), float(group["betas"][1])) for group in opt.param_groups)
         refuse_rates(policy, self.lr_scaling, self.decay, scheduler, spelling)
-        refuse_betas(self.lr_betas, self.lr_scaling, kind, betas, self.batch_size, self.bounds.batch_max, spelling)
         refuse_fisher(policy, kind, comm.sharded, spelling)
         refuse_pair_alone(comm.sync, session.elastic)
         refuse_modes(policy, check_mode, spelling)

@@ -294,7 +294,6 @@ class Trainer:
             opt.loop_handles_lost_workers = False
             opt.statistics.end_run()
             opt.lr_factor = 1.0
-            opt.set_batch_betas(None)
             if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
                 opt.clip_norm = own
 

@@ -258,10 +258,10 @@ def test_another_file_is_no_configuration(
 def test_what_a_command_does_not_need_may_be_missing(run: Path) -> None:
     """A setting that the run's version did not have is none that damages it."""
     file = run / ".hydra" / "config.yaml"
-    file.write_text(file.read_text().replace("  betas: keep\n", "").replace("  change_warmup_steps: 0\n", ""))
-    assert "betas" not in read_config(run, ["lr.scaling"])["lr"]
-    with pytest.raises(ConfigError, match=r"config.yaml: lr.betas: missing: another version of kfuse"):
-        read_config(run, ["lr.betas"])
+    file.write_text(file.read_text().replace("  change_warmup_steps: 0\n", ""))
+    assert "change_warmup_steps" not in read_config(run, ["lr.scaling"])["lr"]
+    with pytest.raises(ConfigError, match=r"config.yaml: lr.change_warmup_steps: missing: another version of kfuse"):
+        read_config(run, ["lr.change_warmup_steps"])
     assert kfuse("replay", run, "plot=null") == 0
 
 

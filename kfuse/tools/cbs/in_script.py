@@ -15,7 +15,6 @@ from kfuse.data import Stream
 from kfuse.data.dataset import Collate
 from kfuse.data.given import training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
-from kfuse.optim.batch_betas import Betas
 from kfuse.policies.signals import BATCH_MAX, BasePolicy, Decision, Signals
 from kfuse.session import current
 from kfuse.tools.cbs.estimate import (
@@ -48,7 +47,6 @@ def critical_batch(
     tolerance: float = TOLERANCE,
     window: float = WINDOW,
     lr_scaling: Scaling = "sqrt",
-    lr_betas: Betas = "keep",
     seed: int = 0,
     clip_norm: float | None = None,
     loss_fn: LossFunction | None = None,
@@ -79,7 +77,6 @@ def critical_batch(
     tolerance: how far a smoothed loss may be above the reference's, as a part of the latter.
     window: the part of a branch's samples, at its end, whose mean loss is its smoothed loss.
     lr_scaling: f: sqrt (for Adam-like optimizers), linear (for SGD) or none.
-    lr_betas: how AdamW's betas follow the batch size, as kf.fit's.
     after_branch: called as after_branch(k, repetition) after each branch, with the repetition from 0.
     The other arguments are as kf.fit's.
 
@@ -133,7 +130,6 @@ def critical_batch(
             steps=steps[k],
             seed=seed + repetition,
             lr_scaling=lr_scaling,
-            lr_betas=lr_betas,
             clip_norm=clip_norm,
             precision=precision,
             loading=user_loading(given, persistent_workers=True),
