@@ -6,9 +6,6 @@ No GPU is used: the number of GPUs is pretended, and the workers of the jobs tra
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +24,7 @@ from kfuse.comm.devices import Device, DeviceError
 from kfuse.config.schema import ConfigError
 from kfuse.elastic import processes as elastic_processes
 from kfuse.elastic import protocol
-from kfuse.elastic.launchers import LocalLauncher, RayLauncher, TorchrunLauncher
+from kfuse.elastic.launchers import LocalLauncher, TorchrunLauncher
 from kfuse.elastic.processes import Processes
 from kfuse.elastic.supervisor import Supervisor
 
@@ -60,45 +57,30 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
     return act
 
 
-@pytest.mark.parametrize(("gpus", "rank", "chosen"), [(4, "2", "cuda:2"), (1, "0", "cuda:0"), (4, None, "cuda:0")])
-def test_the_session_makes_its_gpu_the_current_one(
+@pytest.mark.parametrize(
+    ("gpus", "rank", "chosen"),
+    [(4, "2", "cuda:2"), (4, None, "cuda:3"), (0, "7", "cpu")],
+    ids=["given", "current in a plain process", "no GPU"],
+)
+def test_the_session_makes_its_device_the_current_one(
     gpus: int, rank: str | None, chosen: str, pretend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(gpus)
+    monkeypatch.setattr(devices, "current", lambda: 3)
     if rank is not None:
         monkeypatch.setenv("LOCAL_RANK", rank)
     kf.init()
     assert Pretended.made_current == [chosen]
 
 
-def test_a_plain_process_has_the_gpu_that_is_current_in_it(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(4)
-    monkeypatch.setattr(devices, "current", lambda: 3)
-    kf.init()
-    assert Pretended.made_current == ["cuda:3"]
-
-
-def test_without_a_gpu_the_device_is_the_cpu(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(0)
-    monkeypatch.setenv("LOCAL_RANK", "7")
-    kf.init()
-    assert Pretended.made_current == ["cpu"]
-
-
-@pytest.mark.parametrize(("gpus", "rank"), [(2, 2), (8, 8), (1, 3)])
-def test_a_gpu_that_is_not_there_is_refused(
-    gpus: int, rank: int, pretend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_is_not_there_or_not_named_is_refused(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: `rank % gpus`, a GPU that another worker uses."""
-    pretend(gpus)
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
-    with pytest.raises(DeviceError, match=rf"^LOCAL_RANK={rank}: must be below {gpus}, the number of GPUs .*"):
+    pretend(2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(DeviceError, match=r"^LOCAL_RANK=2: must be below 2, the number of GPUs .*"):
         kf.init()
     assert session._current is None and Pretended.made_current == []
-
-
-def test_a_launcher_that_names_no_gpu_is_refused(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(2)
+    monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv(protocol.ENV_CONTROL, "127.0.0.1:1")
     with pytest.raises(DeviceError, match=r"^LOCAL_RANK is not set: must be 0 to 1"):
         session._choose_device()
@@ -128,45 +110,18 @@ def test_torchrun_with_more_workers_than_gpus_is_refused(monkeypatch: pytest.Mon
         TorchrunLauncher()
 
 
-def test_ray_gives_each_worker_whole_gpus() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed")
-    RayLauncher(gpus=0), RayLauncher(gpus=1)
-    with pytest.raises(ValueError, match=r"^gpus=0\.5: must be a whole number"):
-        RayLauncher(gpus=0.5)
-
-
-def test_the_command_line_refuses_more_workers_than_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_lines_refuse_more_workers_than_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(devices, "count", lambda: 2)
     with pytest.raises(ConfigError, match=r"^workers\.count=3: must be at most 2, the number of GPUs"):
         run_job(tmp_path / "run", ["data=digits", "workers.count=3", "workers.max=3"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--workers", "3", __file__], "--workers 3: must be at most 2, the GPUs here"),
-        (["--listen", "127.0.0.1:0", "--slots", "3", __file__], "--slots 3: must be at most 2, the GPUs here"),
-        (["--join", "127.0.0.1:1", "--slots", "3"], "--slots 3: must be at most 2, the GPUs here"),
-    ],
-)
-def test_kfuse_run_refuses_more_workers_than_gpus(
-    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(devices, "count", lambda: 2)
     with pytest.raises(SystemExit, match="2"):
-        kfuse_run.main(arguments)
-    assert told in capsys.readouterr().err
-
-
-def test_a_host_offers_as_many_slots_as_it_has_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A slot's number is its worker's LOCAL_RANK, and no two workers have one slot: tests/test_launchers.py."""
-    token = tmp_path / "token"
-    token.write_text("x" * 16)
-    arguments = ["--join", "127.0.0.1:1", "--token-file", str(token)]
-    monkeypatch.setattr(devices, "count", lambda: 3)
-    assert kfuse_run._parse(arguments).slots == 3
-    monkeypatch.setattr(devices, "count", lambda: 0)
-    assert kfuse_run._parse(arguments).slots == os.cpu_count()
+        kfuse_run.main(["--workers", "3", __file__])
+    for command in (["--listen", "127.0.0.1:0", "--slots", "3", __file__], ["--join", "127.0.0.1:1", "--slots", "3"]):
+        with pytest.raises(SystemExit, match="2"):
+            kfuse_run.main(command)
+    assert capsys.readouterr().err.count("3: must be at most 2, the GPUs here") == 3
 
 
 # -- the supervisor's side: real jobs of CPU workers on pretended GPUs -----------------------------------------------
@@ -233,15 +188,6 @@ def test_a_lost_workers_gpu_is_its_successors(tmp_path: Path) -> None:
     assert given == [0, 1, 0]
 
 
-def test_a_gpu_given_twice_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative: the number of the worker modulo the number of GPUs, as it was."""
-    monkeypatch.setattr(Processes, "free_gpu", lambda self: len(self.workers) % self.gpus)
-    events = [{"step": 20, "moment": "forward", "rank": 1, "how": "kill"}]
-    job, _ = run_on(2, tmp_path, ["workers.count=2", "workers.max=2", *chaos(tmp_path, events=events)])
-    [clipped] = job.of_kind("clipped")
-    assert "GPU 0 is in use" in clipped["note"]
-
-
 def test_the_maximum_is_lowered_to_the_gpus_and_an_event_says_so(tmp_path: Path) -> None:
     phases, gates = [{"step": 5, "workers": 3}], [{"step": 40, "workers": 2}]
     job, given = run_on(2, tmp_path, ["workers.count=1", *chaos(tmp_path, phases=phases, gates=gates)])
@@ -287,36 +233,6 @@ def test_a_new_worker_waits_for_the_gpu_of_one_on_its_way_out(tmp_path: Path) ->
     assert job.error is None, job.told()
     assert given == [0, 1, 1]
     assert [len(view["workers"]) for view in job.views] == [2, 1, 2]
-
-
-def test_all_lost_at_once_start_again_on_the_same_gpus(tmp_path: Path) -> None:
-    events = [{"step": 20, "moment": "forward", "rank": 0, "how": "kill_all", "workers": 2}]
-    settings = ["workers.count=2", "workers.max=2", "checkpoint.every_steps=5", *chaos(tmp_path, events=events)]
-    job, given = run_on(2, tmp_path, settings)
-    assert job.error is None, job.told()
-    assert given[:2] == [0, 1] and sorted(given[2:]) == [0, 1]
-
-
-@pytest.mark.full
-def test_torchruns_workers_with_too_few_gpus_end_in_one_line(tmp_path: Path) -> None:
-    """A rank that is not the first: it does not check the configuration."""
-    script = tmp_path / "worker.py"
-    script.write_text(
-        "import os\n"
-        "from kfuse.comm import devices\n"
-        "devices.count = lambda: 1\n"
-        "from kfuse.cli import torchrun\n"
-        "from kfuse.elastic.rendezvous import Rendezvous\n"
-        "Rendezvous.await_job = lambda self: {**JOB, 'observe': {'log_level': 'off'}}\n"
-        "from dataclasses import asdict\n"
-        "from kfuse.config.schema import Comm, Elastic, Workers\n"
-        "JOB = {'comm': asdict(Comm()), 'elastic': asdict(Elastic()), 'workers': asdict(Workers())}\n"
-        "raise SystemExit(torchrun.follow(Rendezvous.of_environment()))\n"
-    )
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run([sys.executable, str(script)], env={**os.environ, **env}, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("kfuse: rank 1 ends: LOCAL_RANK=1: must be below 1")
 
 
 class Stuck:

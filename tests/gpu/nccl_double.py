@@ -243,10 +243,8 @@ class ProcessGroupNCCL:
         self._works: list[Work] = []
         self._gloo: Any = None
         self.name = ""
-        self.watchdog_runs = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"  # [4]
-        record("constructed", rank=rank, watchdog=self.watchdog_runs, high_priority=options.is_high_priority_stream)
-        if self.watchdog_runs:
-            threading.Thread(target=self._watchdog, daemon=True).start()
+        watchdog = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"  # [4]
+        record("constructed", rank=rank, watchdog=watchdog, high_priority=options.is_high_priority_stream)
 
     # -- init -----------------------------------------------------------------------------------------------------
 
@@ -262,9 +260,6 @@ class ProcessGroupNCCL:
         record("init", rank=self.rank, group=self.name, blocking=blocking)
         thread = threading.Thread(target=self._initialise, daemon=True)
         thread.start()
-        if blocking:
-            with self._mutex:
-                self._ready.wait()  # ncclCommInitRankConfig: nobody has the communicator yet that could be aborted
         threading.Thread(target=self._stream, daemon=True).start()
 
     def _initialise(self) -> None:
@@ -480,16 +475,3 @@ class ProcessGroupNCCL:
         for work in self._works:
             if work.error is not None and not work.handled:
                 record("unhandled error", rank=self.rank, message=work.message, error=work.error)
-
-    def _watchdog(self) -> None:
-        """Kills the process some time after a work has failed or timed out, also one that was aborted since. [4]"""
-        while not self._ended.wait(0.05):
-            for work in self._works:
-                late = not work.over.is_set() and time.monotonic() - work.enqueued_at > self._timeout_s
-                if work.error is not None or late:
-                    record("killed by the watchdog", rank=self.rank, message=work.message)
-                    return
-
-    @property
-    def _timeout_s(self) -> float:
-        return self.options._timeout.total_seconds()

@@ -13,15 +13,10 @@ from torch import Tensor, nn
 class Classifier(nn.Module):
     """For data=digits. log: where the double's records go; None: gloo."""
 
-    def __init__(self, log: str | None = None, aborts: bool = False) -> None:
-        """aborts: a planned change of the view aborts the group, as it was before."""
+    def __init__(self, log: str | None = None) -> None:
         super().__init__()
         if log is not None:
             nccl_double.install(Path(log), Faults(loss_is_noticed=False))
-            if aborts:
-                from kfuse.comm.nccl import NcclGroup
-
-                NcclGroup.finish = NcclGroup.abort  # type: ignore[method-assign,assignment]
         self.first, self.dropout, self.last = nn.Linear(64, 24), nn.Dropout(0.1), nn.Linear(24, 10)
 
     def forward(self, x: Tensor) -> Tensor:

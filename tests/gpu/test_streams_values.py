@@ -63,14 +63,29 @@ def bare_steps(it: Job) -> None:
         it.bare_step()
 
 
-@pytest.mark.parametrize("optimizer", SOME)
-def test_parameters_that_no_worker_uses(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    same(optimizer, bare_steps, monkeypatch)
+def steps_that_are_left_out(it: Job) -> None:
+    """The first and a later one, whose gradients are not finite."""
+    it.opt.skip_nonfinite = True
+    for k in range(5):
+        (it.loss() * (float("inf") if k in (0, 3) else 1.0)).backward()
+        it.end_step()
+
+
+def scaled_steps_with_overflows(it: Job) -> None:
+    it.opt.set_clip_norm(0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # type: ignore[attr-defined]
+    for k in range(5):
+        scaler.scale(it.loss() * (float("inf") if k in (0, 3) else 1.0)).backward()
+        scaler.step(it.opt)
+        scaler.update()
+        it.opt.zero_grad()
 
 
 @pytest.mark.parametrize("optimizer", SOME)
-def test_parameters_that_another_worker_uses(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It contributes a quarter to each element, and to each count."""
+def test_steps_and_parameters_that_are_left_out(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that no worker uses, or another one alone: it contributes to each element, and to each count."""
+    for act in (bare_steps, steps_that_are_left_out, scaled_steps_with_overflows):
+        same(optimizer, act, monkeypatch)
     plain = StandInProcessGroup.allreduce
 
     def allreduce(group: Any, tensors: list[Tensor], options: Any) -> Any:
@@ -80,33 +95,6 @@ def test_parameters_that_another_worker_uses(optimizer: str, monkeypatch: pytest
 
     monkeypatch.setattr(StandInProcessGroup, "allreduce", allreduce)
     same(optimizer, bare_steps, monkeypatch)
-
-
-@pytest.mark.parametrize("optimizer", SOME)
-def test_steps_that_are_left_out(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first and a later one, whose gradients are not finite."""
-
-    def act(it: Job) -> None:
-        it.opt.skip_nonfinite = True
-        for k in range(5):
-            (it.loss() * (float("inf") if k in (0, 3) else 1.0)).backward()
-            it.end_step()
-
-    same(optimizer, act, monkeypatch)
-
-
-@pytest.mark.parametrize("optimizer", SOME)
-def test_a_loss_scale_with_overflows(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def act(it: Job) -> None:
-        it.opt.set_clip_norm(0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # type: ignore[attr-defined]
-        for k in range(5):
-            scaler.scale(it.loss() * (float("inf") if k in (0, 3) else 1.0)).backward()
-            scaler.step(it.opt)
-            scaler.update()
-            it.opt.zero_grad()
-
-    same(optimizer, act, monkeypatch)
 
 
 def test_gradients_set_by_hand_are_in_no_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +107,7 @@ def test_gradients_set_by_hand_are_in_no_doubt(monkeypatch: pytest.MonkeyPatch) 
     same("adamw", act, monkeypatch)
 
 
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("lag", [0, 2, None])
+@pytest.mark.parametrize(("lag", "reads"), [(0, False), (2, True), (None, False)])
 def test_all_workers_learn_of_a_difference_after_the_same_step(
     lag: int | None, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 import kfuse as kf
-from kfuse import determinism
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
+from kfuse.models import GPT, MLP, ConvNet
+from kfuse.train.loss import default_loss
 
 FLAGS = {
     "algorithms": torch.are_deterministic_algorithms_enabled,
@@ -99,63 +100,39 @@ def test_tf32_that_the_user_asked_for_by_torchs_newer_settings_is_off(gpu: Stand
     assert found == dict.fromkeys(operations, "ieee")
 
 
-@pytest.mark.parametrize("imported", [False, True])
-def test_torch_compile_measures_no_kernels(imported: bool, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_measures_no_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each worker chooses by its own timings, and their bits differ."""
     config = SimpleNamespace(deterministic=False)
-    if imported:
-        monkeypatch.setitem(sys.modules, "torch._inductor.config", config)  # type: ignore[arg-type]
-    else:
-        monkeypatch.delitem(sys.modules, "torch._inductor.config", raising=False)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)  # type: ignore[arg-type]
     kf.init(kf.CommOptions(reproducible=True))
-    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1" and config.deterministic == imported
+    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1" and config.deterministic
 
 
-def test_without_the_option_nothing_is_set(gpu: StandIn) -> None:
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_without_the_option_or_a_gpu_nothing_is_set(
+    on_gpu: bool, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_gpu:
+        monkeypatch.setattr(StandIn, "asynchronous", False)
+        monkeypatch.setattr(devices, "count", lambda: 0)
     before = flags()
-    kf.init()
+    kf.init(kf.CommOptions(reproducible=not on_gpu))
     assert flags() == before and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_on_the_cpu_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(devices, "count", lambda: 0)
-    before = flags()
-    kf.init(kf.CommOptions(reproducible=True))
-    assert flags() == before and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-@pytest.mark.parametrize("given", [":4096:8", ":16:8"])
-def test_a_workspace_that_the_user_set_stays(given: str, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+def test_a_workspace_that_the_user_set_stays_and_another_one_or_none_too_late_is_refused(
+    gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "started", lambda: True)
-    kf.init(kf.CommOptions(reproducible=True))
-    assert gpu.seen["workspace"] == given and gpu.seen["algorithms"]
-
-
-def test_too_late_is_refused_in_one_line(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "started", lambda: True)
-    with pytest.raises(DeviceError, match=r"CUBLAS_WORKSPACE_CONFIG is not set, and .* has used a GPU already") as told:
+    with pytest.raises(DeviceError, match=r"CUBLAS_WORKSPACE_CONFIG is not set, and .* has used a GPU already"):
         kf.init(kf.CommOptions(reproducible=True))
-    assert "\n" not in str(told.value) and not gpu.seen and not torch.are_deterministic_algorithms_enabled()
-
-
-def test_another_workspace_is_refused(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(DeviceError, match=r"^CUBLAS_WORKSPACE_CONFIG=:0:0: must be one of :4096:8, :16:8"):
         kf.init(kf.CommOptions(reproducible=True))
-
-
-def test_a_refused_operation_is_named_in_one_line(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own text is four lines long; that of `Context::alertNotDeterministic`."""
-    torch.use_deterministic_algorithms(True)
-    with pytest.raises(RuntimeError) as raised:
-        torch._C._set_deterministic_algorithms(True)
-        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
-    line = determinism.refused_operation(raised.value)
-    assert line is not None and "the operation put_ has no deterministic algorithm" in line and "\n" not in line
-    assert determinism.refused_operation(RuntimeError("out of memory")) is None
-    assert determinism.refused_operation(ValueError(str(raised.value))) is None
+    assert not gpu.seen and not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    kf.init(kf.CommOptions(reproducible=True))
+    assert gpu.seen["workspace"] == ":16:8" and gpu.seen["algorithms"]
 
 
 class Scatters(nn.Module):
@@ -170,7 +147,7 @@ class Scatters(nn.Module):
         return self.layer(x)
 
 
-def test_fit_ends_with_that_line(gpu: StandIn) -> None:
+def test_fit_names_a_refused_operation_in_one_line(gpu: StandIn) -> None:
     torch.use_deterministic_algorithms(True)
     net = Scatters()
     opt = kf.Optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
@@ -178,21 +155,15 @@ def test_fit_ends_with_that_line(gpu: StandIn) -> None:
         kf.fit(net, (torch.randn(8, 4), torch.randint(0, 3, (8,))), opt, batch_size=4)
 
 
-@pytest.mark.parametrize("model", ["mlp", "convnet", "gpt"])
-def test_the_built_in_models_use_no_operation_that_is_refused(model: str, gpu: StandIn) -> None:
+def test_the_built_in_models_use_no_operation_that_is_refused(gpu: StandIn) -> None:
     """As far as the CPU can tell: torch's deterministic mode refuses more on a GPU. docs/reproducibility.md says which
     operations of these models are which there."""
-    from kfuse.models import GPT, MLP, ConvNet
-    from kfuse.train.loss import default_loss
-
     torch.use_deterministic_algorithms(True)
-    tokens = torch.randint(0, 11, (2, 8))
-    image = torch.randn(2, 1, 8, 8)
-    net, x, y = {
-        "mlp": lambda: (MLP((1, 8, 8), 3), image, torch.tensor([0, 2])),
-        "convnet": lambda: (ConvNet((1, 8, 8), 3, width=4), image, torch.tensor([0, 2])),
-        "gpt": lambda: (GPT(11, 8, layers=1, heads=2, width=8), tokens, tokens),
-    }[model]()
-    loss = default_loss(net(x), y)
-    loss.backward()
-    assert all(p.grad is not None for p in net.parameters())
+    tokens, image, label = torch.randint(0, 11, (2, 8)), torch.randn(2, 1, 8, 8), torch.tensor([0, 2])
+    for net, x, y in (
+        (MLP((1, 8, 8), 3), image, label),
+        (ConvNet((1, 8, 8), 3, width=4), image, label),
+        (GPT(11, 8, layers=1, heads=2, width=8), tokens, tokens),
+    ):
+        default_loss(net(x), y).backward()
+        assert all(p.grad is not None for p in net.parameters())
