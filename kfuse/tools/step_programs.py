@@ -26,7 +26,6 @@ from kfuse.comm.schedule import Program
 from kfuse.comm.tail import Tail
 from kfuse.comm.transports.tree import parents
 from kfuse.config import instantiate
-from kfuse.config.schema import class_arguments
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.optim.consistency import averaged_buffers
 from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks
@@ -112,7 +111,7 @@ def _measure(options: CommOptions, processes: int, elements: int) -> tuple[Costs
 
 
 def _schedules(options: CommOptions) -> tuple[list[str], list[str]]:
-    """Returns what `comm.schedule` leaves to choose from by messages, and what is shown beside; none for a user's own class."""
+    """Returns what `comm.schedule` leaves to choose from, and what is shown beside; none for a user's own class."""
     if "." in options.schedule:
         return [], []
     first = options.transport()
@@ -129,7 +128,7 @@ def _up_to_barrier(program: Program) -> Program:
 def _model(config: Mapping[str, Any]) -> torch.nn.Module:
     """Builds the configured model."""
     node, _ = instantiate.initial_weights(config["model"])
-    model: torch.nn.Module = instantiate.build(node, **instantiate.build(class_arguments("data", config["data"])).spec)
+    model: torch.nn.Module = instantiate.build(node, **instantiate.build(config["data"]).spec)
     if config["train"]["precision"] == "bf16-true":
         cast_parameters(model)
     return model

@@ -5,7 +5,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from kfuse.config.messages import explain
 from kfuse.config.schema import ConfigError
@@ -33,8 +35,8 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     """
     try:
         request = read_request(words, compose)
-    except Exception as error:  # Hydra's too, of overrides that it cannot read
-        raise error if isinstance(error, ConfigError) else ConfigError(explain(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:  # of overrides that it cannot read
+        raise ConfigError(explain(error)) from error
     console, recorded = report.console(), request.recorded
     source: StepSource = (
         RecordedSteps(recorded) if request.is_own else SimulatedSteps(recorded, request.gain, request.bounds)

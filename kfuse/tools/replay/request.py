@@ -172,9 +172,8 @@ def _name(node: Mapping[str, Any]) -> str:
 
 def _bounds(recorded: Bounds, overrides: Sequence[Override]) -> Bounds:
     """Returns the run's bounds, with those of the command line in their place. Raises ConfigError for what are none."""
-    given: dict[str, Any] = {
-        each.key_or_group.replace(".", "_"): each.value() for each in overrides if each.key_or_group in _BOUNDS
-    }
+    given = (each for each in overrides if each.key_or_group in _BOUNDS)
+    values: dict[str, Any] = {each.key_or_group.replace(".", "_"): each.value() for each in given}
     try:
         return replace(recorded, **values)
     except ValueError as error:
