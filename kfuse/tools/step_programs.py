@@ -26,6 +26,7 @@ from kfuse.comm.schedule import Program
 from kfuse.comm.tail import Tail
 from kfuse.comm.transports.tree import parents
 from kfuse.config import instantiate
+from kfuse.config.schema import class_arguments
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.optim.consistency import averaged_buffers
 from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks
@@ -128,7 +129,7 @@ def _up_to_barrier(program: Program) -> Program:
 def _model(config: Mapping[str, Any]) -> torch.nn.Module:
     """Builds the configured model."""
     node, _ = instantiate.initial_weights(config["model"])
-    model: torch.nn.Module = instantiate.build(node, **instantiate.build(config["data"]).spec)
+    model: torch.nn.Module = instantiate.build(node, **instantiate.build(class_arguments("data", config["data"])).spec)
     if config["train"]["precision"] == "bf16-true":
         cast_parameters(model)
     return model

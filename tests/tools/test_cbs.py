@@ -458,8 +458,8 @@ KEPT = {
         mean_grad_variance throughput stragglers interference waiting input_bound held_back corrupt accuracy eval_loss
         eval_metrics evaluated loss generation announced resumed_at stop""",
     "optimizer": "state param_groups",
-    "optimizer kfuse": "noise_scale slots figures figure_names",
-    "statistics": "noise_scale slots figures figure_names",
+    "optimizer kfuse": "noise_scale figures figure_names",
+    "statistics": "noise_scale figures figure_names",
     "decisions": "topology tree",
 }
 
