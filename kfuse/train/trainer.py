@@ -350,6 +350,7 @@ class Trainer:
         except GeneratorExit:
             if not sys.is_finalizing() and self._has_stepped(before):
                 self.progress.once(Stage.UPDATE, partial(self._end_update, step))
+                self._recovery.keep_ended()
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
                 opt.engine.abort()  # backwards that follow belong to no plan
@@ -478,6 +479,8 @@ class Trainer:
         if not self.progress.stop:
             self._evaluate(self.progress.step)
         self._recovery.save_last()
+        if self._user_loop:  # its loader's state_dict may be called later
+            self._recovery.keep_ended()
         self._report_and_decide(lag=0)
         self.result = self._summary()
         self._reporter.summary(self.result)
