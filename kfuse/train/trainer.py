@@ -451,6 +451,8 @@ class Trainer:
         with self._synchronisation.shown():
             result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
             is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
+            if self._scheduler is not None:
+                self._scheduler.after_evaluation(result.loss)
             if is_best and self._saved_model is not None:
                 self._saved_model.save_best(self.model)
         target = self.settings.target_accuracy
