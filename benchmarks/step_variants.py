@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse import session
-from kfuse.comm import measurement, steps
+from kfuse.comm import measurement
+from kfuse.comm import step as steps
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.transports import all_to_all
 from kfuse.kernels import Measures, PackTable

@@ -191,6 +191,11 @@ class Bucket:
         self.views = self.view(self.visible)
         self._addresses = [view.data_ptr() for view in self.views]
 
+    @property
+    def tail_sum(self) -> Tensor:
+        """fp32 [tail], the part of `sum` behind the gradients."""
+        return self.sum[self.body :]
+
     def assign(self, shard: slice, mirrored: slice) -> None:
         """Between steps: this worker's parts."""
         self.shard, self.mirrored = shard, mirrored

@@ -1,28 +1,34 @@
-"""An engine reduces the gradients of some parameters over the workers of a group. Here it is set up, between its steps.
+"""An engine reduces the gradients of some parameters to their mean over the workers of a group, step after step.
 
-What it is made of: buckets, a program for each (`schedule`), the transports that these name, and the `Reduction` that
-runs them. A new group, another transport or other buffers make some of it anew. `Steps` has what a step does with it.
+1) Hooks take over each parameter's fresh gradient (`gradients`).
+2) Micro-batch after micro-batch is packed into buckets, and complete buckets are launched during backward (`step`).
+3) Each bucket has a program, which the executor runs with messages of the group (`executor`).
+4) `finish` waits for all buckets and measures the mean gradient; `updates` gives them to the optimizer one by one, and
+   shares what each worker has updated.
+
+Between steps a new group, another transport or other buffers make some of it anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kfuse.comm import devices, gradients, schedule, transport_names, transports
+from kfuse.comm import devices, gradients, programs
+from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.buckets import AveragedBuffers, Bucket, BucketLayout, make_buckets, plan_parameters
-from kfuse.comm.gradients import GradientHooks
-from kfuse.comm.group import Group
+from kfuse.comm.gradients import STILL_THERE, GradientHooks
+from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions
-from kfuse.comm.reduction import Reduction, shard_unit
-from kfuse.comm.schedule import Program
-from kfuse.comm.steps import Steps
+from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, Reduced, StepPlan
+from kfuse.comm.step import Step, Workspace
+from kfuse.comm.tail import digest
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
     from kfuse.comm.probe import Choice
@@ -30,28 +36,25 @@ if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
 _LOG = logging.getLogger("kfuse")
 
 
-def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool) -> tuple[Program, Program]:
-    """What a step does with a bucket of gradients, and with a last bucket that has none: buffers and the tail.
-
-    name: of the transport. adds_up: see `Group.adds_up`. mirrors: with sharded state, the next worker gets each
-    worker's shard of the mean gradient too. Raises ValueError unless both are valid.
-    """
-    running = transports.resolve(name, adds_up, options.dtype)
-    program = transports.program(running, options.sharded, options.dtype)
-    program = schedule.mirror(program) if mirrors and options.sharded else program
-    apart = transports.program_apart(running, options.reproducible)
-    for each in (program, apart):
-        schedule.validate(each)
-    return program, apart
-
-
-class Engine(Steps):
+class Engine:
     """Reduces the gradients of `groups` (lists of parameters that may share a bucket) over a `group` of workers."""
 
+    group: Group
+    """The lane of the view's group that this engine uses."""
+    device: torch.device
+    """Where the parameters and buckets lie."""
+    buckets: list[Bucket]
+    """All of them. The last one carries the tail."""
+    gradient_buckets: list[Bucket]
+    """The buckets that hold gradients: all, or all but the last one, which then holds averaged buffers and the tail."""
+    averaged: AveragedBuffers
+    """Buffers whose changes are averaged with the gradients."""
+    measurement: Measurement
+    """Measures the gradients and the time; writes the tail."""
+    audited: AuditedGradient
+    """Takes the digest of a micro-batch's gradient, where the plan asks for it."""
     transport_name: str
     """A name in `transport_names.NAMES`, or the dotted path of the user's class."""
-    mirrors: bool
-    """With sharded state: the next worker gets each worker's shard of the mean gradient too."""
 
     def __init__(
         self,
@@ -68,14 +71,21 @@ class Engine(Steps):
 
         Raises ValueError for parameters that are not dense, fp32 or bf16, and on one device.
         """
-        super().__init__()
         self.options, self.lane, self.mirrors = options, lane, mirrors and options.sharded
         self.params = [p for params in groups for p in params]
         self.names = list(names) if names is not None else [f"parameter {i}" for i in range(len(self.params))]
         gradients.check_parameters(self.params, self.names)
-        self.averaged = AveragedBuffers([])
+        self._kinds = [index for index, params in enumerate(groups) for _ in params]
+        # What the optimizer sets.
+        self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
+        self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
+        """What else than parameters must be equal on all ranks: tensors on the device, and the `salt` of `tail.digest`.
+        Called in the steps in which the ranks compare."""
+        self.parts = 1
+        """Bare backwards that make a step, each of a loss divided by their number (`opt.accumulate`)."""
         self.figures = 0
         """Slots of the tail for a step function's figures."""
+        # What decisions and measured messages have chosen.
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
         self.tree: str | tuple[int, ...] | None = None
@@ -83,20 +93,35 @@ class Engine(Steps):
         for the present group only."""
         self.choice: Choice | None = None
         """What `comm.schedule=auto` chose by measured messages; None where it was not asked, or has no choice."""
-        self._kinds = [index for index, params in enumerate(groups) for _ in params]
+        # How far it is.
+        self.step = 0
+        """Steps completed."""
+        self.reduced: Reduced | None = None
+        """The last step's result, until the optimizer takes it."""
+        self.kept: KeptStep | None = None
+        """With sharded state: the last step whose gradients were all reduced, until the next one is begun."""
+        self.superseded = False
+        """A newer engine has taken over some of the parameters."""
+        self._warned = set[str]()
         self.group = group
         if group.costs is not None:  # a new engine in a group that has been measured
-            self.choice = self._choose(group)
+            self.choice = programs.choose(options, group, self._plan, again=False)
         self.bucket_mb = self.choice.bucket_mb if self.choice else options.bucket_mb or DEFAULT_BUCKET_MB
         """MiB of fp32 gradients in a bucket, at most."""
         self._layouts = self._plan(self.bucket_mb)
-        self._build()
+        self._build([])
         self.set_group(group)
+
+    # -- set-up, between steps ------------------------------------------------------------------------------------
 
     def track_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Averages the changes of these (BatchNorm's running statistics) over the step's micro-batches, by samples."""
-        self.averaged = AveragedBuffers(buffers)
-        self._build()
+        gradients.check_owner(self)
+        self.close()
+        before = self.gradient_buckets
+        self._build(buffers)
+        for bucket, old in zip(self.gradient_buckets, before, strict=True):  # what the optimizer has set
+            bucket.parameters, bucket.unscale = old.parameters, old.unscale
         self.set_group(self.group)
 
     def carry_figures(self, count: int) -> None:
@@ -105,25 +130,20 @@ class Engine(Steps):
             self.figures = self.measurement.figures = count
             self.set_group(self.group)
 
-    def _build(self) -> None:
-        """Makes buckets, partial sums and hooks. The last bucket carries the tail."""
-        gradients.check_owner(self)
-        self.close()
-        buffers = self.averaged.tensors
-        apart = self.options.has_bucket_apart(buffers)
-        self.buckets = make_buckets(self._layouts, self.params, buffers if apart else None, self.options.sharded)
-        before: list[Bucket] = getattr(self, "gradient_buckets", [])
+    def _build(self, buffers: Sequence[Tensor]) -> None:
+        """Makes buckets and hooks. The last bucket carries the tail."""
+        self.averaged = AveragedBuffers(buffers)
+        apart = buffers if self.options.has_bucket_apart(buffers) else None
+        self.buckets = make_buckets(self._layouts, self.params, apart, self.options.sharded)
         self.gradient_buckets = self.buckets[: len(self._layouts)]
-        for bucket, old in zip(self.gradient_buckets, before, strict=False):  # what the optimizer has set
-            bucket.parameters, bucket.unscale = old.parameters, old.unscale
         self.device = self.params[0].device if self.params else torch.device("cpu")
         self._streams = devices.StreamOrder(devices.of(self.device))
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
         self.measurement.figures = self.figures
-        self._audited = None
+        self.audited = AuditedGradient(self.params, self.gradient_buckets, self.device)
         gradients.take_over(self.params, self)
         self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, self._wants_gradients, self._pack)
-        self._gradients_set = False
+        self._gradients_set = False  # whether `p.grad` may have the gradients of the last step
 
     def use_transport(self, topology: str | None, tree: str | tuple[int, ...] | None) -> None:
         """Between steps: goes on with another transport or tree (None: as configured).
@@ -141,64 +161,269 @@ class Engine(Steps):
         before, self.group = self.group, group.lane(self.lane)
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
-        self.choice = self._choose(group)
-        options = self.options
+        options, again = self.options, self.choice is not None
+        self.choice = programs.choose(options, group, self._plan, again)
+        self.group.costs = group.costs  # a lane of its own
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
         self.transport_name = self.topology or options.transport(self.choice.schedule if self.choice else None)
-        programs = self._programs()
-        unit, tree = shard_unit(programs), self.tree or options.tree
-        names = dict.fromkeys(program.transport for program in programs)
-        others = transport_names.allowed(options.reproducible, options.sharded)
-        made = {name: transports.make(name, self.group, tree, unit, others) for name in names}
-        self._reduction = Reduction(self.buckets, self.group, made, programs, options.dtype)
         self.measurement.set_group(group.rank, group.size)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
-        self._reduction.hold_slots()
-        self._broken = ""
-        self._reset()
-
-    def _programs(self) -> list[Program]:
-        """Of each bucket, in this group."""
-        name, adds_up = self.transport_name, self.group.adds_up
-        program, apart = make_programs(self.options, name, adds_up, self.mirrors)
-        count = len(self.gradient_buckets)
-        return [program] * count + [apart] * (len(self.buckets) - count)
-
-    @property
-    def shard_unit(self) -> int:
+        of_gradients, tree = len(self.gradient_buckets), self.tree or options.tree
+        self._executor = programs.make_executor(
+            options, self.group, self.buckets, of_gradients, self.transport_name, tree, self.mirrors
+        )
+        self.shard_unit = self._executor.unit
         """What the length of a shard is a multiple of."""
-        return shard_unit(self._reduction.programs)
-
-    @property
-    def bf16_sums(self) -> bool:
+        self.bf16_sums = options.dtype == "bf16" and not self._executor.programs[0].has("reduce")
         """Whether bf16 messages are added up in bf16, by the library or the transport."""
-        return self.options.dtype == "bf16" and not self._reduction.programs[0].has("reduce")
+        self._work = Workspace(
+            self.params,
+            self.buckets,
+            self.gradient_buckets,
+            self.averaged,
+            self.measurement,
+            self.audited,
+            self._streams,
+            self._executor,
+            self.group.size,
+            options.reproducible,
+        )
+        self._now = Step(self._work)
 
     def _plan(self, bucket_mb: float) -> list[BucketLayout]:
         return plan_parameters(self.params, self._kinds, self.options.bucket_elements(bucket_mb))
-
-    def _choose(self, group: Group) -> Choice | None:
-        """By measured messages, where the options leave a choice. Raises CommError.
-
-        A worker that joins does not know yet what the others' decisions chose. So these do not matter here: all workers
-        of a view must come to the same messages.
-        """
-        if group.size == 1 or self.options.is_definite:
-            return None
-        from kfuse.comm import probe  # not before it is needed: `import kfuse` is quick
-
-        if not probe.leaves_choice(self.options):
-            return None
-        sizes = probe.BUCKETS_MB if self.options.bucket_mb is None else (self.options.bucket_mb,)
-        buckets = {size: [layout.numel for layout in self._plan(size)] or [1] for size in sizes}
-        if group.costs is None:
-            group.costs = probe.probe(group, max(buckets[sizes[0]]), probe.AGAIN_S if self.choice else probe.BUDGET_S)
-        self.group.costs = group.costs  # a lane of its own
-        return probe.choose_program(group.costs, group.size, self.options, buckets)
 
     @property
     def has_chosen_buckets(self) -> bool:
         """Whether its buckets are of the size that is best in this group, where `comm.bucket_mb` leaves the choice."""
         return self.choice is None or self.choice.bucket_mb == self.bucket_mb
+
+    # -- micro-batches --------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
+        self.kept = None
+        self.abort()
+        self._now.follow(plan, self.group.rank)
+
+    def open_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Gradients that arrive from now on belong to this micro-batch.
+
+        Raises RuntimeError where none may begin now, CommError where an earlier failure has made this worker's
+        reductions useless to the others.
+        """
+        if self._executor.failed is not None:
+            raise self._executor.failed
+        if micro_batch.several_backwards and self._still_there():
+            raise RuntimeError(STILL_THERE)
+        self._now.open(micro_batch, self.step, self.reduced is not None)
+        if self._now.plan is None and self.options.reproducible and self.group.rank == 0:
+            self._warn_once(
+                "comm.reproducible=true: the micro-batches of this loop are not planned, so the bits depend on the "
+                "number of workers; kf.fit and kf.DataLoader plan them"
+            )
+
+    def _wants_gradients(self) -> bool:
+        """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
+        current = self._now.current
+        if self.audited.repeats:
+            return False
+        if current is None:
+            if self.reduced is None and self._still_there():
+                return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
+            self._begin_implicit()
+            gradients.at_the_end_of_outer_backward(self._close_implicit)
+        self._streams.add()
+        return current is None or not current.several_backwards
+
+    def _pack(self, bucket: Bucket) -> None:
+        self._now.pack(bucket)
+
+    def _still_there(self) -> bool:
+        """Some parameters have the gradients that the last step was made with."""
+        return self._gradients_set and self.reduced is None and self._hooks.still_there()
+
+    def _begin_implicit(self) -> None:
+        """A bare `loss.backward()`, or gradients set by hand: this worker's next micro-batch of the step's `parts`."""
+        now = self._now
+        if (now.done and not now.implicit) or now.plan is not None:
+            raise RuntimeError(f"a backward outside opt.micro_batch: {REMEDY}")
+        now.implicit, now.parts = True, self.parts
+        self.open_micro_batch(MicroBatch(self, 1.0, last=now.done + 1 == now.parts))
+
+    def _close_implicit(self) -> None:
+        """Backward is over."""
+        current = self._now.current
+        if current is None:
+            return  # the backward failed, and was aborted before its callback ran
+        if current.last:
+            gradients.close_together(self)
+        else:
+            self.close_micro_batch()
+
+    def take_gradients(self) -> None:
+        """The gradients that are there without a backward, set by hand: this worker's only micro-batch of the step.
+
+        Raises RuntimeError if the last step's are among them.
+        """
+        if self._still_there():
+            raise RuntimeError(STILL_THERE)
+        self._begin_implicit()
+        self.close_micro_batch()
+
+    def close_micro_batch(self, then_wait: bool = True) -> None:
+        """The micro-batch's backward is over: packs what is left, writes the tail, launches if it was the last."""
+        now = self._now
+        if now.current is None:
+            return
+        self._streams.go_on_here()
+        for bucket in self.gradient_buckets:
+            if not bucket.packed:
+                self._hooks.collect_set_by_hand(bucket)
+                now.pack(bucket)
+        if now.plan is not None and self.params and len(now.missed) == len(self.params):
+            self._warn_once(
+                f"step {self.step}: a micro-batch ended without a backward: its samples count with a gradient of zero, "
+                "in the mean and in the statistics",
+                "no backward",
+            )
+        is_last = now.close(None if now.told else self._digest())
+        if is_last and then_wait:
+            self.on_last_micro_batch()
+
+    def _digest(self) -> Tensor | None:
+        """Of the parameters, and of what else must be equal, in a step where the ranks compare theirs."""
+        every = self.options.check_every
+        compared = every is not None and self.step % every == 0 and not self._now.is_local and self.group.size > 1
+        if not compared:
+            return None
+        tensors, salt = self.compared()
+        return digest([*self.params, *tensors], salt)
+
+    def _warn_once(self, message: str, kind: str = "") -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _LOG.warning("%s", message)
+
+    # -- the reduction and the update -----------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Waits for all buckets; then the `mean` of each is the mean gradient over the step's samples, and `reduced`
+        is set. Nothing happens if there was no backward since the last step.
+
+        Raises CommError, and RuntimeError if the step's last micro-batch has not been run, or is being run.
+        """
+        now = self._now
+        if now.current is not None:
+            raise RuntimeError(f"opt.step() inside a micro-batch: {REMEDY}")
+        if now.plan is not None and now.expected == 0 and not now.closed:
+            now.contribute_nothing(self.step, None if self.options.reproducible else self._digest())
+        if not now.closed:
+            now.refuse_unfinished()
+            return
+        kept = now.reduce()
+        self.kept = kept if self.options.sharded else None
+        # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
+        # and nobody updates, before all gradients are where they are needed.
+        self._executor.share_sums(self.measurement.norms)
+        self._take(kept, self.measurement.record(self.buckets[-1].tail_sum, now))
+        self.step += 1
+        self._now = Step(self._work)
+
+    def _take(self, kept: KeptStep, record: Tensor) -> None:
+        """The step's result is complete: as `reduced`, and in the averaged buffers."""
+        now, last = kept.now, self.buckets[-1]
+        if len(self.gradient_buckets) < len(self.buckets):
+            self.averaged.apply(last.layout.params, kept.changes, kept.total_weight)
+        unused, planned = frozenset(now.unused), now.plan is not None
+        kept.reduced = Reduced(record, kept.used, unused, now.implicit, now.is_local, planned, idle=now.done == 0)
+        self.reduced, self._gradients_set = kept.reduced, True
+
+    def updates(self) -> Iterator[Bucket]:
+        """After `finish`: yields each bucket of gradients for its update, and shares what each worker has updated.
+
+        Raises CommError, once all buckets are updated.
+        """
+        kept = self.kept
+        try:
+            if kept is None or not kept.resumed:
+                yield from self._executor.updates(self.gradient_buckets)
+            elif not kept.updated:
+                yield from self.gradient_buckets
+        except CommError:
+            if kept is not None:
+                kept.updated = True
+            raise
+        if kept is not None:
+            kept.updated = True
+
+    def resume(self, record: Tensor) -> None:
+        """After a loss, in another group: `reduced` is the kept step's result again, for an update that some worker has
+        begun. This worker updates its part, and what it mirrors; nothing is shared.
+
+        record: as `Reduced.record`, of a worker that has it. Between `abort` and `begin`.
+        """
+        assert self.kept is not None, "no step is kept"
+        if self.kept.reduced is None:
+            self._take(self.kept, record)
+        else:
+            self.averaged.put_back()  # an audit that failed has undone the step's changes
+            self.reduced, self._gradients_set = self.kept.reduced, True
+        self.kept.resumed = True
+
+    def share_sums(self, sums: Tensor, what: str) -> None:
+        """As `Executor.share_sums`, for the optimizer."""
+        self._executor.share_sums(sums, what)
+
+    # -- where the step stands ------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """What was announced for the coming step."""
+        return self._now.plan
+
+    @property
+    def begun(self) -> bool:
+        """A micro-batch of the coming step has been run, or is being run."""
+        return self._now.begun
+
+    @property
+    def interrupted(self) -> bool:
+        """A bare backward began, and its reduction did not finish: something raised."""
+        return self._now.implicit and (self._now.current is not None or self._now.closed)
+
+    def drop(self) -> None:
+        """Drops gradients that arrived since the last step, but not a micro-batch under way, nor a planned step.
+
+        The caller takes the last step's gradients off the parameters.
+        """
+        if self.reduced is not None:
+            self.reduced = None
+            self.step -= 1  # it was no step: the next one has its number, and the check that was due
+        self._gradients_set = False
+        now = self._now
+        unfinished = now.plan is None and now.done > 0 and now.current is None and not now.closed
+        if now.implicit or unfinished:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drops the step under way, and unless it is `kept` its gradients. After a finished step: prepares the next."""
+        now = self._now
+        self._streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
+        if now.begun and not now.implicit:
+            self.averaged.put_back()
+        if now.current is not None and now.current.several_backwards:
+            for param in self.params:
+                param.grad = None
+        is_kept = self.kept is not None and self.kept.now is now
+        self._executor.abandon(is_kept)
+        if is_kept:
+            self.measurement.renew()
+        self.reduced = None
+        self._now = Step(self._work)
+
+    def close(self) -> None:
+        """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""
+        self._hooks.close(drop=self.reduced is None)

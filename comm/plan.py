@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kfuse.comm.sum_tree import LeafStep
+from kfuse.comm.sum_tree import WRITE, LeafStep
 from kfuse.comm.tail import NOTHING_ANNOUNCED, Announcement
 
 REMEDY = (
@@ -124,28 +124,22 @@ class KeptStep:
     """It is being ended in another group: what is updated is not shared."""
 
 
-WRITE, ADD = LeafStep(0, False, ()), LeafStep(0, True, ())
-"""Without the canonical tree: what a worker does with its first micro-batch, and with each further one."""
-
-
 @dataclass
 class StepState:
     """The state of the step under way."""
 
     plan: StepPlan | None = None
-    leaves: Sequence[LeafStep] | None = None
-    """With the canonical tree: how this worker sums its micro-batches."""
     expected: int | None = None
     """Micro-batches that this worker has in the plan."""
-    audited: int | None = None
-    """Which of this worker's micro-batches, from 0, has the digest of its gradient taken."""
     implicit: bool = False
     """A bare backward, outside opt.micro_batch."""
     parts: int = 1
     """Bare backwards in the step, each of a loss divided by their number."""
     current: MicroBatch | None = None
     leaf: LeafStep = WRITE
+    """What this worker does with the current micro-batch's gradients."""
     scale: float = 1.0
+    """By which they are multiplied."""
     done: int = 0
     """Micro-batches finished."""
     told: bool = False
@@ -158,45 +152,6 @@ class StepState:
     """Parameters that the current micro-batch gave no gradient."""
     unused: set[int] = field(default_factory=set)
     """Parameters that none of the finished micro-batches gave a gradient."""
-
-    def open(self, micro_batch: MicroBatch, size: int, untaken: bool) -> None:
-        """Begins a micro-batch on one of `size` workers. untaken: the optimizer has not taken the last step's result.
-
-        Raises RuntimeError where none may begin now.
-        """
-        if (untaken or self.closed) and self.parts > 1:
-            raise RuntimeError(
-                f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step: call opt.step() and "
-                "opt.zero_grad() first"
-            )
-        if untaken or self.closed:
-            raise RuntimeError(
-                f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
-                "GAN's generator's is, call opt.zero_grad() before this one"
-            )
-        if self.current is not None:
-            raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
-        if self.expected is not None and self.done >= self.expected:
-            raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: one more was begun")
-        self.current = micro_batch
-        self.leaf = self.leaves[self.done] if self.leaves is not None else ADD if self.done else WRITE
-        if self.implicit:
-            self.scale = 1.0 / size
-        elif self.plan is not None and self.weights_are_known:
-            self.scale = micro_batch.weight / (self.plan.local or self.plan.samples)
-        else:
-            self.scale = float(micro_batch.weight)
-
-    def count(self, last: bool) -> None:
-        """The current micro-batch has all of its gradients. Raises RuntimeError if the plan has more than were run."""
-        assert self.current is not None
-        self.weight += self.current.weight
-        self.unused = self.unused & self.missed if self.done else self.missed
-        self.missed = set()
-        self.done += 1
-        self.closed = last
-        if last and self.expected not in (None, self.done):
-            raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: {self.done} were run")
 
     @property
     def begun(self) -> bool:

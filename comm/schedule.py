@@ -1,6 +1,6 @@
 """Schedules: what a step does with one bucket, as a small program.
 
-A program is a tuple of operations. `Reduction` runs it for each bucket, up to its barrier during backward; the rest as
+A program is a tuple of operations. `Executor` runs it for each bucket, up to its barrier during backward; the rest as
 the optimizer updates. The transformations are CoCoNeT's (Jangda et al. 2022, "Breaking the Computation and
 Communication Abstraction Barrier in Distributed Machine Learning Workloads"): each makes an equivalent program of
 another one, and raises ValueError where that one does not allow it.

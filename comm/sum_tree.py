@@ -26,6 +26,10 @@ class LeafStep:
     merges: tuple[Merge, ...]
 
 
+WRITE, ADD = LeafStep(0, False, ()), LeafStep(0, True, ())
+"""Without the canonical tree: what a worker does with its first micro-batch, and with each further one."""
+
+
 @dataclass(frozen=True)
 class RangePlan:
     """How one worker sums its leaves. After the last step, slot k holds the sum of node pieces[k]."""

@@ -237,9 +237,9 @@ class Chaos(BasePolicy):
         """Has `_reached` called at each of the moments."""
         from kfuse.checkpoint.format import _HashedFile
         from kfuse.comm.engine import Engine
+        from kfuse.comm.executor import Executor
         from kfuse.comm.gloo import GlooGroup
         from kfuse.comm.plan import MicroBatch
-        from kfuse.comm.reduction import Reduction
         from kfuse.comm.transports.all_to_all import AllToAll
         from kfuse.comm.transports.allreduce import AllReduce
         from kfuse.comm.transports.two_workers import TwoWorkers
@@ -307,8 +307,8 @@ class Chaos(BasePolicy):
             after(transport, "launch", launched)
         after(Engine, "finish", here("reduced"))
         before(base, "scaling", here("between_reduction_and_update"))
-        before(Reduction, "share_sums", here("point"))
-        before(Reduction, "update", here("updating"))
+        before(Executor, "share_sums", here("point"))
+        before(Executor, "updates", here("updating"))
         before(GlooGroup, "share", here("sharing"))
         before(sharding, "hand_over", here("handing over"))
         before(sharding, "regroup", here("resharding"))

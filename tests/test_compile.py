@@ -21,9 +21,9 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm import steps
+from kfuse.comm import step as steps
+from kfuse.comm.executor import Executor
 from kfuse.comm.options import CommOptions
-from kfuse.comm.reduction import Reduction
 from kfuse.session import reset
 from kfuse.train.evaluation import params_sha256
 
@@ -126,20 +126,20 @@ class Events:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.happened: list[str] = []
         self.packed: list[int] = []
-        pack, launch = steps.pack, Reduction.launch
+        pack, launch = steps.pack, Executor.launch
 
         def packing(grads: list[Any], *arguments: Any, **more: Any) -> None:
             self.happened.append("bucket")
             self.packed.append(len(grads))
             pack(grads, *arguments, **more)
 
-        def launching(reduction: Reduction, *arguments: Any) -> None:
-            before = len(reduction._runs)
-            launch(reduction, *arguments)
-            self.happened += ["launch"] * (len(reduction._runs) - before)
+        def launching(executor: Executor, *arguments: Any) -> None:
+            before = len(executor._runs)
+            launch(executor, *arguments)
+            self.happened += ["launch"] * (len(executor._runs) - before)
 
         patch.setattr(steps, "pack", packing)
-        patch.setattr(Reduction, "launch", launching)
+        patch.setattr(Executor, "launch", launching)
 
     def watch(self, name: str, output: Tensor) -> None:
         """Notes when the backward of the node that made `output` is over: then its gradients are computed."""

@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
 LOOP = """
 import json, os, signal, sys, time, torch, torch.nn.functional as F, kfuse as kf
-from kfuse.comm.reduction import Reduction
+from kfuse.comm.executor import Executor
 
 number = int(os.environ.get("KFUSE_WORKER", -1))
 options, strikes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-launch, died = Reduction.launch, os.path.join(os.getcwd(), "died-")
+launch, died = Executor.launch, os.path.join(os.getcwd(), "died-")
 
 def lost(step):  # a worker is lost in it: the others' backward then takes longer than until they notice
     return any(strike[1] == step for strike in strikes)
@@ -46,7 +46,7 @@ def patched(self, complete, step, local):
     if lost(step):
         time.sleep(0.1)
 
-Reduction.launch = patched
+Executor.launch = patched
 kf.init(kf.CommOptions(bucket_mb=0.06, **options), timeout_s=60)
 torch.manual_seed(0)
 x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))

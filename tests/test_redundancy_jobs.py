@@ -196,9 +196,9 @@ def undisturbed(directory: Path, job: Job, settings: list[str]) -> Job:
 LOOP = """
 import os, signal, torch, torch.nn.functional as F, kfuse as kf
 from kfuse.comm.gloo import GlooGroup
-from kfuse.comm.reduction import Reduction
+from kfuse.comm.executor import Executor
 
-number, calls = int(os.environ.get("KFUSE_WORKER", -1)), {"update": 0, "share": 0}
+number, calls = int(os.environ.get("KFUSE_WORKER", -1)), {"updates": 0, "share": 0}
 
 def dies(kind, what, worker, at):
     original = getattr(kind, what)
@@ -209,7 +209,7 @@ def dies(kind, what, worker, at):
         return original(*args, **kwargs)
     setattr(kind, what, patched)
 
-dies(Reduction, "update", 1, 12)
+dies(Executor, "updates", 1, 12)
 dies(GlooGroup, "share", 2, 81)  # the first of three in step 27
 kf.init(kf.CommOptions(state="sharded", reproducible=True, bucket_mb=0.06))
 torch.manual_seed(0)
@@ -243,20 +243,20 @@ def test_a_loop_of_ones_own_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 BEHIND = """
 import os, signal, torch, torch.nn.functional as F, kfuse as kf
 from kfuse.comm.group import CommError
-from kfuse.comm.reduction import Reduction
+from kfuse.comm.executor import Executor
 
-number, calls, original = int(os.environ.get("KFUSE_WORKER", -1)), 0, Reduction.update
+number, calls, original = int(os.environ.get("KFUSE_WORKER", -1)), 0, Executor.updates
 
-def update(*args):
+def updates(*args):
     global calls
     calls += 1
-    original(*args)
+    yield from original(*args)
     if calls == 12 and number == 0:
         raise CommError("the last message of the update was lost here")
     if calls == 12 and number == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-Reduction.update = update
+Executor.updates = updates
 kf.init(kf.CommOptions(state="sharded", reproducible=True, bucket_mb=0.06))
 torch.manual_seed(0)
 x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))

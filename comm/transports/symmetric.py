@@ -5,7 +5,7 @@ reads this rank's shard of every rank's slots, in canonical order, and writes an
 received or copied before. The sums, or with sharded state the parameters, are then shared by the group's own messages.
 
 When a slot may be packed again: a rank shares its part only behind its own pull (`share` of the gradient; with sharded
-state the sums of squares, `Reduction.share_sums`). So once a rank has all parts, all ranks have pulled.
+state the sums of squares, `Executor.share_sums`). So once a rank has all parts, all ranks have pulled.
 """
 
 from __future__ import annotations

@@ -418,7 +418,8 @@ class FlatOptimizer(InterruptedUpdates):
     def _run_update(self, update: Callable[[Bucket], None]) -> None:
         """Updates this worker's part of each bucket, and shares it. Raises CommError."""
         try:
-            self.engine.update(update)
+            for bucket in self.engine.updates():
+                update(bucket)
         except CommError:
             self._renew_parameters()
             raise

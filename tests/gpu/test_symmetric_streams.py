@@ -17,8 +17,8 @@ from gpu.steps import OPTIMIZERS, job
 from torch import Tensor
 
 from kfuse.comm import devices
+from kfuse.comm.executor import Executor
 from kfuse.comm.group import Group
-from kfuse.comm.reduction import Reduction
 from kfuse.comm.transports import symmetric
 from kfuse.comm.transports.symmetric import Symmetric
 
@@ -111,9 +111,9 @@ def test_every_use_of_memory_is_in_order(state: str, optimizer: str, reproducibl
 
 def test_a_slot_that_is_packed_before_others_have_read_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative: with sharded state nothing but the exchange of the sums of squares tells that all have pulled."""
-    monkeypatch.setattr(Reduction, "share_sums", lambda *_: None)
+    monkeypatch.setattr(Executor, "share_sums", lambda *_: None)
     with job(size=2, schedule="symmetric", state="sharded", width=2100, lag=2, check_every=None) as it:
-        it.opt.engine._reduction.update = lambda buckets, update: [update(bucket) for bucket in buckets]
+        it.opt.engine._executor.updates = iter
         for _ in range(2):
             it.bare_step()
         errors = it.recorder.take_errors()

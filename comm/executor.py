@@ -1,4 +1,4 @@
-"""Runs the schedule of each bucket of a step, in one order of messages on all ranks.
+"""Executes the program of each bucket of a step, with one order of messages on all ranks.
 
 With gloo an operation begins as soon as this rank has what it needs: exchanges and shares have connections of their
 own. NCCL takes all messages in one order, the same on every rank. So there the order is fixed: each exchange is
@@ -10,7 +10,7 @@ followed by what comes next for the bucket before it. Streams order the work:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -51,22 +51,28 @@ class _Run:
         """The operation that comes next."""
         return self.program.ops[self.at]
 
+    @property
+    def before_pause(self) -> bool:
+        """Whether the last message before the barrier has not been waited for."""
+        return self.at < self.program.pause
+
 
 def shard_unit(programs: Sequence[Program]) -> int:
     """What the length of a shard is a multiple of: where shards are measured they are of whole blocks."""
     return BLOCK if any(program.measures_shards for program in programs) else ALIGN
 
 
-class Reduction:
+class Executor:
     """Starts each bucket's program once it is complete and no earlier one is incomplete, and runs it to its end.
 
-    So every rank starts its messages in the same order, whichever bucket backward completes first.
+    So every rank starts its messages in the same order, whichever bucket backward completes first. Made for one group:
+    after a failure it starts no more messages.
     """
 
-    programs: Sequence[Program]
-    """Of each bucket."""
     measured: dict[int, Measured]
     """Of each bucket whose shard was measured as it was added up in this step, by index."""
+    failed: CommError | None = None
+    """Why this worker cannot continue with the others."""
 
     def __init__(
         self,
@@ -77,24 +83,23 @@ class Reduction:
         dtype: str,
     ) -> None:
         """transports: by the names that the programs use. programs: of each bucket. dtype: of gradients in messages,
-        fp32 or bf16; the last bucket, with the tail, is always sent in fp32.
+        fp32 or bf16; the last bucket, with the tail, is always sent in fp32. Raises CommError.
         """
-        self._buckets, self._group = buckets, group
+        self._buckets, self._group, self.programs = buckets, group, programs
         self._transports = list(transports.values())
         self._transport_of = [transports[program.transport] for program in programs]
-        self.programs = programs
         self._sharded = any(program.sharded for program in programs)
-        self._unit = shard_unit(programs)
+        self.unit = shard_unit(programs)
+        """What the length of a shard is a multiple of."""
         self._wire = {} if dtype == "fp32" else {b.index: torch.empty(0) for b in buckets[:-1]}
         self._device = devices.of(group.device)
         self._side = self._device.new_stream()
         on_shards = any(program.ops[program.index("exchange")].place == SHARD for program in programs)
         self._polls = on_shards and group.size > 1 and not self._device.asynchronous
         self._canonical, self._step = True, 0
-        self._places = range(1)  # the slots that are contributed
         self._measures: list[Measured] = []  # of each bucket, used again in each step
         for bucket, program in zip(buckets, programs, strict=True):
-            shards = group.shards(bucket.body, self._unit)
+            shards = group.shards(bucket.body, self.unit)
             shard = shards[group.rank]
             mirrors = program.has("mirror") and group.size > 1
             bucket.assign(
@@ -104,16 +109,26 @@ class Reduction:
             blocks = num_blocks(shard.stop - shard.start) if program.measures_shards else 0
             sums = torch.zeros(blocks, device=group.device)
             self._measures.append(Measured(shard, sums, rounded=not program.sharded))
-        self.reset()
-
-    def hold_slots(self) -> None:
-        """Once the buckets' slots have their length: has them lie where the transports want them. Raises CommError."""
         for transport in self._transports:
             if isinstance(transport, HoldsSlots):
-                pairs = zip(self._buckets, self._transport_of, strict=True)
+                pairs = zip(buckets, self._transport_of, strict=True)
                 transport.hold([bucket for bucket, of_bucket in pairs if of_bucket is transport])
+        self.reset()
 
-    def plan(self, plan: StepPlan) -> RangePlan:
+    # -- before a step --------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Prepares a step without a plan: one contribution from each worker, added up in rank order."""
+        self._complete, self.measured = [False] * len(self._buckets), {}
+        self._slots = range(1)  # which of them are contributed
+        self._runs: list[_Run] = []  # of the buckets that were launched, in that order
+        if self._canonical:
+            size = self._group.size
+            for transport in self._transports:
+                transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
+            self._canonical = False
+
+    def plan_sums(self, plan: StepPlan) -> RangePlan:
         """Prepares a step whose sums follow the canonical tree. Returns how this worker sums its micro-batches."""
         total = plan.micro_batches
         plans = [plan_range(r.start, len(r), total) for r in plan.ranges]
@@ -121,20 +136,8 @@ class Reduction:
         nodes = [node for of_rank in plans for node in of_rank.pieces]
         for transport in self._transports:
             transport.plan([len(of_rank.pieces) for of_rank in plans], plan_merges(nodes, total))
-        self._canonical, self._places = True, range(len(own.pieces))
+        self._canonical, self._slots = True, range(len(own.pieces))
         return own
-
-    def reset(self) -> None:
-        """Prepares a step without a plan: one contribution from each worker, added up in rank order."""
-        self._complete, self.measured = [False] * len(self._buckets), {}
-        self._places = range(1)
-        self._failed: CommError | None = None
-        self._runs: list[_Run] = []  # of the buckets that were launched, in that order
-        if self._canonical:
-            size = self._group.size
-            for transport in self._transports:
-                transport.plan([1] * size, plan_merges([(0, r) for r in range(size)], size))
-            self._canonical = False
 
     # -- during backward ------------------------------------------------------------------------------------------
 
@@ -152,35 +155,45 @@ class Reduction:
         for bucket in complete:
             self._complete[bucket.index] = True
         self._step = step
-        if self._failed is not None:
+        if self.failed is not None or self._group.in_one_order:
             return
         try:
-            if not self._group.in_one_order:
-                self._start(local)
-                if self._polls:  # what is added up makes room for more messages
-                    self._poll()
-                    self._start(local)
+            self._start_complete(local)
+            if self._polls:  # what is added up makes room for more messages
+                self._run_arrived()
+                self._start_complete(local)
         except CommError as error:
+            self.failed = error
             if self._group.fixed:
                 raise
-            self._failed = error
 
-    def _start(self, local: bool) -> None:
+    def _start_complete(self, local: bool) -> None:
+        """Starts the messages of the buckets that are complete, in index order."""
         while len(self._runs) < len(self._buckets) and self._complete[len(self._runs)]:
-            if self._polls and sum(run.at < run.program.pause for run in self._runs) >= AT_ONCE:
+            if self._polls and sum(run.before_pause for run in self._runs) >= AT_ONCE:
                 break
             bucket = self._buckets[len(self._runs)]
             program = self.programs[bucket.index]
             run = _Run(bucket, program, program.index("barrier"), bucket.sum[bucket.body :] if local else bucket.sum)
-            outgoing = self._outgoing(bucket, local)
-            if self._travels(bucket, local):
+            travels = self._group.size > 1 and (bucket is self._buckets[-1] or not local)
+            outgoing = self._outgoing(bucket, local, travels)
+            if travels:
                 run.at = program.index("exchange")
                 self._exchange(run, outgoing)
                 # Before this bucket is among the runs: NCCL's one order of messages is each exchange, then what comes
                 # next for the buckets before it. Its own reduction would wait for the exchange that has just begun.
                 if self._device.asynchronous:
-                    self._go_on()
+                    self._run_all_to_pause()
             self._runs.append(run)
+
+    def _outgoing(self, bucket: Bucket, local: bool, travels: bool) -> list[Tensor]:
+        """What an exchange sends, or the sum where nothing travels."""
+        slots = [bucket.slot(k) for k in self._slots] or [bucket.slot(0)]
+        if bucket.index in self._wire and travels and not local:
+            if self._wire[bucket.index].shape != slots[0].shape:
+                self._wire[bucket.index] = torch.empty_like(slots[0], dtype=torch.bfloat16)
+            return [self._wire[bucket.index].copy_(slots[0])]
+        return [slot[bucket.body :] for slot in slots] if local else slots
 
     def _exchange(self, run: _Run, outgoing: list[Tensor]) -> None:
         """Starts the messages: behind the side stream's work if that adds up what they bring.
@@ -196,23 +209,23 @@ class Reduction:
         run.flat = run.sum if outgoing[0].dtype == torch.float32 else outgoing[0]
         run.at += 1
 
-    def _poll(self) -> None:
-        """With gloo: goes on with the buckets whose messages have arrived. Does not wait."""
+    def _run_arrived(self) -> None:
+        """With gloo: runs the buckets whose messages have arrived to their pause. Does not wait."""
         for run in self._runs:
-            if run.at < run.program.pause:
+            if run.before_pause:
                 if not self._contributions(run.bucket).arrived(run.bucket.index):
                     break  # shards are shared in the order of launches on every rank
-                self._go_on_with(run)
+                self._run_to_pause(run)
 
-    def _go_on(self) -> None:
+    def _run_all_to_pause(self) -> None:
         for run in self._runs:
-            self._go_on_with(run)
+            self._run_to_pause(run)
 
-    def _go_on_with(self, run: _Run) -> None:
-        """Runs the bucket's program up to its pause, on the side stream."""
+    def _run_to_pause(self, run: _Run) -> None:
+        """Executes the bucket's program up to its pause, on the side stream."""
         with self._device.on(self._side):
-            while run.at < run.program.pause:
-                self._do(run)
+            while run.before_pause:
+                self._execute(run)
 
     # -- at the end of backward -----------------------------------------------------------------------------------
 
@@ -220,18 +233,18 @@ class Reduction:
         """Returns when each bucket has come to its barrier: its `sum` is that over all workers, or this worker's shard
         is, for work on the current stream. Raises CommError.
         """
-        if self._failed is not None:
-            raise self._failed
-        self._start(local)
+        if self.failed is not None:
+            raise self.failed
+        self._start_complete(local)
         if self._device.asynchronous:
-            self._go_on()
+            self._run_all_to_pause()
         for run in self._runs:
-            if run.at < run.program.pause:
-                self._go_on_with(run)
-                self._start(local)  # it may have waited for memory: this loop goes on with what it adds
+            if run.before_pause:
+                self._run_to_pause(run)
+                self._start_complete(local)  # it may have waited for memory: this loop goes on with what it adds
         for run in self._runs:
             while run.at < run.program.index("barrier"):
-                self._do(run)
+                self._execute(run)
             if run.flat is not None and run.sum is not None and run.flat is not run.sum and not run.program.sharded:
                 run.sum.copy_(run.flat)
         self._device.current_stream().wait_stream(self._side)
@@ -247,32 +260,36 @@ class Reduction:
 
     # -- the update -----------------------------------------------------------------------------------------------
 
-    def update(self, buckets: Sequence[Bucket], update: Callable[[Bucket], None]) -> None:
-        """Runs the programs of the buckets that hold gradients to their end.
+    def updates(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        """Runs the programs of the buckets that hold gradients to their end. Yields each bucket, or this worker's shard
+        of it, for the caller to update.
 
-        update: changes the parameters of a bucket, or of this worker's shard of it. Buckets come in the order in which
-        the next forward reads them: the last one has the first layers.
-        When all shares are here, for work on the current stream, this method returns. Raises CommError.
+        Buckets come in the order in which the next forward reads them: the last one has the first layers. When all
+        shares are here, for work on the current stream, the iteration ends. Raises CommError, after the last bucket: of
+        this worker's part all or nothing is updated.
         """
         runs: list[_Run] = []
         failed: CommError | None = None
         for bucket in reversed(buckets):
-            update(bucket)  # also after a failure: of this worker's part all or nothing is updated
+            yield bucket
             if self._sharded and self._group.size > 1 and failed is None:
                 program = self.programs[bucket.index]
                 runs.append(_Run(bucket, program, program.index("update") + 1))
                 try:
-                    self._do(runs[-1])
+                    self._execute(runs[-1])
                 except CommError as error:
                     failed = error
         if failed is not None:
             raise failed
         for run in runs:
-            self._do(run)
+            self._execute(run)
 
-    def _do(self, run: _Run) -> None:
-        """Runs the next operation on a bucket."""
+    # -- one operation --------------------------------------------------------------------------------------------
+
+    def _execute(self, run: _Run) -> None:
+        """Executes the next operation on a bucket."""
         op, bucket = run.next, run.bucket
+        mine = self._measures[bucket.index]
         match op.kind:
             case "wait" if run.shared is not None:
                 run.shared.wait_on_stream()
@@ -287,15 +304,18 @@ class Reduction:
                 run.shared = self._group.pass_on(bucket.before, bucket.own, what)
             case "reduce+measure":
                 assert run.sum is not None
-                mine = self._measures[bucket.index]
                 self._contributions(bucket).reduce(bucket.index, run.sum, mine.sumsq)
                 self.measured[bucket.index] = mine
-            case "measure":
-                self._measure(run)
+            case "measure":  # of a sum that the library has added up
+                assert run.sum is not None
+                self._keep_after_abort(run.sum, mine.sumsq)
+                if mine.sumsq.numel():
+                    block_sumsq(run.sum[mine.shard], mine.sumsq)
+                self.measured[bucket.index] = mine
             case "share":
                 flat = self._rounded_shard(run) if op.what == GRADIENT else bucket.parameters
                 assert flat is not None, "only optimizers with flat parameters have sharded state"
-                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", self._unit)
+                run.shared = self._group.share(flat, f"{self._name(bucket)} (share of the {op.what})", self.unit)
             case _:
                 raise AssertionError(f"{op.kind} is no operation of messages")
         run.at += 1
@@ -303,49 +323,36 @@ class Reduction:
     def _contributions(self, bucket: Bucket) -> BringsContributions:
         return cast(BringsContributions, self._transport_of[bucket.index])  # it is one where the program reduces
 
-    def _measure(self, run: _Run) -> None:
-        """Of a sum that the library has added up."""
-        assert run.sum is not None
-        mine = self._measures[run.bucket.index]
-        self._device.keep([run.sum, mine.sumsq], self._device.current_stream())  # after an abort they may be dropped
-        if mine.sumsq.numel():
-            block_sumsq(run.sum[mine.shard], mine.sumsq)
-        self.measured[run.bucket.index] = mine
-
     def _rounded_shard(self, run: _Run) -> Tensor:
         """What travels, with this worker's shard of the sum in it."""
         assert run.flat is not None and run.sum is not None
         if run.flat is not run.sum:
-            shard = self._group.shards(run.flat.numel(), self._unit)[self._group.rank]
-            # After an abort it may be dropped while the copy still runs; the sum is kept by `reduce`.
-            self._device.keep([run.flat], self._device.current_stream())
+            shard = self._group.shards(run.flat.numel(), self.unit)[self._group.rank]
+            self._keep_after_abort(run.flat)  # the sum is kept by `reduce`
             run.flat[shard].copy_(run.sum[shard])
         return run.flat
 
-    def abandon(self, reduced: bool) -> bool:
-        """The step is aborted. Returns whether messages may be under way.
-
-        These may still write to their buffers at any time, so the buckets get new ones. reduced: all buckets have come
-        to their barriers, so no message writes there any more.
-        """
-        under_way = len(self._runs) > 0 and self._group.size > 1
-        if under_way and not reduced:
-            self._wire = {index: torch.empty(0) for index in self._wire}
-            for bucket in self._buckets:
-                bucket.renew()
-        return under_way
+    def _keep_after_abort(self, *tensors: Tensor) -> None:
+        """Keeps memory that an abort may drop while the current stream still works with it."""
+        self._device.keep(tensors, self._device.current_stream())
 
     def _name(self, bucket: Bucket) -> str:
         return f"step {self._step}, {bucket.name}"
 
-    def _travels(self, bucket: Bucket, local: bool) -> bool:
-        return self._group.size > 1 and (bucket is self._buckets[-1] or not local)
+    # -- a failure ------------------------------------------------------------------------------------------------
 
-    def _outgoing(self, bucket: Bucket, local: bool) -> list[Tensor]:
-        """What an exchange sends, or the sum where nothing travels."""
-        slots = [bucket.slot(k) for k in self._places] or [bucket.slot(0)]
-        if bucket.index in self._wire and self._travels(bucket, local) and not local:
-            if self._wire[bucket.index].shape != slots[0].shape:
-                self._wire[bucket.index] = torch.empty_like(slots[0], dtype=torch.bfloat16)
-            return [self._wire[bucket.index].copy_(slots[0])]
-        return [slot[bucket.body :] for slot in slots] if local else slots
+    def abandon(self, reduced: bool) -> None:
+        """Aborts the step. Where messages may be under way, the executor has `failed`.
+
+        These may still write to their buffers at any time, so the buckets get new ones. reduced: all buckets have come
+        to their barriers, so no message writes there any more.
+        """
+        if not self._runs or self._group.size == 1:
+            return
+        if self.failed is None:
+            said = "a step was aborted after its reduction had begun: this worker cannot continue with the others"
+            self.failed = CommError(said)
+        if not reduced:
+            self._wire = {index: torch.empty(0) for index in self._wire}
+            for bucket in self._buckets:
+                bucket.renew()

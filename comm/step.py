@@ -1,0 +1,194 @@
+"""One step of an engine, up to its messages: micro-batches are packed into buckets, and complete buckets are launched.
+
+1) When a bucket has all of a micro-batch's gradients one kernel (`pack`) reads them once: into the flat buffer, scaled
+   by the micro-batch's weight, with the sum of squares of this micro-batch's own gradient.
+2) After the step's last micro-batch the bucket's reduction starts while backward goes on. Buckets start in index order
+   on every rank; the tail is the end of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from kfuse.comm import devices
+from kfuse.comm.audit import AuditedGradient
+from kfuse.comm.buckets import AveragedBuffers, Bucket
+from kfuse.comm.executor import Executor
+from kfuse.comm.measurement import Measurement
+from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, StepPlan, StepState
+from kfuse.comm.sum_tree import ADD, WRITE, LeafStep
+from kfuse.kernels import pack
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the steps of an engine work with. All of it lasts for many steps."""
+
+    params: Sequence[Parameter]
+    buckets: Sequence[Bucket]
+    """All of them. The last one carries the tail."""
+    gradient_buckets: Sequence[Bucket]
+    """All, or all but the last one, which then holds averaged buffers and the tail."""
+    averaged: AveragedBuffers
+    measurement: Measurement
+    audited: AuditedGradient
+    streams: devices.StreamOrder
+    executor: Executor
+    workers: int
+    reproducible: bool
+
+
+class Step(StepState):
+    """The step under way. The engine calls `follow` if it has a plan, then `open`, `pack` and `close` by turns."""
+
+    def __init__(self, work: Workspace) -> None:
+        """Without a plan each worker's micro-batches are counted as they come."""
+        super().__init__()
+        self._work, self._number = work, 0
+        self._leaves: Sequence[LeafStep] | None = None  # with the canonical tree: how this worker sums its own
+        self._audited: int | None = None  # which of this worker's, from 0, has the digest of its gradient taken
+        work.executor.reset()
+
+    def follow(self, plan: StepPlan, rank: int) -> None:
+        """Has this worker's micro-batches as the plan says."""
+        mine = plan.ranges[rank]
+        self.plan, self.expected = plan, len(mine)
+        if plan.audited is not None and plan.audited in mine:
+            self._audited = mine.index(plan.audited)
+        if self._work.reproducible:
+            self._leaves = self._work.executor.plan_sums(plan).steps
+
+    def open(self, micro_batch: MicroBatch, number: int, untaken: bool) -> None:
+        """Gradients that arrive from now on belong to this micro-batch.
+
+        number: of the step, for messages. untaken: the optimizer has not taken the last step's result.
+        Raises RuntimeError where none may begin now.
+        """
+        self._refuse_to_open(untaken)
+        work, self.current, self._number = self._work, micro_batch, number
+        self.leaf = self._leaves[self.done] if self._leaves is not None else ADD if self.done else WRITE
+        if self.implicit:
+            self.scale = 1.0 / work.workers
+        elif self.plan is not None and self.weights_are_known:
+            self.scale = micro_batch.weight / (self.plan.local or self.plan.samples)
+        else:
+            self.scale = float(micro_batch.weight)
+        work.streams.add()
+        if not self.done:
+            work.measurement.stopwatch.start()
+        if not self.implicit:
+            if self.done:
+                work.averaged.put_back()
+            else:
+                work.averaged.begin_step()
+        for bucket in work.buckets:
+            bucket.begin_micro_batch()
+
+    def _refuse_to_open(self, untaken: bool) -> None:
+        if (untaken or self.closed) and self.parts > 1:
+            raise RuntimeError(
+                f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step: call opt.step() and "
+                "opt.zero_grad() first"
+            )
+        if untaken or self.closed:
+            raise RuntimeError(
+                f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
+                "GAN's generator's is, call opt.zero_grad() before this one"
+            )
+        if self.current is not None:
+            raise RuntimeError("opt.micro_batch is already open: micro-batches do not nest")
+        if self.expected is not None and self.done >= self.expected:
+            raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: one more was begun")
+
+    def pack(self, bucket: Bucket) -> None:
+        """All gradients of this micro-batch that the bucket gets are there: into its flat buffer with them."""
+        work = self._work
+        work.streams.go_on_here(reads=bucket.grads)
+        if bucket.missing:
+            self.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
+        if self.done == self._audited:
+            work.audited.take(bucket)
+        flat, sumsq = bucket.slot(self.leaf.slot), work.measurement.sumsq_of[bucket.index]
+        pack(bucket.grads, flat, bucket.table, scale=self.scale, accumulate=self.leaf.accumulate, sumsq=sumsq)
+        bucket.grads = []
+        bucket.packed = True
+        if bucket is not work.buckets[-1]:
+            self._complete(bucket)
+
+    def close(self, digest: Tensor | None) -> bool:
+        """All buckets are packed: writes the tail, and completes the last bucket. Returns whether it was this worker's
+        last micro-batch. digest: see `Measurement.write`.
+
+        Raises RuntimeError if the plan has more than were run.
+        """
+        work, current, last = self._work, self.current, self._work.buckets[-1]
+        assert current is not None
+        if len(work.gradient_buckets) < len(work.buckets):
+            work.averaged.pack(last, self.leaf, self.scale / self.parts)
+        work.measurement.write(last, self, digest)
+        if current.last:
+            work.measurement.stopwatch.stop(self.done + 1)
+            work.measurement.own_part_ends()
+        self.weight += current.weight
+        self.unused = self.unused & self.missed if self.done else self.missed
+        self.missed = set()
+        self.done += 1
+        self.closed = current.last
+        if current.last and self.expected not in (None, self.done):
+            raise RuntimeError(f"the plan has {self.expected} micro-batches for this worker: {self.done} were run")
+        self._complete(last)
+        self.current = None
+        if self.implicit and not current.last:
+            work.averaged.put_back()  # before the next forward, which no context announces
+        return current.last
+
+    def _complete(self, bucket: Bucket) -> None:
+        """The bucket has this micro-batch: merges partial sums; after the last one, launches what is due."""
+        assert self.current is not None
+        bucket.merge(self.leaf)
+        if self.current.last:
+            self._work.executor.launch([bucket], self._number, self.is_local)
+
+    def contribute_nothing(self, number: int, digest: Tensor | None) -> None:
+        """This worker has no micro-batch in the step: it sends zeros where the transport takes one contribution from
+        each, with the digest. With reproducible sums there is no slot to write to.
+        """
+        work = self._work
+        work.measurement.own_part_ends()
+        work.averaged.begin_step()
+        work.measurement.stopwatch.forget()
+        self.closed, self._number, self.unused = True, number, set(range(len(work.params)))
+        if not work.reproducible:
+            for bucket in work.buckets:
+                bucket.slot(0).zero_()
+            if digest is not None:
+                work.measurement.write_digest(work.buckets[-1], digest)
+        work.executor.launch(work.buckets, number, self.is_local)
+
+    # -- its end --------------------------------------------------------------------------------------------------
+
+    def refuse_unfinished(self) -> None:
+        """Raises RuntimeError if the step has begun: its last micro-batch has not been run."""
+        if self.done and self.implicit:
+            raise RuntimeError(
+                f"opt.accumulate({self.parts}): opt.step() after {self.done} of {self.parts} backwards. Where the last "
+                "batches of an epoch are fewer, leave them out with opt.zero_grad(), or use opt.micro_batch"
+            )
+        if self.done:
+            raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
+
+    def reduce(self) -> KeptStep:
+        """Waits for all buckets and measures them; then the `mean` of each is the mean gradient. Raises CommError."""
+        work, last = self._work, self._work.buckets[-1]
+        work.streams.go_on_here()
+        work.streams.end()
+        work.executor.wait(self.is_local)
+        work.measurement.sums_are_there(self)
+        total_weight = work.measurement.total_weight(last.tail_sum, self)
+        work.measurement.measure(total_weight, work.executor.measured)
+        used = work.measurement.tail.flags(last.tail_sum) if self.unused else None
+        return KeptStep(self._number, self, used, last.views, total_weight)
