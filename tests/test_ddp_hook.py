@@ -26,7 +26,7 @@ from distributed import KEPT, run_workers
 from test_statistics import LOSSES, PROBLEMS, Halves, Problem, draw, gradients_by_hand, mean_and_error, ratio_and_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
@@ -109,10 +109,10 @@ def all_cases(accumulate: int) -> list[tuple[bool, StepStats]]:
     return found
 
 
-FULL = [pytest.param(*workers_accumulate, marks=pytest.mark.full) for workers_accumulate in ((2, 1), (3, 4))]
+FULL = [pytest.param(*workers_accumulate, marks=pytest.mark.full) for workers_accumulate in ((3, 1), (3, 4))]
 
 
-@pytest.mark.parametrize("workers, accumulate", [(2, 4), (3, 1), *FULL])
+@pytest.mark.parametrize("workers, accumulate", [(2, 4), *FULL])
 def test_parameters_have_ddps_bits(workers: int, accumulate: int) -> None:
     """For three workers DDP multiplies by 1 / 3 where a gradient is copied, and divides by 3 where it is not."""
     ranks = run_workers(workers, all_cases, accumulate)
@@ -241,8 +241,8 @@ def test_ddp_statistics_are_the_formula_and_the_known_answer(name: str, cases: i
         check_known_answer(problem, found)
 
 
-@pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (3, 8, 8, 5)])
-def test_monitor_statistics_are_the_formula_and_the_known_answer(sizes: tuple[int, ...]) -> None:
+def test_monitor_statistics_are_the_formula_and_the_known_answer() -> None:
+    sizes = (3, 8, 8, 5)
     problem = of_size("linear regression", sizes)
     net = Halves(problem)
     monitor = kf.monitor(net, accumulate=len(sizes))
@@ -259,6 +259,7 @@ def test_monitor_with_one_micro_batch_a_step_knows_the_norm_alone() -> None:
     monitor = kf.monitor(net)
     steps = measure(problem, monitor, net, 30, range(1))
     assert all(s.grad_norm is not None and s.grad_variance is s.grad_sq is s.noise_scale is None for s in steps)
+    assert monitor.why is not None and "one micro-batch" in monitor.why
     monitor.close()
 
 
@@ -271,87 +272,121 @@ def batches(count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)
 
 
-Plain = tuple[nn.Module, torch.optim.Optimizer, Monitor]
+class Loop:
+    """A model, its optimizer and its monitor."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        self.monitor = kf.monitor(self.net)
+
+    def backwards(self, count: int, seed: int = 0) -> None:
+        for x, y in batches(count, seed):
+            F.mse_loss(self.net(x), y).backward()
+
+    def step(self, count: int, seed: int = 0) -> None:
+        self.backwards(count, seed)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def known(self, step: int, micro_batches: int) -> None:
+        """The newest step is this one, and its S is known."""
+        stats = self.monitor.stats
+        assert stats is not None and (stats.step, stats.micro_batches) == (step, micro_batches)
+        assert stats.grad_variance is not None and stats.grad_sq is not None
+
+    def unknown(self, step: int, micro_batches: int, why: str) -> None:
+        """The newest step is this one, and nothing is known of its S."""
+        stats = self.monitor.stats
+        assert stats is not None and (stats.step, stats.micro_batches) == (step, micro_batches)
+        assert stats.grad_variance is stats.grad_sq is None
+        assert self.monitor.why is not None and why in self.monitor.why
 
 
 @pytest.fixture
-def plain() -> Iterator[Plain]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
-    monitor = kf.monitor(net)
-    yield net, torch.optim.Adam(net.parameters(), lr=0.01), monitor
-    monitor.close()
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.monitor.close()
     kf.log_to()
 
 
-def step(net: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: int = 0) -> None:
-    for x, y in batches(count, seed):
-        F.mse_loss(net(x), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def test_gradients_that_were_not_set_to_zero_are_unknown_not_wrong(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Zeros are no sign of a dropped step by themselves: so that step is unknown, and the next one known."""
+    loop.step(2)
+    loop.known(0, 2)
+    for step in (1, 2, 3):
+        loop.backwards(2)
+        loop.optimizer.step()
+        loop.known(1, 2) if step == 1 else loop.unknown(step, 2, "zero_grad")
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.step(2)
+    loop.known(4, 2)
+    for clip in (False, True):  # set to zero, or clipped, between two backwards
+        loop.backwards(2)
+        if clip:
+            nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3)
+        else:
+            loop.optimizer.zero_grad(set_to_none=False)
+        loop.step(2)
+        loop.unknown(5 + 2 * clip, 4, "changed between")
+        loop.step(2)
+        loop.known(6 + 2 * clip, 2)
+    told = [record.getMessage() for record in caplog.records if record.name == "kfuse"]
+    assert len(told) == 2 and "step 2" in told[0] and "step 5" in told[1], "one line for each reason"
 
 
-def test_gradients_that_were_not_set_to_zero_are_unknown_not_wrong(plain: Plain) -> None:
-    net, optimizer, monitor = plain
-    for count in (2, 2):
-        for x, y in batches(count):
-            F.mse_loss(net(x), y).backward()
-        optimizer.step()
-    assert monitor.stats is not None and monitor.stats.step == 1
-    assert monitor.stats.grad_variance is monitor.stats.grad_sq is None
-    optimizer.zero_grad(set_to_none=False)
-    step(net, optimizer, 2)
-    assert monitor.stats.grad_variance is not None
-
-
-def test_dropped_micro_batches_leave_no_trace(plain: Plain) -> None:
-    net, optimizer, monitor = plain
-    step(net, optimizer, 3, seed=1)
+def test_what_makes_no_micro_batch_leaves_no_trace(loop: Loop) -> None:
+    """Micro-batches that zero_grad drops, torch.autograd.grad, a backward that raises, and another model's update."""
+    loop.backwards(2)
+    loop.net.zero_grad()
     for x, y in batches(2):
-        F.mse_loss(net(x), y).backward()
-    net.zero_grad()
-    step(net, optimizer, 3, seed=1)
-    assert monitor.stats is not None
-    assert (monitor.stats.step, monitor.stats.micro_batches) == (1, 3)
-
-
-def test_micro_batches_that_were_set_to_zero_are_unknown_not_wrong(plain: Plain) -> None:
-    """Zeros are no sign of a dropped step by themselves: so the step is unknown, and the next one known."""
-    net, optimizer, monitor = plain
-    for x, y in batches(2):
-        F.mse_loss(net(x), y).backward()
-    optimizer.zero_grad(set_to_none=False)
-    step(net, optimizer, 2)
-    assert monitor.stats is not None
-    assert (monitor.stats.step, monitor.stats.micro_batches, monitor.stats.grad_variance) == (0, 4, None)
-    step(net, optimizer, 2)
-    assert monitor.stats.micro_batches == 2 and monitor.stats.grad_variance is not None
-
-
-def test_a_backward_that_raises_is_no_micro_batch(plain: Plain) -> None:
-    net, optimizer, monitor = plain
+        torch.autograd.grad(F.mse_loss(loop.net(x), y), list(loop.net.parameters()))
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    loop.backwards(1)
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert loop.monitor.stats is None
+    loop.step(2)
+    loop.known(0, 3)
 
     def refuse(grad: Tensor) -> Tensor:
         raise ZeroDivisionError
 
-    handle = net.get_parameter("0.weight").register_hook(refuse)
+    handle = loop.net.get_parameter("0.weight").register_hook(refuse)
     with pytest.raises(ZeroDivisionError):
-        step(net, optimizer, 1)
+        loop.backwards(1)
     handle.remove()
-    net.zero_grad()
-    step(net, optimizer, 2)
-    assert monitor.stats is not None
-    assert (monitor.stats.step, monitor.stats.micro_batches) == (0, 2) and monitor.stats.grad_variance is not None
+    loop.net.zero_grad()
+    loop.step(2)
+    loop.known(1, 2)
 
 
-def test_torch_autograd_grad_is_no_micro_batch(plain: Plain) -> None:
-    net, optimizer, monitor = plain
-    for x, y in batches(2):
-        torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))
-        F.mse_loss(net(x), y).backward()
-    optimizer.step()
-    assert monitor.stats is not None and monitor.stats.micro_batches == 2
-    assert monitor.stats.grad_variance is not None
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_step_ends_after_its_closure(loop: Loop, count: int) -> None:
+    """As Lightning steps: the closure of `optimizer.step(closure)` has the step's last backward."""
+    other = Loop()
+    for at in range(3):
+        loop.step(count, seed=at)
+        for j, (x, y) in enumerate(batches(count, seed=at)):
+
+            def closure(x: Tensor = x, y: Tensor = y, first: bool = j == 0) -> Tensor:
+                if first:
+                    other.optimizer.zero_grad()
+                loss = F.mse_loss(other.net(x), y)
+                loss.backward()
+                return loss
+
+            if j < count - 1:
+                closure()
+            else:
+                other.optimizer.step(closure)
+        assert repr(other.monitor.stats) == repr(loop.monitor.stats)
+        other.known(at, count)
+    other.monitor.close()
 
 
 def check_copies(net: nn.Module, monitor: Monitor) -> None:
@@ -366,61 +401,39 @@ def check_copies(net: nn.Module, monitor: Monitor) -> None:
     assert monitor.stats is not None and (monitor.stats.step, monitor.micro_batches) == (0, 0)
 
 
-def test_copies_of_a_model_are_not_monitored(plain: Plain) -> None:
-    net, optimizer, monitor = plain
-    step(net, optimizer, 2)
-    check_copies(net, monitor)
-
-
-def test_a_model_that_is_dropped_is_freed() -> None:
-    def train() -> weakref.ref[nn.Module]:
-        net = nn.Linear(5, 2)
-        monitor = kf.monitor(net)
-        step(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
-        assert monitor.stats is not None and monitor.stats.micro_batches == 2
-        return weakref.ref(net)
-
-    hooks = len(_global_optimizer_pre_hooks)
-    dropped = train()
+def test_copies_of_a_model_are_not_monitored_and_a_model_that_is_dropped_is_freed(loop: Loop) -> None:
+    loop.step(2)
+    check_copies(loop.net, loop.monitor)
+    hooks = len(_global_optimizer_post_hooks)
+    other = Loop()
+    other.step(2)
+    dropped = weakref.ref(other.net)
+    del other
     gc.collect()
-    assert dropped() is None and len(_global_optimizer_pre_hooks) == hooks
+    assert dropped() is None and len(_global_optimizer_post_hooks) == hooks
 
 
-@pytest.mark.parametrize("kind", ["two losses", "checkpoint in backward"])
-def test_several_backwards_for_a_forward_are_unknown_not_wrong(plain: Plain, kind: str) -> None:
-    net, optimizer, monitor = plain
-    if kind == "two losses":
-        for x, y in batches(2):
-            out = net(x)
-            F.mse_loss(out, y).backward(retain_graph=True)
-            out.square().mean().backward()
-    else:
-        layers = list(net.children())
+def test_several_backwards_for_a_forward_are_unknown_not_wrong(loop: Loop) -> None:
+    for x, y in batches(2):
+        out = loop.net(x)
+        F.mse_loss(out, y).backward(retain_graph=True)
+        out.square().mean().backward()
+    loop.optimizer.step()
+    loop.unknown(0, 4, "more backwards than forwards")
+    layers = list(loop.net.children())
 
-        def forward(x: Tensor) -> Tensor:
-            for layer in layers:
-                x = checkpoint(layer, x, use_reentrant=True)
-            return x
+    def forward(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
 
-        net.forward = forward  # type: ignore[method-assign]
-        for x, y in batches(2):
-            F.mse_loss(net(x.requires_grad_()), y).backward()
-    optimizer.step()
-    assert monitor.stats is not None
-    assert monitor.stats.grad_variance is monitor.stats.grad_sq is None
-
-
-def test_another_models_optimizer_ends_no_step(plain: Plain) -> None:
-    net, optimizer, monitor = plain
-    other = nn.Linear(2, 2)
-    x, y = next(batches(1))
-    F.mse_loss(net(x), y).backward()
-    other(torch.ones(2)).sum().backward()
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert monitor.stats is None
-    F.mse_loss(net(x), y).backward()
-    optimizer.step()
-    assert monitor.stats is not None and monitor.stats.micro_batches == 2
+    loop.net.forward = forward  # type: ignore[method-assign]
+    loop.optimizer.zero_grad()
+    for x, y in batches(2):
+        F.mse_loss(loop.net(x.requires_grad_()), y).backward()
+    loop.optimizer.step()
+    stats = loop.monitor.stats
+    assert stats is not None and stats.step == 1 and stats.grad_variance is stats.grad_sq is None
 
 
 def test_loss_scale_is_taken_out() -> None:
@@ -451,16 +464,15 @@ def test_loss_scale_is_taken_out() -> None:
         assert getattr(found[1], name) == pytest.approx(getattr(found[0], name), rel=1e-4)
 
 
-def test_state_goes_on(plain: Plain) -> None:
-    net, optimizer, monitor = plain
+def test_state_goes_on(loop: Loop) -> None:
     kf.log_to(lambda record: None)
     for seed in range(30):
-        step(net, optimizer, 2, seed)
-    other = kf.monitor(net)
-    other.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
-    step(net, optimizer, 2, 99)
-    assert repr(other.stats) == repr(monitor.stats)
-    assert other.state_dict() == monitor.state_dict()
+        loop.step(2, seed)
+    other = kf.monitor(loop.net)
+    other.load_state_dict(json.loads(json.dumps(loop.monitor.state_dict())))
+    loop.step(2, 99)
+    assert repr(other.stats) == repr(loop.monitor.stats)
+    assert other.state_dict() == loop.monitor.state_dict()
     assert other.state_dict()["steps"] == 31 and other.state_dict()["samples"] == 62
     other.close()
 
@@ -468,8 +480,8 @@ def test_state_goes_on(plain: Plain) -> None:
 # -- logs ------------------------------------------------------------------------------------------------------------
 
 
-def test_figures_go_to_callables_writers_and_folders(plain: Plain, tmp_path: Path) -> None:
-    net, optimizer, monitor = plain
+def test_figures_go_to_callables_writers_and_folders(loop: Loop, tmp_path: Path) -> None:
+    monitor = loop.monitor
     records: list[dict[str, Any]] = []
     scalars: list[tuple[str, float, int]] = []
 
@@ -482,7 +494,7 @@ def test_figures_go_to_callables_writers_and_folders(plain: Plain, tmp_path: Pat
     kf.log_to(records.append, Writer(), tmp_path)
     monitor.samples = 4
     for seed in range(3):
-        step(net, optimizer, 2, seed)
+        loop.step(2, seed)
     monitor.close()
     assert [tuple(record) for record in records] == [("monitor", *log.FIGURES)] * 3
     assert [(r["step"], r["samples"], r["batch_size"], r["workers"]) for r in records] == [
@@ -508,36 +520,24 @@ def error(act: Any) -> str:
 
 
 def test_wrong_uses_in_one_process_end_in_one_line() -> None:
-    net = nn.Linear(5, 2)
-    assert error(lambda: kf.ddp_hook(net)) == (  # type: ignore[arg-type]
-        "TypeError: kf.ddp_hook: the model is a Linear: must be a torch.nn.parallel.DistributedDataParallel "
-        "(kf.monitor measures one process, kf.fsdp_monitor FSDP2)"
-    )
-    assert error(lambda: kf.monitor(net, accumulate=0)) == "ValueError: accumulate=0: must be an integer of at least 1"
-    assert error(lambda: kf.monitor(net, samples=0.5)) == "ValueError: samples=0.5: must be at least 1"
-    assert error(lambda: kf.monitor(net, scaler=2.0)) == (  # type: ignore[arg-type]
-        "TypeError: scaler=2.0: must be a torch.amp.GradScaler"
-    )
-    frozen = nn.Linear(5, 2).requires_grad_(False)
-    assert error(lambda: kf.monitor(frozen)) == (
-        "ValueError: kf.monitor: the model has no parameter that requires a gradient"
-    )
-    assert error(lambda: kf.log_to(3)) == (  # type: ignore[arg-type]
-        "TypeError: log_to target=3: must be a folder, a TensorBoard SummaryWriter or a callable"
-    )
-    monitor = kf.monitor(net)
-    scaler = torch.amp.GradScaler("cpu")
-    assert error(lambda: scaler.scale(net(torch.ones(5)).sum()).backward()).startswith(
-        "RuntimeError: a GradScaler is in use, and statistics of scaled gradients are wrong: give it to the monitor"
-    )
-    monitor.close()
+    net: Any = nn.Linear(5, 2)
+    assert "Linear" in error(lambda: kf.ddp_hook(net))
+    assert "accumulate=0" in error(lambda: kf.monitor(net, accumulate=0))
+    assert "samples=0.5" in error(lambda: kf.monitor(net, samples=0.5))
+    assert "scaler=2.0" in error(lambda: kf.monitor(net, scaler=2.0))  # type: ignore[arg-type]
+    assert "log_to target=3" in error(lambda: kf.log_to(3))  # type: ignore[arg-type]
+    assert "requires a gradient" in error(lambda: kf.monitor(net.requires_grad_(False)))
 
 
 def wrong_uses() -> dict[str, Any]:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     x = torch.ones(4, 5)
-    model = wrapped(nn.Linear(5, 2))
+    inner = nn.Linear(5, 2)
+    too_early = kf.monitor(inner)  # as a callback that a framework calls before it wraps the model
+    model = wrapped(inner)
+    found["wrapped later"] = error(lambda: model(x))
+    too_early.close()
     found["one process"] = error(lambda: kf.monitor(model))
     kf.ddp_hook(model)
     found["twice"] = error(lambda: kf.ddp_hook(model))
@@ -595,17 +595,15 @@ def logged_lines() -> tuple[int, int]:
 def test_wrong_uses_of_ddp_end_in_one_line() -> None:
     ranks = run_workers(2, wrong_uses)
     for rank, found in enumerate(ranks):
-        assert found["one process"] == (
-            "TypeError: kf.monitor: the model is wrapped in DistributedDataParallel: use kf.ddp_hook(model)"
-        )
-        assert (
-            found["twice"] == "RuntimeError: kf.ddp_hook: the model has a communication hook already, and DDP takes one"
-        )
-        assert found["built in"].startswith("RuntimeError: kf.ddp_hook: DDP refuses a communication hook: ")
-        assert found["join"].startswith(
-            "RuntimeError: kf.ddp_hook: with join() workers take different numbers of steps"
-        )
-        assert found["sparse"].startswith("RuntimeError: kf.ddp_hook: a gradient is sparse")
+        for kind, said in (
+            ("wrapped later", "call kf.ddp_hook instead"),
+            ("one process", "use kf.ddp_hook(model)"),
+            ("twice", "communication hook already"),
+            ("built in", "DDP refuses a communication hook"),
+            ("join", "join()"),
+            ("sparse", "sparse"),
+        ):
+            assert said in found[kind], (kind, found[kind])
         assert found["logged"] == ((2, 3) if rank == 0 else (0, 0))
         assert found["no no_sync"] == (1, None)
         assert found["own group"] == (1, pytest.approx(math.sqrt(2 * 5 * 16 + 2 * 16)))

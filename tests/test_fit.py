@@ -598,3 +598,12 @@ def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], error: t
 def test_a_hook_takes_a_policy() -> None:
     with pytest.raises(TypeError, match=r"kf\.BasePolicy, not type"):
         kf.Hook(kf.GNSPolicy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 4])
+def test_a_default_micro_batch_of_a_model_with_batchnorm_is_told(given: int | None, caplog: Any) -> None:
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    data = torch.randn(16, 6), torch.arange(16) % 3
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=16, micro_batch=given)
+    told = [record.getMessage() for record in caplog.records if "BatchNorm normalises" in record.getMessage()]
+    assert len(told) == (given is None) and all("4 samples" in each for each in told)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -94,8 +95,7 @@ def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 3, 8, 16])
+@pytest.mark.parametrize(("count", "dtype"), [(1, torch.float32), (8, torch.bfloat16), (16, torch.float16)])
 def test_matches_oracle(device: str, count: int, dtype: torch.dtype) -> None:
     rows, shares = contributions(count, BLOCK + 77, device)
     rows = rows.to(dtype)
@@ -181,14 +181,13 @@ def test_shards_have_the_whole_buffers_partials(device: str, numel: int, count: 
         assert torch.equal(measured(shard)[name], values[..., first:last]), name
 
 
-@pytest.mark.parametrize("numel", [64, BLOCK + 48, 2 * BLOCK + 5])
-@pytest.mark.parametrize("count", [1, 2, 8, 11])
-def test_norm_has_the_bits_of_block_sumsq_for_any_number_of_rows(device: str, numel: int, count: int) -> None:
-    rows, _ = contributions(count, numel, device)
-    out, sumsq, expected = torch.empty(numel, device=device), *nan(2, num_blocks(numel), device=device)
-    reduce(rows, chain(count), out, measures=Measures(sumsq=sumsq))
-    block_sumsq(out, expected)
-    assert torch.equal(sumsq, expected)
+def test_norm_has_the_bits_of_block_sumsq_for_any_number_of_rows(device: str) -> None:
+    for numel, count in itertools.product((64, BLOCK + 48, 2 * BLOCK + 5), (1, 2, 8, 11)):
+        rows, _ = contributions(count, numel, device)
+        out, sumsq, expected = torch.empty(numel, device=device), *nan(2, num_blocks(numel), device=device)
+        reduce(rows, chain(count), out, measures=Measures(sumsq=sumsq))
+        block_sumsq(out, expected)
+        assert torch.equal(sumsq, expected)
 
 
 def test_bits_do_not_depend_on_threads_repetition_or_place(device: str) -> None:
@@ -257,18 +256,14 @@ def test_sum_partials_adds_each_row_alike(device: str) -> None:
 def test_errors_name_what_is_wrong(device: str) -> None:
     rows, shares = contributions(2, 10, device)
     out, one = torch.empty(10, device=device), torch.empty(1, device=device)
-
-    def call(**measures: Tensor) -> None:
-        reduce(rows, chain(2), out, measures=Measures(**measures))
-
-    with pytest.raises(ValueError, match=r"sumsq must be contiguous float32 \[1\], got torch\.float32 \[2\]"):
-        call(sumsq=torch.empty(2, device=device))
-    with pytest.raises(ValueError, match="need shares"):
-        call(variance=one)
-    with pytest.raises(ValueError, match="needs exp_avg_sq"):
-        call(noise=one, shares=shares)
-    with pytest.raises(ValueError, match="shares is on meta"):
-        call(variance=one, shares=shares.to("meta"))
+    for measures, said in (
+        (Measures(sumsq=torch.empty(2, device=device)), r"sumsq must be contiguous float32 \[1\]"),
+        (Measures(variance=one), "need shares"),
+        (Measures(noise=one, shares=shares), "needs exp_avg_sq"),
+        (Measures(variance=one, shares=shares.to("meta")), "shares is on meta"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            reduce(rows, chain(2), out, measures=measures)
     many = torch.zeros(17, 10, device=device)
     with pytest.raises(ValueError, match="at most 16 rows, got 17"):
         reduce(many, chain(17), out, measures=Measures(row_dot=torch.empty(17, 1, device=device)))

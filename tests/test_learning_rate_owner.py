@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import kfuse as kf
+from kfuse.session import reset
 
 
 def make(kind: str, net: nn.Module, lr: float = 0.1) -> Any:
@@ -82,6 +83,28 @@ def test_fit_steps_a_scheduler(schedule: str, interval: str) -> None:
     scheduler = SCHEDULES[schedule](opt)
     kf.fit(net, problem(), opt, batch_size=16, epochs=3, scheduler=scheduler, scheduler_interval=interval)
     assert_close(net, torch_twin(16, 12, interval, SCHEDULES[schedule]))
+
+
+def test_a_plateau_scheduler_is_stepped_with_the_held_out_loss(tmp_path: Path) -> None:
+    """As by hand from the recorded losses; a run that resumes goes on with its state."""
+
+    def train(epochs: int) -> ReduceLROnPlateau:
+        reset()
+        net = network()
+        opt = make("fused", net, 0.3)
+        scheduler = ReduceLROnPlateau(opt, factor=0.5, patience=1, threshold=0.2)
+        files = {"checkpoint": tmp_path / "kept", "run_dir": tmp_path / "run", "resume": "auto"}
+        kf.fit(net, problem(), opt, batch_size=16, epochs=epochs, heldout=problem(), scheduler=scheduler, **files)
+        return scheduler
+
+    train(5)
+    found = train(9)
+    twin = ReduceLROnPlateau(torch.optim.SGD(network().parameters(), 0.3), factor=0.5, patience=1, threshold=0.2)
+    losses = [event["loss"] for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "evaluation"]
+    for loss in losses:
+        twin.step(loss)
+    assert len(losses) == 9 and found.state_dict() == twin.state_dict()
+    assert twin.optimizer.param_groups[0]["lr"] == found.optimizer.param_groups[0]["lr"] < 0.3
 
 
 def test_a_rate_set_by_hand_stays() -> None:
@@ -238,7 +261,7 @@ def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
         (lambda opt: None, {"scheduler": 3}, TypeError, "scheduler=int: must be a torch"),
         (lambda opt: None, {"scheduler_interval": "batch"}, None, ""),
         (lambda opt: StepLR(opt, 1), {"scheduler_interval": "batch"}, ValueError, "must be one of step, epoch"),
-        (ReduceLROnPlateau, {}, TypeError, "ReduceLROnPlateau needs a metric"),
+        (ReduceLROnPlateau, {}, ValueError, "ReduceLROnPlateau: needs heldout="),
         (lambda opt: StepLR(make("fused", network()), 1), {}, ValueError, "belongs to another optimizer"),
         (lambda opt: None, {"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
         (lambda opt: None, {"decay": "step"}, ValueError, "decay=step: must be one of none, cosine"),
@@ -275,6 +298,7 @@ import torch, torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 import kfuse as kf
+from kfuse.session import reset
 
 class Grow(kf.BasePolicy):
     def decide(self, signals):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from elastic_job import assert_exact, chaos, run_job, words
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -148,38 +146,6 @@ def test_a_decision_changes_how_often_workers_synchronize() -> None:
     # Said with step 6 (and 22), in force from step 8 (and 24): epochs have eight steps.
     assert [step for step, known in seen if not known] == list(range(8, 24))
     assert averaged == [12, 16, 20, 24]
-
-
-@pytest.mark.full
-def test_a_worker_lost_between_averages_takes_nobody_along(tmp_path: Path) -> None:
-    """The survivors go on, the newcomer takes one's model, and all end with one model; each sample was used once."""
-    events = [{"step": 12, "moment": "forward", "rank": 1, "how": "kill", "workers": 3}]
-    policy = chaos(tmp_path, events=events, gates=[{"step": 40, "workers": 3}], adaptive=False)
-    settings = words(
-        "model=mlp model.hidden=[16] data=digits batch.size=96 batch.micro=8 train.epochs=5 comm.sync=local:5",
-        "workers.count=3 workers.max=3 lr.base=0.01",
-    )
-    job = run_job(tmp_path / "run", [*settings, *policy])
-    assert job.error is None, job.told()
-    assert_exact(job)
-    assert [view["reason"] for view in job.views] == ["start", "failure", "grow"]
-    assert job.summary["eval_accuracy"] > 0.85
-    of_groups = [record for record in job.metrics if record["workers"] > 1]
-    assert all(record["grad_norm"] is None for record in of_groups)
-    assert all(record["loss"] is not None for record in job.metrics)
-
-
-def test_reproducible_runs_synchronize_at_every_step() -> None:
-    class Asks(kf.BasePolicy):
-        def before_step(self) -> None:
-            kf.set_sync("ssgd")
-            kf.set_sync("local:2")
-
-    kf.init(kf.CommOptions(reproducible=True))
-    net = nn.Linear(4, 1)
-    data = (torch.randn(8, 4), torch.randn(8, 1))
-    with pytest.raises(ValueError, match=r"comm\.sync=local:2: must be ssgd with comm\.reproducible=true"):
-        kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(Asks()), batch_size=4)
 
 
 def test_local_steps_on_a_gpu_do_not_count_as_not_finite(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,16 +17,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sync_policies import PairLater
-from torch import Tensor, nn
+from torch import Tensor
 
-import kfuse as kf
 from kfuse.comm import devices
 from kfuse.comm.sync import pair as pair_module
 from kfuse.comm.sync import pair_wire
 from kfuse.comm.sync.pair import Pair, Puller, random_peer
 from kfuse.comm.sync.pair_snapshots import Snapshots
-from kfuse.comm.sync.pair_wire import PairError, Peer, SnapshotServer, as_bytes, pull
+from kfuse.comm.sync.pair_wire import PairError, Peer, SnapshotServer, pull
 from kfuse.elastic.meetings import Meetings
 from kfuse.observe.run_dir import RunDirectory
 
@@ -63,15 +61,6 @@ def test_what_is_read_is_one_publication_whatever_the_order(events: list[str]) -
     assert snapshots.buffers <= 2 + events.count("open")
     for stack, *_ in readers:
         stack.close()
-
-
-def test_two_buffers_are_enough_while_reads_end_before_the_next_publication() -> None:
-    snapshots = Snapshots(filled(0), 0, CPU)
-    for step in range(1, 20):
-        with snapshots.newest() as found:
-            assert found.step == step - 1
-        snapshots.publish(filled(step), step)
-    assert snapshots.buffers == 2
 
 
 def test_no_pull_is_torn_by_a_thread_that_publishes_all_the_time() -> None:
@@ -128,7 +117,7 @@ def test_who_knows_the_token_is_served(server: SnapshotServer) -> None:
     assert set(into.tolist()) == {7.0}
 
 
-@pytest.mark.parametrize("sent", [b"", b"x", bytes(16), b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04" + bytes(500)])
+@pytest.mark.parametrize("sent", [b"", bytes(16), b"\x80\x04" + bytes(500)])
 def test_a_stranger_gets_no_byte(server: SnapshotServer, sent: bytes) -> None:
     with socket.create_connection((LOCAL, server.peer.port), timeout=60) as stranger:
         stranger.sendall(sent)
@@ -196,11 +185,6 @@ def test_a_silent_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             pull(peer, torch.empty(3))
     with pytest.raises(ConnectionRefusedError):
         pull(peer, torch.empty(3))
-
-
-def test_bytes_on_the_wire_are_the_weights() -> None:
-    values = torch.tensor([1.0, -2.5, float("nan"), float("inf")])
-    assert bytes(as_bytes(values)) == np.array(values.tolist(), "<f4").tobytes()
 
 
 # -- the update -------------------------------------------------------------------------------------------------------
@@ -346,42 +330,6 @@ def test_the_pulling_thread_ends() -> None:
 
 
 # -- what is refused, and records -------------------------------------------------------------------------------------
-
-
-def test_without_a_supervisor_it_is_refused_before_training() -> None:
-    kf.init(kf.CommOptions(sync="pair"))
-    net = nn.Linear(4, 1)
-    data = (torch.randn(8, 4), torch.randn(8, 1))
-    with pytest.raises(ValueError, match=r"^comm\.sync=pair: must be one of ssgd, local:N, sma without a supervisor"):
-        kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=4)
-
-
-def test_without_a_supervisor_a_policy_that_would_set_it_is_refused_by_its_name() -> None:
-    net = nn.Linear(4, 1)
-    data = (torch.randn(8, 4), torch.randn(8, 1))
-    said = r"^PairLater: it sets comm\.sync=pair: must be one of ssgd, local:N, sma without a supervisor"
-    with pytest.raises(ValueError, match=said):
-        kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(PairLater()), batch_size=4)
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [({"reproducible": True}, "comm.reproducible=true"), ({"state": "sharded"}, "comm.state=sharded")],
-)
-def test_what_it_cannot_be_combined_with(other: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^comm.sync=pair: must be ssgd with {said}$"):
-        kf.CommOptions(sync="pair", **other)
-
-
-def test_a_script_without_a_supervisor_cannot_set_it() -> None:
-    class Asks(kf.BasePolicy):
-        def before_step(self) -> None:
-            kf.set_sync("pair")
-
-    net = nn.Linear(4, 1)
-    data = (torch.randn(8, 4), torch.randn(8, 1))
-    with pytest.raises(ValueError, match=r"^comm\.sync=pair: must be one of ssgd, local:N, sma without a supervisor"):
-        kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(Asks()), batch_size=4)
 
 
 def test_a_ledger_line_is_kept_once_in_each_workers_order(tmp_path: Path) -> None:

@@ -118,22 +118,6 @@ def test_buffers_are_averaged_at_meetings(tmp_path: Path) -> None:
     assert job.summary["eval_accuracy"] > 0.85
 
 
-def test_a_tree_is_kept_while_workers_are_apart(tmp_path: Path) -> None:
-    """One of their own, and one of measured latencies; a decision between meetings leaves it alone."""
-    given = [
-        {"step": 2, "tree": [2, 2, 2]},
-        {"step": 8, "sync": "pair"},
-        {"step": 16, "lr_scale": 0.5},
-        {"step": 24, "sync": "ssgd"},
-    ]
-    settings = words("train.epochs=3 comm.sync=ssgd comm.schedule=tree comm.tree=latency")
-    job = run_job(tmp_path / "run", [*TRAINING, *orders(*given), *settings])
-    assert job.error is None, job.told()
-    decided = [name for event in job.of_kind("decision") for name in event if name in ("tree", "sync", "lr")]
-    assert decided == ["tree", "sync", "lr", "sync"]
-    assert [record["step"] for record in job.metrics] == list(range(45))
-
-
 def test_workers_join_and_leave_at_meetings(tmp_path: Path) -> None:
     phases = [{"step": s, "workers": n} for s, n in ((5, 2), (35, 3), (65, 1), (95, 2))]
     gates = [{"step": phase["step"] + 15, "workers": phase["workers"]} for phase in phases]
@@ -142,19 +126,6 @@ def test_workers_join_and_leave_at_meetings(tmp_path: Path) -> None:
     assert job.error is None, job.told()
     assert [len(view["workers"]) for view in job.views] == [1, 2, 3, 1, 2]
     assert_each_once(job)
-    assert job.summary["eval_accuracy"] > 0.85
-
-
-def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
-    events = [{"step": 12, "moment": "forward", "rank": 1, "how": "kill", "workers": 3}]
-    policy = chaos(tmp_path, events=events, gates=[{"step": 60, "workers": 3}], adaptive=False)
-    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=6"])
-    assert job.error is None, job.told()
-    assert [view["reason"] for view in job.views] == ["start", "failure", "grow"]
-    assert [record["step"] for record in job.metrics] == list(range(90))
-    assert_none_twice(job)
-    for epoch in range(2, 6):  # what the lost worker had left in its epoch is left out
-        assert len(times_used(job)[epoch]) == SAMPLES
     assert job.summary["eval_accuracy"] > 0.85
 
 
@@ -218,16 +189,6 @@ def test_a_stopped_worker_does_not_slow_the_others(tmp_path: Path) -> None:
     assert statistics.median(beside_it) < 1.25 * statistics.median(others)
     counts = Counter(index for entry in job.ledger for index in entry["indices"])
     assert set(counts.values()) == {1} and len(counts) == SAMPLES
-
-
-def test_a_slow_worker_does_not_slow_the_others_within_an_epoch(tmp_path: Path) -> None:
-    """Steps of the others take less than the 0.5 s that its steps take at least; all samples are used all the same."""
-    settings = words("train.epochs=2 model._target_=apart.Paced +model.seconds=0.01 +model.slow=50 batch.micro=32")
-    job = run_job(tmp_path / "run", [*TRAINING, *orders(), *settings])
-    assert job.error is None, job.told()
-    times = [record["step_time_s"] for record in job.metrics]
-    assert statistics.median(times) < 0.5
-    assert_each_once(job)
 
 
 SCRIPT = """
@@ -336,17 +297,6 @@ def test_a_newcomer_applies_what_was_announced_before_it_came(tmp_path: Path) ->
     used = Counter(entry["step"] for entry in job.ledger if entry["step"] > decision["step"] for _ in entry["indices"])
     assert used == {step: 9 for step in range(decision["step"] + 1, 45)}, job.told()
     assert {entry["worker"] for entry in job.ledger if entry["step"] > decision["step"]} == {0, 1, 3}
-
-
-def test_all_workers_lost_at_once_restart_from_a_checkpoint(tmp_path: Path) -> None:
-    events = [{"step": 40, "moment": "after_step", "rank": 0, "how": "kill_all", "workers": 3}]
-    policy = chaos(tmp_path, events=events, adaptive=False)
-    job = run_job(tmp_path / "run", [*TRAINING, *policy, "train.epochs=5", "checkpoint.every_steps=25"])
-    assert job.error is None, job.told()
-    assert [view["reason"] for view in job.views] == ["start", "restart"]
-    assert [record["step"] for record in job.metrics] == list(range(75))
-    assert_each_once(job)
-    assert job.summary["eval_accuracy"] > 0.85
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -336,13 +336,6 @@ def test_torch_schedulers_give_the_same_rates(workers: int) -> None:
     run_workers(workers, scheduler_scripts)
 
 
-def test_a_scheduler_that_needs_a_metric_is_refused() -> None:
-    model = plain(0)
-    opt = kf.FusedAdamW(model.parameters())
-    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric at each step"):
-        kf.fit(model, dataset(), opt, scheduler=schedulers.ReduceLROnPlateau(opt))
-
-
 def test_a_scheduler_that_is_stepped_twice_is_refused() -> None:
     model = plain(0)
     opt = kf.FusedAdamW(model.parameters())

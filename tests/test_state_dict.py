@@ -154,22 +154,55 @@ def test_it_may_be_loaded_in_before_train() -> None:
     assert_equal(weights(net), undisturbed)
 
 
-def test_a_finished_loader_has_its_state() -> None:
-    net, opt, _ = new()
-    loader = kf.DataLoader(problem(), net, opt, batch_size=8, epochs=2)
-    loop(loader, net, opt)
-    state = read(written(loader.state_dict()))
-    assert_equal({name: state["model"][name] for name in net.state_dict()}, weights(net))
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a decision under way": ({}, {}),
+    "adascale": ({}, {"lr_scaling": "adascale"}),
+    "DiLoCo": ({"sync": "local:4", "outer_momentum": 0.9, "outer_lr": 0.7}, {}),
+    "sma": ({"sync": "sma", "sma_momentum": 0.5}, {}),
+}
 
-    ends = []
-    for begin in (state, None):
-        net, opt, _ = new()
-        loader = kf.DataLoader(problem(), net, opt, batch_size=8, epochs=4)
-        if begin is not None:
-            loader.load_state_dict(begin)
-        loop(loader, net, opt)
-        ends.append(weights(net))
+
+def in_mode(mode: str, keep: str, state: dict[str, Any] | None = None, steps: int = 20) -> tuple[Weights, Any]:
+    """Weights at the end, and the state after step 11, where the policy asks for another batch size at that moment.
+
+    keep: "body", "break", "end": where it is taken; training goes on after "body" only.
+    """
+    options, arguments = MODES[mode]
+    kf.init(kf.CommOptions(**options))
+    net = network()
+    opt = kf.FusedSGD(net.parameters(), lr=0.05, momentum=0.9)
+    arguments = {"batch_size": 8, "micro_batch": 2, "epochs": 9, "steps": 12 if keep == "end" else steps, **arguments}
+    loader = kf.DataLoader(problem(), net, opt, policy=Growing(at=11), **arguments)
+    if state is not None:
+        loader.load_state_dict(state)
+    kept = None
+    for step in loader:
+        for x, y in step:
+            F.cross_entropy(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        if step.number == 11 and keep == "body":
+            kept = loader.state_dict()
+        if step.number == 11 and keep == "break":
+            break
+    return weights(net), kept if kept is not None else loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep"),
+    # At the end of training the central model of sma becomes the workers' own: that state is another one.
+    [(mode, keep) for mode in MODES for keep in ("break", "end") if (mode, keep) != ("sma", "end")],
+)
+def test_the_state_after_the_loop_is_the_one_in_its_body(mode: str, keep: str) -> None:
+    """Also where decisions, AdaScale's statistics, an outer step or a central model are under way."""
+    workers = 2 if mode == "sma" else 1
+    undisturbed, kept = run_workers(workers, in_mode, mode, "body")[0]
+    _, found = run_workers(workers, in_mode, mode, keep)[0]
+    states = [read(written(state)) for state in (kept, found)]
+    ends = [run_workers(workers, in_mode, mode, "no", state)[0][0] for state in states]
     assert_equal(*ends)
+    if mode != "sma":  # there a worker that takes a state begins from the central model
+        assert_equal(ends[0], undisturbed)
 
 
 def test_the_state_shares_nothing_with_the_training() -> None:

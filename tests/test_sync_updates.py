@@ -78,7 +78,7 @@ def published_sma(given: Any, lr: float, alpha: float, momentum: float) -> tuple
     return np.array(seen).swapaxes(0, 1), centre
 
 
-@pytest.mark.parametrize(("alpha", "momentum"), [(None, 0.9), (0.1, 0.5), (0.3, 0.0)])
+@pytest.mark.parametrize(("alpha", "momentum"), [(None, 0.9), (0.1, 0.5)])
 def test_sma_is_the_published_update(alpha: float | None, momentum: float) -> None:
     results = run_workers(3, sma, 40, 0.2, alpha, momentum)
     given, before = (np.stack([result[k] for result in results]) for k in (0, 1))
@@ -91,7 +91,7 @@ def test_sma_is_the_published_update(alpha: float | None, momentum: float) -> No
         assert not result[3], "the gradient's norm and the noise scale are unknown"
 
 
-@pytest.mark.parametrize(("alpha", "momentum"), [(None, 0.9), (None, 0.0), (0.1, 0.9)])
+@pytest.mark.parametrize(("alpha", "momentum"), [(None, 0.0), (0.1, 0.9)])
 def test_sma_has_the_predicted_rate_on_a_noisy_quadratic(alpha: float | None, momentum: float) -> None:
     """Of the mean of the models, and of the noise around it: the state (w_1, w_2, w_3, z, z') is a linear recursion."""
     steps, lr = 150, 0.1
@@ -168,8 +168,7 @@ def published_diloco(
     return models[0].detach().numpy()
 
 
-@pytest.mark.parametrize("adam", [False, True])
-@pytest.mark.parametrize("eval_every", [None, 3])
+@pytest.mark.parametrize(("adam", "eval_every"), [(False, None), (True, 3)])
 def test_outer_steps_are_diloco_s(adam: bool, eval_every: int | None) -> None:
     """The inner optimizers' states stay with the workers. An evaluation averages the models, and the round goes on."""
     settings = (4, eval_every, adam, 0.7, 0.9)
@@ -178,12 +177,6 @@ def test_outer_steps_are_diloco_s(adam: bool, eval_every: int | None) -> None:
     for _, found, digest in results:
         np.testing.assert_allclose(found, published_diloco(given, *settings), rtol=1e-4, atol=1e-4)
         assert digest == results[0][2]
-
-
-def test_an_outer_step_of_rate_1_without_momentum_is_the_average() -> None:
-    """But for the inner optimizers' states, which SGD has none of."""
-    plain, outer = (run_workers(2, diloco, 10, 3, None, False, lr, 0.0) for lr in (1.0, 1.0 - 1e-12))
-    np.testing.assert_allclose(plain[0][1], outer[0][1], rtol=1e-6)
 
 
 def test_one_worker_has_outer_steps_too() -> None:
@@ -265,9 +258,10 @@ def published_idle_steps(given: Any, every: int, meets: list[int], kind: str) ->
     return np.array(seen).swapaxes(0, 1), np.array(updates).T, losses, w[0] if every else centre
 
 
-@pytest.mark.parametrize("kind", ["fused", "wrapped", "momentum"])
-@pytest.mark.parametrize("sync", ["local:3", "sma"])
-@pytest.mark.parametrize(("samples", "batch_size"), [(13, 3), (16, 2)])
+@pytest.mark.parametrize(
+    ("kind", "sync", "samples", "batch_size"),
+    [("fused", "local:3", 16, 2), ("wrapped", "local:3", 13, 3), ("momentum", "sma", 16, 2), ("fused", "sma", 13, 3)],
+)
 def test_a_worker_without_a_micro_batch_makes_no_update(sync: str, kind: str, samples: int, batch_size: int) -> None:
     """In an epoch's last step, and in all steps: then it has no state as the others' are averaged."""
     results = run_workers(3, idle_steps, sync, kind, samples, batch_size, 2)
@@ -336,8 +330,7 @@ def published_change(given: Any, at: int, mode: str) -> Any:
     return np.array(seen).swapaxes(0, 1)
 
 
-@pytest.mark.parametrize("at", [8, 9])
-@pytest.mark.parametrize("mode", ["ssgd", "sma", "local:5", "local:2"])
+@pytest.mark.parametrize(("at", "mode"), [(8, "ssgd"), (9, "sma"), (8, "local:5"), (9, "local:2")])
 def test_a_round_that_ends_as_the_mode_changes_makes_its_outer_step(at: int, mode: str) -> None:
     """In force from step 12 on, after the fourth round, and within the fifth."""
     results = run_workers(3, changing, at, mode, 24)

@@ -37,7 +37,6 @@ from kfuse.comm.topology import (
     rounds,
     spanning_tree,
 )
-from kfuse.comm.transports.tree import parents as shape_parents
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.train.reporter import Reporter
 
@@ -101,17 +100,11 @@ def test_no_other_root_of_the_tree_is_faster(times: Times) -> None:
     assert duration(parents, times) == min(duration(other, times) for other in others)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16, 64])
+@pytest.mark.parametrize("size", [1, 3, 64])
 def test_equal_links_give_a_tree_of_few_levels(size: int) -> None:
     parents = spanning_tree([[float(a != b) for b in range(size)] for a in range(size)])
     assert max(depths(parents)) <= math.ceil(math.log2(size))
     assert max(map(parents.count, parents)) <= 1 + math.ceil(math.log2(size))
-
-
-@pytest.mark.parametrize("size", range(1, 9))
-def test_the_measured_tree_has_a_shape_before_links_are_measured(size: int) -> None:
-    """`kfuse schedule` predicts its cost."""
-    check_parents(shape_parents("latency", [""] * size), size)
 
 
 def test_the_time_of_a_tree() -> None:
@@ -122,7 +115,7 @@ def test_the_time_of_a_tree() -> None:
     assert duration([0], [[0]]) == 0
 
 
-@pytest.mark.parametrize(("nbytes", "count"), [(0, 1), (2**18, 1), (2**19, 2), (2**21, 8), (2**30, 8)])
+@pytest.mark.parametrize(("nbytes", "count"), [(0, 1), (2**19, 2), (2**30, 8)])
 def test_small_buffers_go_in_one_piece(nbytes: int, count: int) -> None:
     assert chunks(nbytes) == count
 
@@ -149,7 +142,7 @@ def test_a_small_message_and_a_large_one_have_different_trees() -> None:
     assert {frozenset(link) for link in links_of(links.tree(10**6))} == {frozenset((0, 1)), frozenset((1, 2))}
 
 
-@pytest.mark.parametrize("size", range(1, 12))
+@pytest.mark.parametrize("size", [1, 2, 7, 8])
 def test_the_rounds_of_pairs(size: int) -> None:
     found = rounds(size)
     pairs = [pair for each in found for pair in each]

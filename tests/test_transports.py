@@ -77,7 +77,6 @@ def reduce_everything(schedule: str, dtype: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize(
     ("workers", "schedule", "dtype"),
     [
-        (2, "allreduce", "fp32"),
         (3, "all_to_all", "fp32"),
         (4, "all_to_all", "bf16"),
         (3, "allreduce", "bf16"),
@@ -177,16 +176,9 @@ def test_hosts_are_connected_when_the_step_waits() -> None:
     ("shape", "hosts"),
     [
         ("binary", "aabb"),
-        ("star", "aabb"),
-        ("host", "aabb"),
-        pytest.param("host", "abcd", marks=pytest.mark.full),
         ("host", "abca"),
-        pytest.param("host", "aaaa", marks=pytest.mark.full),
-        pytest.param("host as NCCL has it", "aabb", marks=pytest.mark.full),
-        pytest.param("host as NCCL has it", "abcd", marks=pytest.mark.full),
         ("host as NCCL has it", "abca"),
         ("latency", "aabb"),
-        pytest.param([1, 2, 2, 2], "aabb", marks=pytest.mark.full),
         ([1, 2, 3, 3], "aabb"),
     ],
     ids=str,
@@ -297,9 +289,7 @@ def silent(schedule: str, absent: int, done: str) -> str | None:
         (mark / str(session.group.rank)).touch()
 
 
-@pytest.mark.parametrize(
-    ("workers", "absent", "schedule"), [(2, 0, "all_to_all"), (2, 1, "allreduce"), (3, 1, "all_to_all")]
-)
+@pytest.mark.parametrize(("workers", "absent", "schedule"), [(2, 0, "allreduce"), (3, 1, "all_to_all")])
 @pytest.mark.full
 def test_a_rank_that_never_comes_is_named(schedule: str, workers: int, absent: int, tmp_path: Path) -> None:
     for rank, message in enumerate(run_workers(workers, silent, schedule, absent, str(tmp_path))):

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.measure import Monitor, block_norms, sum_squares, total_square
 
-
-def before_updates(params: Sequence[Parameter], act: Callable[[], None]) -> Any:
-    """Calls the method `act` before each step of an optimizer of torch that has some of `params`; returns the handle.
-
-    torch keeps these hooks for the whole process. This one does not keep the method's object, and goes with it.
-    """
-    method, mine = weakref.WeakMethod(act), frozenset(map(id, params))
-
-    def before_update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = method()
-        if alive is not None and any(
-            id(param) in mine for group in optimizer.param_groups for param in group["params"]
-        ):
-            alive()
-
-    handle = register_optimizer_step_pre_hook(before_update)
-    weakref.finalize(act.__self__, handle.remove)  # type: ignore[attr-defined]
-    return handle
+CHANGED = "`.grad` was changed between two backwards of a step, for example clipped or set to zero"
 
 
 class OfOneModel:
@@ -58,107 +43,172 @@ def _does_nothing(*arguments: Any) -> None:
     """In a copy, the place of a hook."""
 
 
-class BackwardWatch:
-    """Hooks on the parameters. They see a backward's own gradient, before it is added to `.grad`.
+class BackwardWatch(ABC):
+    """Hooks on a model and on its parameters. They see a backward's own gradient, before it is added to `.grad`.
 
     `Tensor.register_hook` on a leaf is called once a backward, with the sum over all uses of the parameter. A
-    post-accumulate hook would see what earlier micro-batches left there too.
+    post-accumulate hook would see what earlier micro-batches left there too. Methods are in the order of a step.
     """
 
+    monitor: Monitor
+    handles: list[Any]
+    """The handles of all hooks."""
     kept: bool
     """Some parameter had a gradient when the backward under way began."""
-    handles: list[Any]
-    """Of all hooks."""
+    norms: list[Tensor]
+    """The norms of the gradient of the backward under way, in blocks."""
     _began: bool
     """A backward is under way."""
     _measures: bool
-    """Its own gradient is measured."""
-    _norms: list[Tensor]
-    """Of its gradient, in blocks."""
-    _first: tuple[Parameter, Tensor | None, int] | None
-    """The first parameter that it reached, and the `.grad` and the version of it that the parameter had before."""
-    _left: tuple[Parameter, int, int] | None
-    """The first parameter that the backward before reached, and the id and the version of the `.grad` it left there."""
-    _changed: bool
-    """Between two backwards of this step `.grad` was changed: set to zero, or clipped."""
-    _leftover: Tensor | None
-    """The square of what `.grad` had before the step's first backward; None for nothing."""
+    """Its own gradient is measured by the parameters' hooks."""
+    before: list[Any]
+    """What `_marks` said as it began, and `after` when the latest one was over."""
+    _conditions: list[Tensor]
+    """Bool scalars on the device: this step's squares are known where all of them are true."""
+    _unknown: bool
+    """Something happened in this step that leaves its squares unknown."""
     _forwards: int
-    """Forwards of this step, so far; and `_backwards` likewise."""
+    """Forwards of this step so far; `_backwards` likewise."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Sequence[Parameter],
-        monitor: Monitor,
-        wanted: Callable[[], bool],
-        ended: Callable[[], None],
-    ) -> None:
-        """params: of `model`, those that are measured. monitor: its step is the step under way.
-
-        wanted: called when a backward begins; whether its own gradient shall be measured. ended: called when a
-        backward is over, that is when all gradients are in `.grad`, but DDP's last ones.
-        """
-        self._params, self._monitor = list(params), monitor
-        self._wanted, self._ended = wanted, ended
+    def __init__(self, model: nn.Module, params: Sequence[Parameter], monitor: Monitor) -> None:
+        """params: the model's parameters whose `.grad` is watched. A subclass calls `watch` for what it measures."""
+        self.params, self.monitor = list(params), monitor
         self._began = self._measures = self.kept = False
-        self._norms, self._first, self._left = [], None, None
-        self.step_ended()
-        self.handles = [model.register_forward_pre_hook(OfOneModel(self._before_forward))]
-        self.handles += [param.register_hook(self._hook(param)) for param in self._params]  # type: ignore[no-untyped-call]
+        self.norms = []
+        self.before = self.after = self._marks()
+        self.begin_step()
+        self.handles = [model.register_forward_pre_hook(OfOneModel(self.before_forward))]
 
-    def square(self) -> Tensor | float:
-        """|s_j|^2 of the backward under way or just over, or NaN where it is unknown.
+    def watch(self, index: int, param: Tensor) -> Any:
+        """Sees the gradients of `param`, which stands for parameter `index`; returns the hook's handle."""
+        handle = param.register_hook(partial(self.on_gradient, index))  # type: ignore[no-untyped-call]
+        self.handles.append(handle)
+        return handle
 
-        Unknown are gradients beside an earlier step's that were not set to zero, steps whose gradients were changed
-        between backwards, and a backward that is one of several for a forward (losses with a backward each, or
-        checkpoints with a backward inside a backward).
-        """
-        self._backwards += 1
-        if not self._norms or self._changed or self._backwards > self._forwards:
-            return math.nan
-        square = sum_squares(self._norms)
-        return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
-
-    def step_ended(self) -> None:
-        """The next backward is the first of a new step."""
-        self._leftover, self._changed = None, False
+    def begin_step(self) -> None:
+        """The next backward is the first of a step."""
+        self._conditions, self._unknown = [], False
         self._forwards = self._backwards = 0
 
-    def _before_forward(self, module: nn.Module, arguments: object) -> None:
+    def before_forward(self, module: nn.Module, arguments: object) -> None:
+        """The model's forward begins."""
         if torch.is_grad_enabled():
             self._forwards += 1
             self._began = False  # also where the last backward raised, and never ended
 
-    def _hook(self, param: Parameter) -> Callable[[Tensor], None]:
-        def on_gradient(grad: Tensor) -> None:
-            if not self._began:
-                self._begin(param)
-            if self._measures:
-                self._norms += block_norms(grad)
+    def on_gradient(self, index: int, grad: Tensor) -> None:
+        """A backward has computed the gradient of parameter `index`."""
+        if not self._began:
+            self._begin()
+        if self._measures:
+            self.norms += block_norms(grad)
 
-        return on_gradient
-
-    def _begin(self, first: Parameter) -> None:
-        self._began, self._norms = True, []
+    def _begin(self) -> None:
+        self._began, self.norms = True, []
         at_the_end_of_backward(self._end)
-        self._first = (first, first.grad, 0 if first.grad is None else first.grad._version)
-        self.kept = any(param.grad is not None for param in self._params)
-        if self._monitor.micro_batches and not self.kept:  # dropped, by zero_grad without a step
-            self._monitor.drop()
-            self.step_ended()
+        self.before, gradients = self._marks(), self.gradients()
+        self.kept = bool(gradients)
+        if not self.monitor.micro_batches:
+            if gradients:
+                earlier = total_square(gradients)
+                self.only_where(earlier == 0, "`.grad` had a gradient before the step's first backward: call zero_grad")
+        elif not gradients and not self.waits():  # dropped, by zero_grad without a step
+            self.monitor.drop()
+            self.begin_step()
             self._forwards = 1
-        if self._monitor.micro_batches and self._left is not None:
-            param, *left = self._left
-            self._changed |= param.grad is None or [id(param.grad), param.grad._version] != left
-        if not self._monitor.micro_batches and self.kept:
-            self._leftover = total_square(param.grad for param in self._params if param.grad is not None)
-        self._measures = self._wanted()
+        elif self.before != self.after:
+            self.unknown(CHANGED)
+        self._measures = self.begins()
+
+    def only_where(self, condition: Tensor, why: str) -> None:
+        """This step's squares are known only where `condition` (a bool scalar on the device) is true."""
+        self._conditions.append(condition)
+        self.monitor.explain(why, perhaps=True)
+
+    def unknown(self, why: str) -> None:
+        """This step's squares are unknown."""
+        self._unknown = True
+        self.monitor.explain(why)
+
+    def square(self) -> Tensor | float:
+        """|s_j|^2 of the backward under way or just over, or NaN where it is unknown.
+
+        A backward that is one of several for a forward (losses with a backward each, or checkpoints with a backward
+        inside a backward) is no micro-batch: its step is unknown.
+        """
+        self._backwards += 1
+        if self._backwards > self._forwards:
+            self.unknown("the step had more backwards than forwards of the model, called as model(...)")
+        if self._unknown or not self.norms:
+            return math.nan
+        square = sum_squares(self.norms)
+        for condition in self._conditions:
+            square = torch.where(condition.to(square.device), square, math.nan)
+        return square
 
     def _end(self) -> None:
-        self._began = False
-        assert self._first is not None
-        param, before, version = self._first
-        if param.grad is not None and (param.grad is not before or param.grad._version != version):
-            self._left = param, id(param.grad), param.grad._version
-            self._ended()  # else this was torch.autograd.grad, which leaves `.grad` alone
+        self._began, self.after = False, self._marks()
+        if self.after != self.before or self.waits():  # else this was torch.autograd.grad, which leaves `.grad` alone
+            self.ended()
+
+    def end_steps_with_updates(self) -> Any:
+        """Each step of an optimizer of torch that has some of the parameters ends a step; returns the hook's handle.
+
+        It ends after `optimizer.step(closure)`, whose closure has the step's last backward. torch keeps such hooks for
+        the whole process; this one does not keep the watch, and goes with it.
+        """
+        watch, mine = weakref.ref(self), frozenset(map(id, self.params))
+
+        def updated(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            alive = watch()
+            if alive is not None and any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+                alive._updated()
+
+        handle = register_optimizer_step_post_hook(updated)
+        weakref.finalize(self, handle.remove)
+        return handle
+
+    def _updated(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "an optimizer steps inside backward, so a step's gradient is never there as a whole for kf.monitor and "
+                "kf.fsdp_monitor: step after backward"
+            )
+        if self.monitor.micro_batches:  # else another optimizer of the same model ended this step
+            self.finish_step()
+
+    def finish_step(self) -> None:
+        """The step under way is over."""
+        self.end_step()
+        self.begin_step()
+
+    # -- what a subclass knows ---------------------------------------------------------------------------------------
+
+    def gradients(self) -> list[Tensor]:
+        """Returns what this worker has in the parameters' `.grad`."""
+        return [param.grad for param in self.params if param.grad is not None]
+
+    def version(self, grad: Tensor) -> int:
+        """Returns a number that changes as `grad` is changed in place."""
+        return grad._version
+
+    def _marks(self) -> list[tuple[int, int] | None]:
+        """For each parameter what changes as its `.grad` is changed or replaced; None without one."""
+        grads = [param.grad for param in self.params]
+        return [None if grad is None else (id(grad), self.version(grad)) for grad in grads]
+
+    def waits(self) -> bool:
+        """Whether an earlier backward left gradients elsewhere than in `.grad`."""
+        return False
+
+    def begins(self) -> bool:
+        """A backward begins. Returns whether the parameters' hooks shall measure its gradient."""
+        return True
+
+    @abstractmethod
+    def ended(self) -> None:
+        """A backward is over: its gradients are in `.grad`, but DDP's last ones."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Gives the monitor the figures of a step, which has at least one micro-batch."""

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfuse.comm.gradients import at_the_end_of_backward
 from kfuse.integrations.at_exit import drop_before_exit
 from kfuse.integrations.backward import BackwardWatch, OfOneModel
-from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
+from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, total_square
 from kfuse.kernels import BLOCK
 
 
@@ -29,10 +29,7 @@ def ddp_hook(
     reduces, with the backwards under `no_sync()` before it; each backward is a micro-batch. One message of 32 bytes a
     step is added: it travels while the optimizer and the next forward run.
 
-    samples: of each micro-batch; without it a micro-batch takes the sample's place. See `Monitor.samples`.
-    accumulate: what each micro-batch's mean loss is divided by. With the usual `(loss / ACC).backward()` it is ACC.
-    scaler: the loop's GradScaler, if there is one.
-    name: names these figures where `kf.log_to` sends them.
+    samples, accumulate, scaler, name: as of `kf.monitor`.
 
     Raises TypeError for another model; ValueError for a value out of range, and for parameters on several devices;
     RuntimeError for a model that has a communication hook. `join()` and sparse gradients raise it in training.
@@ -49,15 +46,12 @@ def ddp_hook(
     return _Hook(model, Options(samples, accumulate, scaler, name)).monitor
 
 
-class _Hook:
-    """What the hooks of one DDP model share. A backward passes its methods in their order here.
+class _Hook(BackwardWatch):
+    """The hooks of one DDP model.
 
     It does not refer to the model: DDP's reducer, which is not Python's, keeps it, and would then never be freed.
     """
 
-    monitor: Monitor
-    _params: list[nn.Parameter]
-    """Those that DDP reduces."""
     _divides: bool
     """Where a gradient lies decides how DDP without a hook averages it. It multiplies by 1 / n as it copies a gradient
     into its bucket, and divides by n one that lies there already; for powers of two there is no difference."""
@@ -66,11 +60,9 @@ class _Hook:
     _syncs: bool
     """DDP reduces in the backwards of the newest forward."""
     _of_buckets: bool
-    """This backward's gradient is measured in the buckets."""
-    _norms: list[Tensor]
-    """Of the buckets that are full, before their reduction, in blocks."""
+    """This backward's gradient is measured in the buckets, before their reduction."""
     _means: list[Tensor]
-    """These buckets. They have the mean gradient when backward is over."""
+    """The buckets. They have the mean gradient when backward is over."""
     _reduced: bool
     """All of this backward's buckets are on their way."""
 
@@ -78,33 +70,35 @@ class _Hook:
         self._group = ddp.process_group
         self._workers, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         named = ddp.module.named_parameters()
-        self._params = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
-        device = one_device("kf.ddp_hook", self._params)
-        self.monitor = Monitor(device, options, workers=self._workers, rank=self._rank)
+        params = [p for name, p in named if p.requires_grad and name not in ddp.parameters_to_ignore]
+        device = one_device("kf.ddp_hook", params)
         self._divides = ddp.gradient_as_bucket_view and self._workers & (self._workers - 1) != 0
-        self._places, self._norms, self._means = {}, [], []
+        self._places, self._means = {}, []
         self._syncs = self._of_buckets = self._reduced = False
         try:
             ddp.register_comm_hook(None, OfOneModel(self._reduce))
         except RuntimeError as error:
             raise RuntimeError(f"kf.ddp_hook: DDP refuses a communication hook: {error}") from error
-        self._watch = BackwardWatch(ddp, self._params, self.monitor, self._begins, self._ended)
-        ddp.register_forward_pre_hook(OfOneModel(self._before_forward))
+        super().__init__(ddp, params, Monitor(device, options, workers=self._workers, rank=self._rank))
+        for index, param in enumerate(params):
+            self.watch(index, param)
 
-    def _before_forward(self, ddp: DistributedDataParallel, arguments: object) -> None:
-        self._syncs = ddp.require_backward_grad_sync  # as DDP, which looks at it in forward
-        if ddp._join_config.enable:
+    def before_forward(self, module: nn.Module, arguments: object) -> None:
+        super().before_forward(module, arguments)
+        assert isinstance(module, DistributedDataParallel)
+        self._syncs = module.require_backward_grad_sync  # as DDP, which looks at it in forward
+        if module._join_config.enable:
             raise RuntimeError(
                 "kf.ddp_hook: with join() workers take different numbers of steps, so their statistics would be wrong: "
                 "give every worker as many micro-batches"
             )
 
-    def _begins(self) -> bool:
-        """A backward begins. Its gradient is measured parameter by parameter where buckets will hold another."""
-        self._norms, self._means, self._reduced = [], [], False
-        self._of_buckets = self._syncs and not self._watch.kept
+    def begins(self) -> bool:
+        """The gradient is measured parameter by parameter where buckets will hold another."""
+        self._means, self._reduced = [], False
+        self._of_buckets = self._syncs and not self.kept
         if self._divides:
-            grads = ((id(param), param.grad) for param in self._params)
+            grads = ((id(param), param.grad) for param in self.params)
             self._places = {key: grad.untyped_storage().data_ptr() for key, grad in grads if grad is not None}
         return not self._of_buckets
 
@@ -117,13 +111,13 @@ class _Hook:
         if buffer.dtype in (torch.bfloat16, torch.float16):
             self.monitor.low_precision()
         if self._of_buckets:
-            self._norms += block_norms(buffer)
+            self.norms += block_norms(buffer)
         self._divide(buffer, bucket)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._means.append(buffer)
         if bucket.is_last():  # and all gradients are there
             self._reduced = True
-            self.monitor.micro_batch(sum_squares(self._norms) if self._of_buckets else self._watch.square())
+            self.monitor.micro_batch(self.square())
         return work.get_future().then(drop_before_exit(lambda future: future.value()[0]))
 
     def _divide(self, buffer: Tensor, bucket: GradBucket) -> None:
@@ -137,18 +131,17 @@ class _Hook:
             else:
                 view.mul_(1.0 / self._workers)
 
-    def _ended(self) -> None:
-        """A backward is over, but for DDP's last buckets: DDP has queued its wait for them behind this call."""
+    def ended(self) -> None:
+        """DDP has queued its wait for the last buckets behind this call."""
         if self._reduced:
-            at_the_end_of_backward(self._finish)
+            at_the_end_of_backward(self.finish_step)
         else:
-            self.monitor.micro_batch(self._watch.square())
+            self.monitor.micro_batch(self.square())
 
-    def _finish(self) -> None:
+    def end_step(self) -> None:
         """All buckets are reduced: each worker measures its share of the mean gradient; all figures are summed."""
         message = self.monitor.message(total_square(map(self._share, self._means)))
         self._means = []
-        self._watch.step_ended()
         self.monitor.step(message, dist.all_reduce(message, group=self._group, async_op=True))
 
     def _share(self, mean: Tensor) -> Tensor:

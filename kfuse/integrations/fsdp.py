@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +26,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kfuse.comm.gradients import at_the_end_of_backward
-from kfuse.integrations.backward import before_updates
-from kfuse.integrations.measure import Monitor, Options, block_norms, one_device, sum_squares, total_square
+from kfuse.integrations.backward import CHANGED, BackwardWatch
+from kfuse.integrations.measure import Monitor, Options, one_device, total_square
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -52,10 +51,7 @@ def fsdp_monitor(
     are unknown where the last backward of a step was not reduced, and in the step after it. One message of 32 bytes is
     added a step (two under HSDP).
 
-    samples: of each micro-batch; without it a micro-batch takes the sample's place. See `Monitor.samples`.
-    accumulate: what each micro-batch's mean loss is divided by. With the usual `(loss / ACC).backward()` it is ACC.
-    scaler: the loop's GradScaler, if there is one.
-    name: names these figures where `kf.log_to` sends them.
+    samples, accumulate, scaler, name: as of `kf.monitor`.
 
     Raises TypeError for another model; ValueError for a value out of range, and for parameters that are on the meta
     device, not sharded, sharded by tensor parallelism too, or on several meshes; RuntimeError for a model that has a
@@ -79,170 +75,100 @@ def _refuse_other_models(model: nn.Module) -> None:
         )
 
 
-class _Sharded:
-    """The hooks of one model, which keeps them. A step passes the methods in their order here."""
+class _Sharded(BackwardWatch):
+    """The hooks of one model, which keeps them. Backwards are seen at the gathered parameters."""
 
-    monitor: Monitor
-    _params: list[nn.Parameter]
-    """The sharded parameters (DTensors) that require gradients."""
     _places: dict[nn.Module, list[tuple[nn.Module, str, int]]]
-    """Of each unit of FSDP2: the modules, attributes and indices in `_params` of the parameters that it gathers."""
+    """Of each unit of FSDP2: the modules, attributes and indices in `params` of the parameters that it gathers."""
     _gathered: dict[int, Tensor]
     """By index, the gathered parameter that has a hook. FSDP2 makes it in the first forward, and keeps it."""
-    _began: bool
-    """A backward is under way."""
-    _norms: list[Tensor]
-    """Of its gradient, in blocks."""
-    _before: list[int]
-    """The versions of the shards' gradients as it began, and `_after` those as the latest one ended."""
-    _forwards: int
-    """Forwards of this step, so far; and `_backwards` likewise."""
     _pending: set[int]
     """Indices of parameters with a gradient that is not yet in their shards' `.grad`."""
-    _carried: bool
-    """Some were pending when the step before ended: FSDP2 adds them to this step's."""
-    _unknown: bool
-    """Something happened in this step that leaves its statistics unknown."""
-    _total: Tensor | None
-    """The square of this rank's shards of the gradient after the latest backward; None while it lacks a part."""
-    _leftover: Tensor | None
-    """The square of what `.grad` had before the step's first backward."""
     _left: Tensor | None
-    """The square of the shards' gradients that the latest backward left."""
-    _kept: Tensor | None
-    """Whether these were unchanged when the backward under way began; None for its step's first, and without them."""
+    """The square of the shards' gradients that the latest backward left; None where it left none."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             unit.reshard()  # an evaluation leaves the root's parameters gathered
         named, self._places = _trained(model)
-        self._params = [param for _, param in named]
         self._mesh = _mesh(named)
         self._workers, self._shards = self._mesh.size(), self._mesh.size(self._mesh.ndim - 1)
         self._groups = [group for unit in units for group in _param_groups(unit)]
         self._divisor()
         rank = self._mesh.mesh.flatten().tolist().index(dist.get_rank())
-        self.monitor = Monitor(self._groups[0].device, options, workers=self._workers, rank=rank)
+        self._gathered, self._pending, self._left = {}, set(), None
+        monitor = Monitor(self._groups[0].device, options, workers=self._workers, rank=rank)
+        super().__init__(model, [param for _, param in named], monitor)
         if any(_reduced_in_16_bits(group) for group in self._groups):
-            self.monitor.low_precision()
-        self._gathered, self._pending, self._norms = {}, set(), []
-        self._left = self._kept = None
-        self._before = self._after = self._versions()
-        self._began = self._carried = False
-        self._begin_step()
-        self._attach(model)
+            monitor.low_precision()
+        for place in self._places:
+            self.handles.append(place.register_forward_pre_hook(self._before_unit))  # FSDP2 has gathered by then
+        for handle in (*self.handles, self.end_steps_with_updates(), _Claim(model)):
+            monitor.attach(handle)
 
-    def _attach(self, model: nn.Module) -> None:
-        for unit in self._places:
-            self.monitor.attach(unit.register_forward_pre_hook(self._before_unit))  # FSDP2 has gathered by then
-        self.monitor.attach(model.register_forward_pre_hook(self._before_forward))
-        self.monitor.attach(before_updates(self._params, self._before_update))
-        self.monitor.attach(_Claim(model))
-
-    def _begin_step(self) -> None:
-        self._unknown = False
-        self._total = self._leftover = None
-        self._forwards = self._backwards = 0
-
-    def _before_forward(self, module: nn.Module, arguments: object) -> None:
-        if torch.is_grad_enabled():
-            self._forwards += 1
-            if self._began:  # the last backward raised, and its gradients may still be there
-                self._began, self._unknown = False, True
+    def before_forward(self, module: nn.Module, arguments: object) -> None:
+        if torch.is_grad_enabled() and self._began:
+            self.unknown("a backward raised, and FSDP2 may keep a part of its gradient")
+        super().before_forward(module, arguments)
 
     def _before_unit(self, unit: nn.Module, arguments: object) -> None:
         for owner, attribute, index in self._places[unit]:
             param = getattr(owner, attribute)
             if param is not self._gathered.get(index) and param.requires_grad and not isinstance(param, DTensor):
                 self._gathered[index] = param
-                self.monitor.attach(param.register_hook(self._on_gradient(index)))
+                self.monitor.attach(self.watch(index, param))
 
-    def _on_gradient(self, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(grad: Tensor) -> None:
-            if not self._began:
-                self._begin_backward()
-            self._pending.add(index)
-            self._norms += block_norms(grad)
+    def on_gradient(self, index: int, grad: Tensor) -> None:
+        super().on_gradient(index, grad)
+        self._pending.add(index)
 
-        return on_gradient
+    def begins(self) -> bool:
+        """torch._foreach functions, as clipping uses, leave the versions of DTensors: so squares are compared too."""
+        if self.monitor.micro_batches and self.kept and self._left is not None:
+            self.only_where(total_square(self.gradients()) == self._left, CHANGED)
+        return True
 
-    def _begin_backward(self) -> None:
-        self._began, self._norms = True, []
-        at_the_end_of_backward(self._end_backward)  # behind FSDP2's, which was queued with the model's output
-        self._before = self._versions()
-        gradients = self._gradients()
-        self._kept = None
-        if not self.monitor.micro_batches:
-            self._leftover = total_square(gradients).to(self.monitor.device) if gradients else None
-        elif not gradients and not self._pending:  # dropped, by zero_grad without a step
-            self.monitor.drop()
-            self._begin_step()
-            self._forwards = 1
-        elif self._before != self._after:
-            self._unknown = True  # changed since the last backward: set to zero, or clipped
-        elif gradients and self._left is not None:  # torch._foreach functions, as clipping uses, leave the versions
-            self._kept = total_square(gradients) == self._left
+    def waits(self) -> bool:
+        return bool(self._pending)
 
-    def _end_backward(self) -> None:
-        self._began = False
-        self._after = self._versions()
-        self._pending -= {index for index, before in enumerate(self._before) if before != self._after[index]}
-        self._backwards += 1
-        self.monitor.micro_batch(self._square())
-        gradients = self._gradients()
+    def ended(self) -> None:
+        self._pending -= {index for index, before in enumerate(self.before) if before != self.after[index]}
+        if any(mark is not None and index not in self._gathered for index, mark in enumerate(self.after)):
+            self.unknown("a parameter's unit of FSDP2 was not entered by its forward")
+        self.monitor.micro_batch(self.square())
+        gradients = self.gradients()
         self._left = total_square(gradients) if gradients else None
-        self._total = None if self._pending else self._left
 
-    def _square(self) -> Tensor | float:
-        """|s_j|^2 of the backward that is over, or NaN where it is unknown.
-
-        Unknown are gradients beside an earlier step's that were not set to zero, those of parameters without a hook
-        (their unit was not entered by its forward), and those of a backward that is one of several for a forward.
-        """
-        unseen = any(version >= 0 and index not in self._gathered for index, version in enumerate(self._after))
-        if self._unknown or self._carried or unseen or self._backwards > self._forwards:
-            return math.nan
-        square = sum_squares(self._norms)
-        if self._kept is not None:
-            square = torch.where(self._kept.to(square.device), square, math.nan)
-        return square if self._leftover is None else torch.where(self._leftover == 0, square, math.nan)
-
-    def _before_update(self) -> None:
-        if self._began:
-            raise RuntimeError(
-                "kf.fsdp_monitor: an optimizer steps inside backward, so a step's gradient is never there as a whole: "
-                "step after backward"
-            )
-        if not self.monitor.micro_batches:
-            return  # another optimizer of the same model ended this step
-        seen = torch.full((), math.nan, dtype=torch.float64) if self._total is None else self._total
+    def end_step(self) -> None:
+        # Without a part of the gradient its square is unknown.
+        total = torch.tensor(math.nan) if self._pending or self._left is None else self._left
+        if self._pending:
+            self.monitor.explain("the step's last backward was without gradient sync")
         # FSDP2 divides the sum over the workers by its divisor; under HSDP several workers have the same shards.
         factor = (self._divisor() / self._workers) ** 2 * self._shards / self._workers
-        message = self.monitor.message(seen.to(self.monitor.device) * factor)
+        message = self.monitor.message(total * factor)
         sent: dist.Work | None = None
         for dim in range(self._mesh.ndim):
             if sent is not None:
                 sent.wait()
             sent = dist.all_reduce(message, group=self._mesh.get_group(dim), async_op=True)
         self.monitor.step(message, sent)
-        self._carried = bool(self._pending)
-        self._begin_step()
 
-    def _gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients, of the parameters that have one."""
+    def begin_step(self) -> None:
+        super().begin_step()
+        if self._pending:
+            self.unknown("the step before ended with a gradient that FSDP2 had not reduced, and adds to this one")
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's shards of the gradients."""
         with torch.no_grad():
-            return [_local(param.grad) for param in self._params if param.grad is not None]
+            return [_local(param.grad) for param in self.params if param.grad is not None]
 
-    def _versions(self) -> list[int]:
-        """For each parameter a number that changes with its shard's `.grad`; -1 without one.
-
-        FSDP2 adds to the local tensor; what users do to a DTensor in place counts as a version of that one alone,
-        and torch._foreach functions count nowhere.
-        """
+    def version(self, grad: Tensor) -> int:
+        """FSDP2 adds to the local tensor; what users do to a DTensor in place counts as a version of that one alone."""
         with torch.no_grad():
-            grads = [param.grad for param in self._params]
-            return [-1 if grad is None else grad._version + _local(grad)._version for grad in grads]
+            return grad._version + _local(grad)._version
 
     def _divisor(self) -> float:
         """What FSDP2 divides the sum of the workers' gradients by.

@@ -12,8 +12,9 @@ and b the harmonic mean of the b_j, E|g_j|^2 = |G|^2 + tr(Sigma) / b_j and E|gba
 
 from __future__ import annotations
 
-import gc
+import logging
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ MICRO_BATCHES = 1
 INVERSE_SAMPLES = 2  # sum over micro-batches of 1 / b_j
 TOTAL = 3  # |t|^2, without loss scale: the sum of what each worker measured of its part of t
 MESSAGE_SLOTS = 4
+
+_LOG = logging.getLogger("kfuse")
 
 
 def block_norms(values: Tensor) -> list[Tensor]:
@@ -54,11 +57,6 @@ def block_norms(values: Tensor) -> list[Tensor]:
 def sum_squares(norms: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all `norms` (tensors [k], at least one): float64 scalar on their device."""
     return torch.cat(list(norms)).double().square().sum()
-
-
-def squared_norm(values: Tensor) -> Tensor:
-    """The sum of squares of `values`: float64 scalar on their device, without a wait."""
-    return sum_squares(block_norms(values))
 
 
 def total_square(tensors: Iterable[Tensor]) -> Tensor:
@@ -101,22 +99,6 @@ def check_samples(samples: float | None) -> None:
         raise ValueError(f"samples={samples!r}: must be at least 1")
 
 
-def refuse_unknown_scaler() -> None:
-    """Raises RuntimeError where an enabled GradScaler exists. It takes some 50 ms: all objects are looked at."""
-    if not _scaler_exists():
-        return
-    gc.collect()  # it may be one that nothing uses any more
-    if _scaler_exists():
-        raise RuntimeError(
-            "a GradScaler is in use, and statistics of scaled gradients are wrong: give it to the monitor, scaler=... "
-            "(scaler=torch.amp.GradScaler(enabled=False) says that it scales another model's loss)"
-        )
-
-
-def _scaler_exists() -> bool:
-    return any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects())
-
-
 class Monitor:
     """A training's statistics, measured beside it. Made by `kf.ddp_hook`, `kf.fsdp_monitor` and `kf.monitor`.
 
@@ -151,8 +133,14 @@ class Monitor:
     """What the loop divides each loss by: `accumulate`."""
     _scaler: Any
     """The loop's GradScaler, or None."""
-    _scaler_known: bool
-    """Whether a GradScaler was given, or was looked for and not found."""
+    _why: str
+    """Why figures of the step under way are unknown: the first reason that was given."""
+    _perhaps: str
+    """The first reason that only the device knows to apply or not."""
+    _whys: deque[tuple[int, str]]
+    """The newest finished steps' reasons, for those that had one."""
+    _told: set[str]
+    """The reasons that were logged."""
     _handles: list[Any]
     """Of all hooks, which `close` removes."""
 
@@ -160,8 +148,7 @@ class Monitor:
         self.name, self.device, self.workers, self._rank = options.name, device, workers, rank
         self._samples, self._divisor, self._scaler = options.samples, float(options.accumulate), options.scaler
         self._statistics = Statistics()
-        self._handles = []
-        self._scaler_known = self._scaler is not None
+        self._handles, self._whys, self._told = [], deque(maxlen=16), set()
         self._steps, self._seen, self._pending = 0, 0.0, None
         if workers > 1:
             wait_at_exit()
@@ -171,6 +158,7 @@ class Monitor:
         """Forgets the micro-batches of the step under way."""
         self._squares = torch.zeros((), dtype=torch.float64, device=self.device)
         self.micro_batches, self._inverse_samples = 0, 0.0
+        self._why = self._perhaps = ""
 
     # -- for training loops ------------------------------------------------------------------------------------------
 
@@ -191,7 +179,22 @@ class Monitor:
     def stats(self) -> StepStats | None:
         """The newest finished step's figures; None before the first. Waits for the device."""
         self._settle()
-        return self._statistics.wait()
+        stats = self._statistics.wait()
+        if stats is not None:
+            self._reason(stats)
+        return stats
+
+    @property
+    def why(self) -> str | None:
+        """Why the newest finished step's S or the running noise scale is unknown; None where both are known.
+
+        Waits for the device. Why S is unknown is logged once for each reason, when figures are read or sent.
+        """
+        if (stats := self.stats) is None:
+            return "no step has ended"
+        if stats.grad_variance is None or stats.noise_scale is not None:
+            return self._reason(stats)
+        return "too few steps so far, or the gradient cannot be told from its noise (docs/statistics.md, the interval)"
 
     @property
     def noise_scale(self) -> float | None:
@@ -233,14 +236,15 @@ class Monitor:
         """Keeps a removable handle of a hook until `close`."""
         self._handles.append(handle)
 
-    def micro_batch(self, square: Tensor | float) -> None:
-        """Takes in a micro-batch of this worker. square: |s_j|^2 as seen, float64 scalar on the device; NaN: unknown.
+    def explain(self, why: str, perhaps: bool = False) -> None:
+        """Says why figures of the step under way are unknown. perhaps: they may be; only the device knows."""
+        if perhaps:
+            self._perhaps = self._perhaps or why
+        else:
+            self._why = self._why or why
 
-        Raises RuntimeError with the first one, where a GradScaler exists and none was given.
-        """
-        if not self._scaler_known:
-            refuse_unknown_scaler()
-            self._scaler_known = True
+    def micro_batch(self, square: Tensor | float) -> None:
+        """Takes in a micro-batch. square: |s_j|^2 as seen, float64 scalar on the device; NaN: unknown."""
         self._squares = self._squares + square * self._unscale()
         self.micro_batches += 1
         self._inverse_samples += 1.0 / (self._samples or 1.0)
@@ -253,7 +257,9 @@ class Monitor:
         message = torch.zeros(MESSAGE_SLOTS, dtype=torch.float64, device=self.device)
         message[SQUARES] = self._squares
         message[MICRO_BATCHES], message[INVERSE_SAMPLES] = self.micro_batches, self._inverse_samples
-        message[TOTAL] = total * self._unscale()
+        message[TOTAL] = total.to(self.device) * self._unscale()
+        if why := self._why or self._perhaps:
+            self._whys.append((self._steps + (self._pending is not None), why))
         self.drop()
         return message
 
@@ -308,8 +314,26 @@ class Monitor:
         if not self._statistics.keep_unread:
             return
         for stats in self._statistics.read(lag):
+            self._reason(stats)
             self._seen += stats.samples
             known = {"step": stats.step, "samples": self._seen, "batch_size": stats.samples, "workers": self.workers}
             record = {name: known[name] if name in known else getattr(stats, name) for name in log.FIGURES}
             for target in log.targets() if self._rank == 0 else ():
                 target({"monitor": self.name, **record})
+
+    def _reason(self, stats: StepStats) -> str | None:
+        """Returns why S of a finished step is unknown, and logs it if it is new; None where S is known."""
+        if stats.grad_variance is not None:
+            return None
+        if stats.micro_batches < 2:
+            why = "one micro-batch a step: nothing to compare it with; accumulate, or use kf.nn's layers"
+        elif stats.step in dict(self._whys):
+            why = dict(self._whys)[stats.step]
+        elif stats.grad_norm is None:
+            why = "a gradient was not finite"
+        else:
+            why = "unknown on another worker"
+        if why not in self._told and self._rank == 0:
+            _LOG.warning("monitor %r: gradient variance and noise scale of step %d: %s", self.name, stats.step, why)
+        self._told.add(why)
+        return why

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kfuse.integrations.backward import BackwardWatch, before_updates
+from kfuse.integrations.backward import BackwardWatch
 from kfuse.integrations.measure import Monitor, Options, one_device, total_square
 
 
@@ -24,16 +24,17 @@ def monitor(
     """Measures the gradient statistics of `model` in one process, with any optimizer of torch; changes nothing.
 
     A step begins with the first backward after zero_grad, and ends when an optimizer that has some of the model's
-    parameters steps. Each backward is a micro-batch. With one backward a step the noise scale is unknown: there is
-    nothing to compare.
+    parameters has stepped. Each backward is a micro-batch. With one backward a step the noise scale is unknown: there
+    is nothing to compare.
 
     samples: of each micro-batch; without it a micro-batch takes the sample's place. See `Monitor.samples`.
     accumulate: what each micro-batch's mean loss is divided by. With the usual `(loss / ACC).backward()` it is ACC.
-    scaler: the loop's GradScaler, if there is one.
+    scaler: the loop's GradScaler. Without it the figures of a scaled loss are those of the scaled gradients.
     name: names these figures where `kf.log_to` sends them.
 
     Raises TypeError for a model in DistributedDataParallel or sharded by FSDP; ValueError for a value out of range, and
-    for a model without parameters to train, or with parameters on several devices.
+    for a model without parameters to train, or with parameters on several devices. A model that is wrapped later raises
+    RuntimeError in its first forward.
     """
     if isinstance(model, DistributedDataParallel):
         raise TypeError("kf.monitor: the model is wrapped in DistributedDataParallel: use kf.ddp_hook(model)")
@@ -43,36 +44,38 @@ def monitor(
     return _Plain(model, Options(samples, accumulate, scaler, name)).monitor
 
 
-class _Plain:
+class _Plain(BackwardWatch):
     """The hooks of one model. The model keeps them, and they go with it."""
 
-    monitor: Monitor
-    _params: list[nn.Parameter]
-    """Those that require a gradient."""
-    _total: Tensor | None
-    """The square of what `.grad` had after the latest backward, float64 scalar; None before the first."""
+    _total: Tensor | float
+    """The square of what `.grad` had after the latest backward."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        self._params = [param for param in model.parameters() if param.requires_grad]
-        self.monitor = Monitor(one_device("kf.monitor", self._params), options)
-        self._total = None
-        self._watch = BackwardWatch(model, self._params, self.monitor, lambda: True, self._after_backward)
-        for handle in (before_updates(self._params, self._before_update), *self._watch.handles):
+        params = [param for param in model.parameters() if param.requires_grad]
+        super().__init__(model, params, Monitor(one_device("kf.monitor", params), options))
+        for index, param in enumerate(params):
+            self.watch(index, param)
+        for handle in (self.end_steps_with_updates(), *self.handles):
             self.monitor.attach(handle)
 
-    def _after_backward(self) -> None:
-        square = self._watch.square()
-        self.monitor.micro_batch(square)
-        if isinstance(square, float):
-            self._total = torch.full((), math.nan, dtype=torch.float64, device=self.monitor.device)
-        elif self._watch.kept:
-            self._total = total_square(param.grad for param in self._params if param.grad is not None)
-        else:
-            self._total = square
+    def before_forward(self, module: nn.Module, arguments: object) -> None:
+        super().before_forward(module, arguments)
+        if torch.is_grad_enabled() and DistributedDataParallel._active_ddp_module is not None:
+            raise RuntimeError(
+                "kf.monitor: the model was wrapped in DistributedDataParallel afterwards: call kf.ddp_hook instead, on "
+                "the wrapped model (Accelerate: what accelerator.prepare returns; transformers.Trainer: "
+                "trainer.model_wrapped in on_train_begin; Lightning: trainer.model in on_train_start)"
+            )
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            raise RuntimeError("kf.monitor: the model was sharded afterwards: call kf.fsdp_monitor(model) instead")
 
-    def _before_update(self) -> None:
-        if not self.monitor.micro_batches:
-            return
-        assert self._total is not None
-        self.monitor.step(self.monitor.message(self._total))
-        self._watch.step_ended()
+    def ended(self) -> None:
+        square = self._total = self.square()
+        self.monitor.micro_batch(square)
+        if self.kept and isinstance(square, Tensor):
+            self._total = total_square(self.gradients())
+
+    def end_step(self) -> None:
+        total = self._total
+        self.monitor.step(self.monitor.message(total if isinstance(total, Tensor) else torch.tensor(math.nan)))

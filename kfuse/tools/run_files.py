@@ -1,19 +1,17 @@
-"""Reads a recorded run directory back, for the commands that work on one: `kfuse replay`, `kfuse plan`, `kfuse cbs`.
+"""Reads a recorded run directory back, for `kfuse replay`, `kfuse plan` and `kfuse cbs`.
 
 Its files may be damaged, or be those of another program or another version of kfuse. So each value that a command may
-use is checked as it is read. What is wrong raises ConfigError, in one line: the file, the line in it, the name, its
-value and what it must be.
+use is checked as it is read. What is wrong raises ConfigError, in one line: the file, where in it, the name, its value
+and what it must be.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
@@ -34,9 +32,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except Exception as error:  # of the system, YAML and OmegaConf, which have no class in common
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        why = one_line(error) if mark is None or not problem else f"line {mark.line + 1}: {problem}"
-        raise ConfigError(f"{path}: cannot be read: {why}") from error
+        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
 def config_path(run_dir: Path) -> Path:
@@ -55,39 +51,21 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
     config = read_yaml(path)
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: must be the configuration of a run of `kfuse`: {ANOTHER_VERSION}")
-    for group in CLASS_GROUPS:
-        node = config.get(group)
-        if group in config and not isinstance(node, dict):
-            raise _wrong_setting(path, group, node, "settings")
-        if group in needed and not isinstance(found := (node or {}).get("_target_"), str):
-            raise _wrong_setting(path, f"{group}._target_", found, "the dotted path of a class or function")
+    sections = {*CLASS_GROUPS, *(key.rpartition(".")[0] for key in SETTINGS)} - {""}
+    for section in sections & config.keys():
+        if not isinstance(config[section], dict):
+            raise ConfigError(f"{path}: {section}={show(config[section])}: must be settings")
+    for group in {*CLASS_GROUPS} & {*needed}:
+        if not isinstance(target := config.get(group, {}).get("_target_"), str):
+            raise ConfigError(f"{path}: {group}._target_={show(target)}: must be the dotted path of a class")
     for key, setting in SETTINGS.items():
         section, _, name = key.rpartition(".")
         values = config.get(section, {}) if section else config
-        if not isinstance(values, dict):
-            raise _wrong_setting(path, section, values, "settings")
-        if name in values:
-            if not (fits(values[name], setting.kind | None) and setting.allows(values[name])):
-                raise _wrong_setting(path, key, values[name], setting.allowed)
-        elif key in needed:
+        if name not in values and key in needed:
             raise ConfigError(f"{path}: {key}: missing: {ANOTHER_VERSION}")
-    for section, name in (("batch", "size"), ("workers", "count")):
-        low, value, high = (config.get(section, {}).get(key) for key in ("min", name, "max"))
-        if None not in (low, value, high) and not low <= value <= high:
-            raise _wrong_setting(path, f"{section}.{name}", value, f"{section}.min={low} to {section}.max={high}")
-    size, micro = (config.get("batch", {}).get(key) for key in ("size", "micro"))
-    if None not in (size, micro) and micro > size:
-        raise _wrong_setting(path, "batch.micro", micro, f"at most batch.size={size}")
+        if name in values and not (fits(values[name], setting.kind | None) and setting.allows(values[name])):
+            raise ConfigError(f"{path}: {key}={show(values[name])}: must be {setting.allowed}")
     return config
-
-
-def _wrong_setting(path: Path, key: str, value: object, allowed: str) -> ConfigError:
-    """The error for a value of config.yaml, with its line as OmegaConf writes it."""
-    section, _, name = key.rpartition(".")
-    inside = rf"{section}:.*(?:\n[ -].*)*?\n  " if section else ""
-    match = re.search(rf"^{inside}{name}:", path.read_text(), re.MULTILINE)
-    line = "" if match is None else f"line {match.string.count(chr(10), 0, match.end()) + 1}: "
-    return ConfigError(f"{path}: {line}{key}={show(value)}: must be {allowed}")
 
 
 # -- lines of JSON ----------------------------------------------------------------------------------------------------
@@ -102,10 +80,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     before = {"step": -1, "samples": 0, "epoch": 0}
     for number, line in _records(path):
-        if not lines and "signals" not in line:
-            raise ConfigError(f"{path}: its lines have no signals: {ANOTHER_VERSION}")
-        why = _wrong_line(line, before)
-        if why is not None:
+        why = None if lines or "signals" in line else f"signals: missing: {ANOTHER_VERSION}"
+        if why := why or _wrong_line(line, before):
             raise ConfigError(f"{path}: line {number}: {why}")
         lines.append(line)
         before = line
@@ -124,7 +100,7 @@ def read_events(run_dir: Path) -> list[dict[str, Any]] | None:
         return None
     events = []
     for number, event in _records(path):
-        if (why := _wrong_event(event)) is not None:
+        if why := _wrong_event(event):
             raise ConfigError(f"{path}: line {number}: {why}")
         events.append(event)
     return events
@@ -152,11 +128,10 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _wrong_line(line: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
     """What is wrong with a line of metrics.jsonl, given the line before; None if nothing is."""
-    for name, allowed in _COLUMNS.items():
-        if name not in line:
-            return f"{name}: missing: {ANOTHER_VERSION}"
-        if not allowed.allows(line[name]):
-            return f"{name}={show(line[name])}: must be {allowed.words}"
+    if missing := [name for name in METRICS if name not in line]:
+        return f"{missing[0]}: missing: {ANOTHER_VERSION}"
+    if why := next(filter(None, (_wrong_figure(name, line[name]) for name in METRICS)), None):
+        return why
     steps = line["step"] - before["step"]
     if steps < 1:
         return f"step={line['step']}: must be above {before['step']}, that of the line before"
@@ -168,24 +143,38 @@ def _wrong_line(line: Mapping[str, Any], before: Mapping[str, Any]) -> str | Non
     signals = line.get("signals", {})
     if not isinstance(signals, dict):
         return f"signals={show(signals)}: must be an object"
-    return next(filter(None, (_wrong_signal(name, value) for name, value in signals.items())), None)
+    found = ((name, _wrong_signal(name, value)) for name, value in signals.items())
+    return next((f"signals.{why}" for _, why in found if why), None)
 
 
 def _wrong_signal(name: str, value: Any) -> str | None:
     """What is wrong with a value under `signals`; None if nothing is, or if this version has no such signal."""
-    if (allowed := _NUMBERS.get(name)) is not None:
-        return None if allowed.allows(value) else f"signals.{name}={show(value)}: must be {allowed.words}"
-    if name == "bounds":
-        names = [each.name for each in fields(Bounds)]
-        if not (isinstance(value, dict) and value.keys() == {*names} and fits([*value.values()], list[int])):
-            return f"signals.bounds={show(value)}: must have {', '.join(names)}, whole numbers: {ANOTHER_VERSION}"
-        try:
-            Bounds(**value)
-        except ValueError as error:
-            return f"signals.bounds: {error}"
-    elif name in OTHER_SIGNALS and not (fits(value, _HINTS[name]) and is_finite(value)):
-        return f"signals.{name}={show(value)}: must be {describe(_HINTS[name])}"
+    if name not in OTHER_SIGNALS:
+        return None
+    if name != "bounds":
+        return _wrong_figure(name, value)
+    names = [each.name for each in fields(Bounds)]
+    if not (isinstance(value, dict) and value.keys() == {*names} and fits([*value.values()], list[int])):
+        return f"bounds={show(value)}: must have {', '.join(names)}, whole numbers: {ANOTHER_VERSION}"
+    try:
+        Bounds(**value)
+    except ValueError as error:
+        return f"bounds: {error}"
     return None
+
+
+def _wrong_figure(name: str, value: Any) -> str | None:
+    """What is wrong with a value of a figure of a step; None if nothing is."""
+    hint, kinds = _HINTS[name], _KINDS[name]
+    least, most = _RANGES.get(name, (-_LARGEST, _LARGEST) if float in kinds else (0, 2**63))
+    if value is None or type(value) in (int, float):  # the quick way: there are 20 of them in each line
+        right = type(value) in kinds and (value is None or least <= value <= most)
+    else:
+        right = fits(value, hint) and is_finite(value)
+    if right:
+        return None
+    bounds = f", {least:g} to {most:g}" if name in _RANGES else ""
+    return f"{name}={show(value)}: must be {describe(hint)}{bounds}"
 
 
 def _wrong_event(event: Mapping[str, Any]) -> str | None:
@@ -196,71 +185,34 @@ def _wrong_event(event: Mapping[str, Any]) -> str | None:
     kind, step = event["kind"], event["step"]
     if not isinstance(kind, str):
         return f"kind={show(kind)}: must be text"
-    if not (_STEP.allows(step) or (step is None and kind not in _AT_A_STEP)):
-        return f"step={show(step)}: must be {_STEP.words}"
-    if kind == "decision":
-        for name, hint in _PAIRS.items():
-            if name in event and not (fits(event[name], hint) and is_finite(event[name])):
-                return f"{name}={show(event[name])}: must be {describe(hint)}"
+    if why := _wrong_figure("step", step) if step is not None or kind in _AT_A_STEP else None:
+        return why
+    for name, hint in _PAIRS.items() if kind == "decision" else ():
+        if name in event and not (fits(event[name], hint) and is_finite(event[name])):
+            return f"{name}={show(event[name])}: must be {describe(hint)}"
     return None
 
 
 # -- what a figure must be --------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _Range:
-    """What a number must be. In place of `fits`, since there are 20 of them in each line."""
-
-    kinds: frozenset[type]
-    least: float
-    most: float
-    words: str
-
-    @classmethod
-    def of(cls, name: str, kinds: frozenset[type]) -> _Range:
-        """That of the figure of this name. kinds: its types by its annotation, of int, float and None."""
-        if name in _NULL_IF_INFINITE:
-            kinds |= {NoneType}
-        is_whole = float not in kinds
-        least = _LEAST.get(name, 0 if is_whole else -math.inf)
-        most = _MOST.get(name, 2**63 if is_whole else _LARGEST)
-        words = "a whole number" if is_whole else "a number"
-        if name in _MOST:
-            words += f", {least:.0f} to {most:.0f}"
-        elif least in (_TINY, FP32_MIN):
-            words += " above 0"
-        elif least > -math.inf:
-            words += f", at least {least:.0f}"
-        words += ", or null" if NoneType in kinds else ""
-        return cls(kinds if is_whole else kinds | {int}, least, most, words)
-
-    def allows(self, value: Any) -> bool:
-        """Whether it is such a number. NaN and infinity never are."""
-        return type(value) in self.kinds and (value is None or self.least <= value <= self.most)
-
-
-_NULL_IF_INFINITE = ("lr", "step_time_s", "data_wait_s")
-"""Figures that each step has, and that are null in the file where they were not finite."""
+_LARGEST = 1e300
+"""No sum of numbers up to it overflows."""
 _TINY = 1e-30
 """Stands for "above 0": what is divided by smaller values may overflow."""
-_LARGEST = 1e300
-"""Of numbers without a bound of their own: no sum of them overflows."""
-_LEAST: dict[str, float] = {
-    **dict.fromkeys(("samples", "batch_size", "micro_batches", "workers", "micro_batch", "base_batch_size"), 1),
-    "epoch_samples": 1,
-    "lr_scale": FP32_MIN,
-    **dict.fromkeys(("noise_scale", "noise_scale_high", "step_time_s", "previous_step_time_s"), _TINY),
-    **dict.fromkeys(("lr", "noise_scale_low", "grad_norm", "data_wait_s", "previous_data_wait_s", "done"), 0),
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("samples", "micro_batches", "micro_batch", "base_batch_size", "epoch_samples"), (1, 2**63)),
+    **dict.fromkeys(("noise_scale", "noise_scale_high", "step_time_s", "previous_step_time_s"), (_TINY, _LARGEST)),
+    **dict.fromkeys(("lr", "noise_scale_low", "grad_norm", "data_wait_s", "previous_data_wait_s"), (0, _LARGEST)),
+    "batch_size": (1, BATCH_MAX),
+    "workers": (1, SETTINGS["workers.max"].most or math.inf),
+    "lr_scale": (FP32_MIN, _LARGEST),
+    "done": (0, 1),
 }
-_MOST: dict[str, float] = {"batch_size": BATCH_MAX, "workers": SETTINGS["workers.max"].most or math.inf, "done": 1}
-
-_HINTS = get_type_hints(StepContext) | get_type_hints(Signals)
-_KINDS = {name: frozenset(get_args(hint) or (hint,)) for name, hint in _HINTS.items()}
-_COLUMNS = {name: _Range.of(name, _KINDS[name]) for name in METRICS}
-_NUMBERS = {name: _Range.of(name, _KINDS[name]) for name in OTHER_SIGNALS if _KINDS[name] <= {int, float, NoneType}}
-_STEP = _COLUMNS["step"]
-
+_HINTS: dict[str, Any] = {"step": int} | get_type_hints(StepContext) | get_type_hints(Signals)
+# Figures that each step has, and that are null in the file where they were not finite.
+_HINTS |= {name: _HINTS[name] | None for name in ("lr", "step_time_s", "data_wait_s")}
+_KINDS = {name: {*(get_args(hint) or (hint,))} for name, hint in _HINTS.items()}
+_KINDS = {name: kinds | {int} if float in kinds else kinds for name, kinds in _KINDS.items()}
 _AT_A_STEP = ("decision", "resumed", "went_back")
 """Events whose step tells which decisions hold."""
 _PAIRS: dict[str, Any] = {

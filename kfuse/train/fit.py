@@ -19,7 +19,7 @@ from kfuse.train.lr_schedule import Decay, Interval, Scaling, UserSchedule, has_
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.output import Output
 from kfuse.train.precision import check_parameters
-from kfuse.train.settings import user_loading, user_settings
+from kfuse.train.settings import Settings, user_loading, user_settings
 from kfuse.train.step import Step
 from kfuse.train.trainer import Trainer
 
@@ -236,13 +236,13 @@ def fit(
         opt,
         settings,
         policy=None if hook is None else hook.policy,
-        scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt),
+        scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt, heldout is not None),
         objective=objective,
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
         metrics=metrics,
         output=output,
     )
-    _log_remarks(given)
+    _log_remarks(given, model, micro_batch, settings)
     with output.recorded():
         return trainer.run()
 
@@ -338,7 +338,7 @@ class DataLoader:
             clip_norm=clip_norm,
             loading=user_loading(given, persistent_workers),
         )
-        schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt)
+        schedule = None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt, evaluates=False)
         self._output = Output(
             current(),
             checkpoint=checkpoint,
@@ -361,7 +361,7 @@ class DataLoader:
             user_loop=True,
             several_backwards=several_backwards,
         )
-        _log_remarks(given)
+        _log_remarks(given, model, micro_batch, settings)
         self._begun = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -416,9 +416,15 @@ def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) ->
         )
 
 
-def _log_remarks(given: TrainingData) -> None:
-    """Logs what the user must know of the data."""
+def _log_remarks(given: TrainingData, model: nn.Module, micro_batch: int | None, settings: Settings) -> None:
+    """Logs what the user must know of the data, and of a micro-batch that was not given."""
     session, remarks = current(), given.remarks
+    if micro_batch is None and any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
+        remarks = (
+            f"BatchNorm normalises over each micro-batch, by default a quarter of the batch: {settings.micro_batch} "
+            "samples. Pass micro_batch=",
+            *remarks,
+        )
     if given.batch_of_loader and (session.elastic or session.group.size > 1):
         remarks = (
             f"batch_size={given.batch_size} of the DataLoader is taken as the global batch, of all workers together: "

@@ -202,26 +202,32 @@ def _risen(progress: float, length: float) -> float:
 
 
 class UserSchedule:
-    """Steps `scheduler` after each optimizer step, or after each epoch. It owns group["lr"]; kfuse multiplies by its
-    own factor. A step that is redone after a loss is counted once.
+    """Steps `scheduler` after each optimizer step, or after each epoch; a ReduceLROnPlateau after each evaluation, with
+    the held-out loss. It owns group["lr"]; kfuse multiplies by its own factor. A step that is redone after a loss is
+    counted once.
     """
 
-    def __init__(self, scheduler: Any, interval: str, opt: DistributedOptimizer) -> None:
-        """Raises TypeError for what is not a scheduler that steps without a metric, ValueError for another optimizer's
-        or an unknown interval.
+    def __init__(self, scheduler: Any, interval: str, opt: DistributedOptimizer, evaluates: bool) -> None:
+        """evaluates: training has held-out data.
+
+        Raises TypeError for what is not a scheduler, ValueError for one of another optimizer, an unknown interval, and
+        a ReduceLROnPlateau without held-out data.
         """
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise TypeError(
-                "scheduler=ReduceLROnPlateau needs a metric at each step, which the loop does not give it: change the "
-                'rate by a policy\'s lr_scale, or group["lr"] in a loop of your own'
-            )
         if not isinstance(scheduler, LRScheduler):
             raise TypeError(f"scheduler={type(scheduler).__name__}: must be a torch.optim.lr_scheduler.LRScheduler")
         if interval not in get_args(Interval):
             raise ValueError(f"scheduler_interval={interval!r}: must be one of {', '.join(get_args(Interval))}")
         if scheduler.optimizer not in (opt, getattr(opt, "inner", None)):
             raise ValueError("scheduler: it belongs to another optimizer than the one given")
-        self.scheduler, self.interval = scheduler, interval
+        if isinstance(scheduler, ReduceLROnPlateau):
+            if not evaluates:
+                raise ValueError(
+                    "scheduler=ReduceLROnPlateau: needs heldout= of kf.fit, whose loss it is stepped with after each "
+                    'evaluation; in a loop of your own change group["lr"], the same on all workers'
+                )
+            interval = "evaluation"
+        self.scheduler: Any = scheduler
+        self.interval = interval
         self._count: int | None = None
 
     def before_step(self) -> None:
@@ -242,11 +248,16 @@ class UserSchedule:
         if self.interval == "epoch":
             self._step()
 
-    def _step(self) -> None:
+    def after_evaluation(self, loss: float) -> None:
+        """Steps a ReduceLROnPlateau with the held-out loss."""
+        if self.interval == "evaluation":
+            self._step(loss)
+
+    def _step(self, *metrics: float) -> None:
         # torch warns of a scheduler that steps before its optimizer. The optimizer may have stepped in another process,
         # whose state this one has taken over.
         setattr(self.scheduler.optimizer, "_opt_called", True)  # noqa: B010
-        self.scheduler.step()
+        self.scheduler.step(*metrics)
 
     def _now(self) -> int | None:
         """The scheduler's own count of its steps, where it has one."""

@@ -74,6 +74,8 @@ class Recovery:
         self._members: list[int] = []
         """The numbers of the workers that had the newest view in which all had the state, in rank order."""
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
+        self._ended: Mapping[str, Any] | None = None
+        """The state that training ended with, without the model and the optimizer; None: it has not ended."""
         self._joined = self._has_state = False
         self._lost: tuple[int, str] | None = None
         """(step, reason) of the last loss of parts of sharded optimizer state; None once training goes on."""
@@ -297,6 +299,8 @@ class Recovery:
 
         Raises RuntimeError where a part of a step is under way that cannot be continued from.
         """
+        if self._ended is not None:
+            return {**snapshot(self._state.capture_staying(), "the training state"), **self._ended}
         stage = self._progress.stage
         in_hook = not in_body and stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH)
         if not (self._has_state and (in_body or in_hook or stage == Stage.BOUNDARY)):
@@ -307,6 +311,14 @@ class Recovery:
         state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
         state["progress"]["stage"] += in_hook  # the hook counts as done
         return state
+
+    def keep_ended(self) -> None:
+        """Training ends with the present state, which `snapshot` returns from now on.
+
+        What follows changes it: decisions that later steps would apply are applied, the statistics and the mode of
+        synchronisation are closed. Model and optimizer are not copied: they are read when `snapshot` is called.
+        """
+        self._ended = snapshot(self._state.capture_ended(), "the training state")
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
         """Begins from what `snapshot` returned, unless there is a checkpoint to resume from.

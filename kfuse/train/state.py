@@ -24,7 +24,8 @@ from kfuse.comm.tail import Announcement
 from kfuse.optim import DistributedOptimizer
 
 _TRANSFER = "state of the most advanced worker"
-_LARGE = ("model", "trainable", "optimizer", "synchronisation")
+_STAYS = ("model", "trainable", "optimizer")
+_LARGE = (*_STAYS, "synchronisation")
 _PLAIN = frozenset((type(None), bool, int, float, str))
 
 
@@ -88,6 +89,14 @@ class TrainingState:
             name: of_optimizer(part) if isinstance(part, DistributedOptimizer) else part.state_dict()
             for name, part in self._parts.items()
         }
+
+    def capture_ended(self) -> dict[str, Any]:
+        """As `capture`, without the model and the optimizer: what the end of training takes down."""
+        return {name: part.state_dict() for name, part in self._parts.items() if name not in _STAYS}
+
+    def capture_staying(self) -> dict[str, Any]:
+        """As `capture`, of the model and the optimizer alone, which are the user's and stay when training ends."""
+        return {name: self._parts[name].state_dict() for name in _STAYS}
 
     def capture_small(self) -> dict[str, Any]:
         """As `capture`, without the model, the optimizer, and how the models are kept together."""

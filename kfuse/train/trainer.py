@@ -350,6 +350,7 @@ class Trainer:
         except GeneratorExit:
             if not sys.is_finalizing() and self._has_stepped(before):
                 self.progress.once(Stage.UPDATE, partial(self._end_update, step))
+                self._recovery.keep_ended()
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
                 opt.engine.abort()  # backwards that follow belong to no plan
@@ -450,6 +451,8 @@ class Trainer:
         with self._synchronisation.shown():
             result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
             is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
+            if self._scheduler is not None:
+                self._scheduler.after_evaluation(result.loss)
             if is_best and self._saved_model is not None:
                 self._saved_model.save_best(self.model)
         target = self.settings.target_accuracy
@@ -478,6 +481,8 @@ class Trainer:
         if not self.progress.stop:
             self._evaluate(self.progress.step)
         self._recovery.save_last()
+        if self._user_loop:  # its loader's state_dict may be called later
+            self._recovery.keep_ended()
         self._report_and_decide(lag=0)
         self.result = self._summary()
         self._reporter.summary(self.result)

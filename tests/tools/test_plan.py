@@ -50,14 +50,6 @@ def goodput(job: Job, workers: int, batch: int) -> float:
 # --- a job's options ---
 
 
-def test_the_busiest_worker_by_hand() -> None:
-    """Ten micro-batches of 8 on four workers: three at most. 20 samples in micro-batches of 16: one whole, one of 4."""
-    assert share(4, 80, 8) == 24
-    assert share(5, 80, 8) == 16
-    assert share(2, 20, 16) == 16
-    assert share(1, 20, 16) == 20
-
-
 def test_goodput_by_hand() -> None:
     """t(128, 2) = 0.02 + 0.001 * 64 + 0.002 = 0.086 s; efficiency (400 + 64) / (400 + 128) = 0.8788."""
     job = replace(JOB, batch=(128, 128), base_batch=128, spread=(0.8, 1.25))
@@ -80,16 +72,12 @@ def test_the_batch_size_of_an_option_is_the_best_of_all(job: Job, workers: int) 
         assert not found
         return
     (option,) = found
+    every = job.options(range(1, 13))
+    assert all(a.workers < b.workers and a.goodput < b.goodput for a, b in itertools.pairwise(every))
     assert option.workers == workers and option.batch in allowed
     assert option.goodput == pytest.approx(max(goodput(job, workers, batch) for batch in allowed), rel=1e-12)
     assert option.goodput == goodput(job, workers, option.batch)
     assert option.low <= option.goodput <= option.high
-
-
-@given(job=jobs())
-def test_more_workers_are_an_option_only_where_they_bring_more(job: Job) -> None:
-    found = job.options(range(1, 13))
-    assert all(a.workers < b.workers and a.goodput < b.goodput for a, b in itertools.pairwise(found))
 
 
 def test_without_a_noise_scale_the_batch_size_stays() -> None:
@@ -144,27 +132,10 @@ def brute_force(choices: list[list[tuple[int, int]]], workers: int) -> tuple[int
     return best[0], -best[1]
 
 
-def instance(seed: int) -> tuple[list[list[tuple[int, int]]], int]:
-    rng = random.Random(seed)
-    choices = []
-    for _ in range(rng.randint(1, 5)):
-        counts = sorted(rng.sample(range(1, 9), rng.randint(1, 5)))
-        # Few values, so that many sums are equal; some bring nothing.
-        choices.append([(count, rng.randint(-2, 12) * rng.choice((1, 1000))) for count in counts])
-    return choices, rng.randint(1, 16)
-
-
 def check(choices: list[list[tuple[int, int]]], workers: int, taken: list[int]) -> int:
     """The sum of an allocation, which keeps to the workers and to each job's choices."""
     assert len(taken) == len(choices) and sum(taken) <= workers
     return sum(dict(options)[count] for options, count in zip(choices, taken, strict=True) if count)
-
-
-def test_the_allocation_is_that_of_brute_force_on_200_instances() -> None:
-    for seed in range(200):
-        choices, workers = instance(seed)
-        taken = allocate(choices, workers)
-        assert (check(choices, workers, taken), sum(taken)) == brute_force(choices, workers), f"seed {seed}"
 
 
 def test_workers_and_batch_sizes_are_those_of_brute_force_over_both_on_200_instances() -> None:
@@ -210,19 +181,19 @@ def test_workers_and_batch_sizes_are_those_of_brute_force_over_both_on_200_insta
 
 
 CHOICES = st.lists(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(-5, 50)), max_size=5, unique_by=lambda each: each[0]).map(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(-5, 50)), max_size=4, unique_by=lambda each: each[0]).map(
         sorted
     ),
-    max_size=6,
+    max_size=5,
 )
 
 
 @given(choices=CHOICES, workers=st.integers(0, 20))
-def test_an_allocation_keeps_to_the_workers_and_one_worker_more_never_makes_it_worse(
+def test_an_allocation_is_that_of_brute_force_and_one_worker_more_never_makes_it_worse(
     choices: list[list[tuple[int, int]]], workers: int
 ) -> None:
     taken = allocate(choices, workers)
-    assert taken == allocate(choices, workers)
+    assert (check(choices, workers, taken), sum(taken)) == brute_force(choices, workers)
     assert check(choices, workers + 1, allocate(choices, workers + 1)) >= check(choices, workers, taken) >= 0
 
 

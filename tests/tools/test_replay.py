@@ -33,10 +33,10 @@ from witness import seen
 import kfuse as kf
 from kfuse.cli.app import main
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.policies import BasePolicy, GNSPolicy, NoPolicy, SchedulePolicy
+from kfuse.policies import BasePolicy, GNSPolicy, SchedulePolicy
 from kfuse.policies.signals import DECISION_LAG, Bounds, Decision, Signals
 from kfuse.tools.replay.decisions import began_at, decisions
-from kfuse.tools.replay.recorded import Recorded, TradeOff, signals_of
+from kfuse.tools.replay.recorded import Recorded, signals_of
 from kfuse.tools.replay.run import run
 from kfuse.tools.replay.simulated import DecidedSettings, RecordedSteps, SimulatedSteps
 
@@ -99,7 +99,7 @@ class Watching(BasePolicy):
 # -- steps of another policy --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [8, 32, 64, 256, 1024])
+@pytest.mark.parametrize("batch_size", [8, 256])
 def test_a_fixed_batch_size_lies_on_the_hyperbola(batch_size: int) -> None:
     """By hand: N = 100 and 3300 steps of 32: each makes 32/132, so Smin = 800 and Emin = 80,000.
 
@@ -132,7 +132,7 @@ def test_a_noise_scale_that_grows_is_met_at_the_same_progress() -> None:
     assert {each.noise_scale for each in watching.seen[67:]} == {96.0}
 
 
-@pytest.mark.parametrize("batch_size", [8, 64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("batch_size", [8, 1024])
 def test_a_step_over_many_recorded_ones_meets_the_noise_scale_of_each(batch_size: int) -> None:
     """The noise scale grows a hundredfold within some ten steps of the exact gradient. The hyperbola holds."""
     recorded = course([10.0 + 10.0 * step for step in range(100)])
@@ -200,11 +200,6 @@ def test_a_replay_that_takes_too_long_is_cut_off() -> None:
     assert replayed.cut_off and replayed.steps == 300
 
 
-def test_times_are_those_of_the_same_batch_and_workers() -> None:
-    replayed = run(NoPolicy(), SimulatedSteps(course([100.0] * 30), linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
-    assert (replayed.steps, replayed.seconds) == (30, 15.0)
-
-
 def test_decisions_are_clipped_and_said_once() -> None:
     policy = SchedulePolicy([{"step": 0, "batch_size": 5000, "workers": 99}])
     replayed = run(policy, SimulatedSteps(course([100.0] * 30), linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
@@ -225,10 +220,6 @@ def test_a_policy_that_returns_no_decision_is_an_error() -> None:
     policy = types.SimpleNamespace(initial=lambda: None, decide=lambda signals: 7)
     with pytest.raises(TypeError, match=r"must be a kf\.Decision or None"):
         run(policy, RecordedSteps(course([1.0])), DecidedSettings(32, 1), BOUNDS)  # type: ignore[arg-type]
-
-
-def test_trade_off_by_hand() -> None:
-    assert TradeOff(100, 5000).predict(50) == (200, 10_000)
 
 
 # -- what is recorded, and read back ------------------------------------------------------------------------------
@@ -330,73 +321,40 @@ def test_the_table_and_the_summary(
     row = next(line.split() for line in out.splitlines() if "8 -> 16" in line)
     assert row[:2] == ["7", "64"], "in force from step 8 on, as asked for"
     assert "1 -> 0.5" in out
-    assert any(line.split()[:2] == ["recorded", "48"] for line in out.splitlines())
+    row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["recorded", "48"])
+    assert row[:5] == ["recorded", "48", "1.00", "384", "1.00"] and row[6:] == ["s", "1.00"] and float(row[5]) >= 0
     assert not list(recorded.glob("*.png"))
-
-
-def test_a_script_s_own_policy_must_be_named(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert replay(monkeypatch, recorded) == 2
-    assert "policy: must be given" in capsys.readouterr().err
 
 
 BAD = [
     ((), "must be given the directory of a run"),
+    (("RUN",), "policy: must be given"),
     (("nowhere", "policy=none"), "nowhere: must be the directory of a run: it has no metrics.jsonl"),
     (("RUN", "policy=none", "batch.size=8"), "batch.size=8: must be one of policy, policy.NAME, batch.min"),
-    (("RUN", "policy=none", "seed=1"), "seed=1: must be one of policy"),
     (("RUN", "policy=gns", "policy.every=0"), "policy.every=0: must be a whole number, at least 1"),
-    (("RUN", "policy=gnz"), "policy"),
     (("RUN", "policy._target_=nothing.Here"), "there is no module nothing"),
-    (("RUN", "policy._target_=kfuse.Hook", "+policy.policy=1"), "policy"),
     (("RUN", "policy=none", "batch.max=x"), "batch.max=x: must be a whole number"),
     (("RUN", "policy=none", "batch.max=4"), "must include the 8 that the run began with"),
     (("RUN", "policy=none", "workers.min=9", "workers.max=8"), "workers.min=9, workers.max=8: must be 1 <= min <= max"),
     (("RUN", "policy._target_=epoch_collective.EpochCollective", "+policy.directory=x"), "acts in after_epoch"),
     (("RUN", "policy=gns", "policy.factor=1,2"), "policy.factor=1,2: must be one value; a list needs [brackets]"),
-    (("RUN", "policy=gns,none"), "policy=gns,none: must be one value"),
     (("RUN", "policy={}"), "policy={}: must be the name of a policy"),
     (("RUN", "policy=gns", "~policy.factor"), "~policy.factor: must be key=value: nothing can be removed"),
     (("RUN", "policy=none", "plot=a.png", "plot=b.png"), "plot=b.png: must be given once"),
-    (("RUN", "policy=gns", "policy=none"), "policy=none: must be given once"),
     (("RUN", "policy=gns", "policy.factor=2", "++policy.factor=3"), "++policy.factor=3: must be given once"),
-    (("RUN", "policy=none", "batch.max=64", "batch.max=32"), "batch.max=32: must be given once"),
     (("RUN", "policy=none", "--multirun"), "kfuse replay takes overrides only, not --multirun"),
 ]
 
 
-@pytest.mark.parametrize(("given", "told"), BAD)
 def test_what_cannot_be_replayed_is_one_clear_line(
-    given: tuple[str, ...],
-    told: str,
-    recorded: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(path.name for path in recorded.iterdir())
-    assert replay(monkeypatch, *(recorded if word == "RUN" else word for word in given)) == 2
-    captured = capsys.readouterr()
-    assert told in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("kfuse: error: ")
-    assert captured.out == "" and sorted(path.name for path in recorded.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "has no step yet"),
-        ('{"step": 0}\n', "have no signals"),
-        ("nonsense\n", "line 1 is damaged"),
-        ('{"step": 0, "signals": {"bounds": {"batch_min": 1}}}\n', "another version of kfuse"),
-    ],
-)
-def test_damaged_metrics_are_one_clear_line(
-    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert replay(monkeypatch, tmp_path, "policy=none") == 2
-    captured = capsys.readouterr()
-    assert told in captured.err and captured.err.count("\n") == 1
+    for given, told in BAD:
+        assert replay(monkeypatch, *(recorded if word == "RUN" else word for word in given)) == 2
+        captured = capsys.readouterr()
+        assert told in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("kfuse: error: ")
+        assert captured.out == "" and sorted(path.name for path in recorded.iterdir()) == before
 
 
 def test_a_line_that_is_being_written_is_left_out(
@@ -476,17 +434,6 @@ class Matplotlib:
         file.write(b", and the rest")
 
 
-def test_the_summary_compares_each_figure_with_the_recorded_one(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert replay(monkeypatch, recorded, "policy=none", "plot=null") == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    heading = ["steps", "vs", "recorded", "samples", "vs", "recorded", "time", "of", "steps", "vs", "recorded"]
-    row = lines[lines.index(heading) + 2]
-    assert row[:5] == ["recorded", "48", "1.00", "384", "1.00"]
-    assert row[6:] == ["s", "1.00"] and float(row[5]) >= 0
-
-
 def test_a_resumed_run_is_recorded_as_its_policy_saw_it(tmp_path: Path) -> None:
     """With other bounds. Steps after the last checkpoint are made again, and the one before is decided on again."""
 
@@ -547,27 +494,6 @@ def test_the_plot_is_written_whole_or_not_at_all(
     assert replay(monkeypatch, recorded, "policy=none") == 1
     assert "cannot be written: No space left on device" in capsys.readouterr().out
     assert [path.name for path in recorded.glob("*.png")] == ["replay_gns.png"] and not list(recorded.glob(".replay*"))
-
-
-def test_a_plot_is_named_after_the_policy_s_option_also_that_of_the_run_s_own_policy(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (recorded / ".hydra").mkdir()
-    config = compose(["policy=norm_test", "batch.size=8", "batch.micro=2"])
-    OmegaConf.save(OmegaConf.create(config), recorded / ".hydra" / "config.yaml")
-    own = f"policy._target_={Deciding.__module__}.Deciding"
-    for given, name in (([], "norm_test"), (["policy=norm_test"], "norm_test"), ([own], "Deciding")):
-        drawn = Matplotlib(monkeypatch)
-        assert replay(monkeypatch, recorded, *given) == 0
-        assert drawn.labels and [path.name for path in recorded.glob("*.png")] == [f"replay_{name}.png"]
-        (recorded / f"replay_{name}.png").unlink()
-
-
-class Deciding(BasePolicy):
-    """For `policy._target_`: a class of one's own."""
-
-    def decide(self, signals: Signals) -> Decision | None:
-        return None
 
 
 def test_without_matplotlib_there_is_no_plot_and_it_is_said(
@@ -642,11 +568,8 @@ def test_the_bare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("scaling", ["adascale", "linear"])
-def test_a_schedule(
-    scaling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = [*DIGITS, f"lr.scaling={scaling}", "policy=schedule", override("policy.phases", PHASES)]
+def test_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*DIGITS, "lr.scaling=adascale", "policy=schedule", override("policy.phases", PHASES)]
     assert_replayed(finished(Job(tmp_path / "run"), overrides), monkeypatch, capsys, least=4)
 
 

@@ -167,17 +167,17 @@ class Start:
 
     def check(self, plan: Plan) -> None:
         """Raises ConfigError for batches that are not whole micro-batches, or larger than an epoch."""
-        micro = self._run.config["batch"]["micro"]
+        run, micro = self._run, self._run.config["batch"]["micro"]
         for k in plan.factors:
             if plan.batch(k) % micro:
                 raise ConfigError(
-                    f"factors: {k:g} makes a batch of {plan.batch(k)} samples at step {self.step}: must be whole "
-                    f"micro-batches of batch.micro={micro}, one at least"
+                    f"run={run.path}: factors: {k:g} makes a batch of {plan.batch(k)} samples at step {self.step}: "
+                    f"must be whole micro-batches of batch.micro={micro}, one at least"
                 )
         try:
             plan.steps(plan.factors[-1], self.cursor, self.length)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(f"run={run.path}: {error}") from error
 
     def branch(self, plan: Plan, k: float, repetition: int) -> Branch:
         """The branch k of the plan. Its first repetition goes on in the run's own data order."""

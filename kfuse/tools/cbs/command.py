@@ -11,16 +11,16 @@ import fcntl
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kfuse.config.instantiate import fits, show
+from kfuse.config.instantiate import describe, fits, show
 from kfuse.config.schema import ConfigError
 from kfuse.observe.display import figure
 from kfuse.observe.whole_file import write_whole
@@ -68,12 +68,12 @@ class Arguments:
 
     run: str | None = None
     steps: list[int] | None = None
-    factors: Sequence[float] = FACTORS
+    factors: list[float] = field(default_factory=lambda: [*FACTORS])
     repetitions: int = REPETITIONS
     samples: int | None = None
     tolerance: float = TOLERANCE
     window: float = WINDOW
-    lr_scaling: str | None = None
+    lr_scaling: Literal["sqrt", "linear", "none"] | None = None
     workers: int | None = None
 
 
@@ -115,36 +115,23 @@ def main(words: Sequence[str]) -> int:
 
 
 def _parse(words: Sequence[str]) -> Arguments:
-    """Raises ConfigError, which names the key."""
-    known = [each.name for each in fields(Arguments)]
-    plain, texts = read_words("kfuse cbs", words, known)
+    """Reads the command's words. Raises ConfigError, which names the key."""
+    hints = get_type_hints(Arguments)
+    plain, texts = read_words("kfuse cbs", words, hints)
     if plain:
-        raise ConfigError(f"kfuse cbs {plain[0]}: must be one of {', '.join(f'{name}=' for name in known)}")
+        raise ConfigError(f"kfuse cbs {plain[0]}: must be one of {', '.join(f'{name}=' for name in hints)}")
     values = {name: plain_value(name, text) for name, text in texts.items()}
     values |= {name: texts[name] for name in {"run", "lr_scaling"} & texts.keys() if values[name] is not None}
-    allowed: dict[str, tuple[Any, str]] = {
-        "steps": (list[int] | None, "a list of whole numbers, or null"),
-        "factors": (list[float], "a list of numbers"),
-        "repetitions": (int, "a whole number"),
-        "samples": (int | None, "a whole number, or null"),
-        "tolerance": (float, "a number"),
-        "window": (float, "a number"),
-        "workers": (int | None, "a whole number, or null"),
-    }
-    for name, (kind, text) in allowed.items():
-        if name in values and not fits(values[name], kind):
-            raise ConfigError(f"{name}={show(values[name])}: must be {text}")
+    for name, value in values.items():
+        if not fits(value, hints[name]):
+            raise ConfigError(f"{name}={show(value)}: must be {describe(hints[name])}")
+        if name in ("samples", "workers") and value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
     given = Arguments(**values)
     if given.steps == []:
         raise ConfigError("steps=[]: must have one checkpoint's step at least, or be null, for all")
     if not given.run:
         raise ConfigError("run=: must be the directory of a run of `kfuse`")
-    if given.lr_scaling not in (None, "sqrt", "linear", "none"):
-        raise ConfigError(f"lr_scaling={given.lr_scaling}: must be one of sqrt, linear, none")
-    for name in ("samples", "workers"):
-        value = getattr(given, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1")
     return given
 
 
@@ -157,14 +144,8 @@ def _plans(run: Run, given: Arguments, console: Console) -> list[tuple[int, Plan
     for step in steps:
         start = Start(run, step)
         try:
-            plan = Plan(
-                start.batch_size,
-                tuple(given.factors),
-                given.repetitions,
-                given.samples,
-                given.tolerance,
-                given.window,
-            )
+            about = (tuple(given.factors), given.repetitions, given.samples, given.tolerance, given.window)
+            plan = Plan(start.batch_size, *about)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         start.check(plan)

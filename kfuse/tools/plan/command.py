@@ -109,26 +109,13 @@ def read(path: str) -> tuple[list[Job], list[str]]:
 
 
 def _job(name: str, given: Mapping[Any, Any], notes: list[str]) -> Job:
-    """One job of the file, checked. Adds to the notes what is not known. Raises ValueError."""
-    for key, value in given.items():
-        if key not in KEYS:
-            raise ValueError(f"{key}: no such key{did_you_mean(str(key), KEYS)}; a job has {', '.join(KEYS)}")
-        if not KEYS[key][1](value):
-            raise ValueError(f"{key}={show(value)}: must be {KEYS[key][0]}")
-    if len({"run", "throughput", "step_time"} & {*given}) != 1:
-        raise ValueError("must have one of run, throughput, step_time")
-    about: dict[str, Any] = {**(_of_run(given["run"]) if "run" in given else {}), **given}
-    for key in ("samples_left", "base_batch", *(("workers",) if "step_time" in about else ())):
-        if not about.get(key) or (key == "samples_left" and not 0 < about[key] < math.inf):
-            why = "; a run tells it until its end, where train.epochs or train.steps is set" if "run" in given else ""
-            raise ValueError(f"{key}={show(about.get(key))}: must be given{why}")
-    batch = about.get("batch", 2 * [base := about["base_batch"]])
-    if not batch[0] <= base <= batch[1]:
-        raise ValueError(f"base_batch={base}: must be within batch={batch}")
-    micro = about.get("micro", 1)
+    """Returns one job of the file, checked. Adds to the notes what is not known. Raises ValueError."""
+    about = _figures(given)
+    base, batch, micro = about["base_batch"], about["batch"], about["micro"]
     times = about.get("times") or {(n, base): [base / speed] for n, speed in about.get("throughput", {}).items()}
     measured = {setting: float(np.median(seconds)) for setting, seconds in times.items()}
     step_time = LinearStepTime(*about["step_time"]) if "step_time" in about else fit(measured, micro)
+
     counts = [n for n, _ in measured] or about["workers"]
     wanted = about.get("workers", [min(counts), max(counts)])
     if wanted[0] > max(counts) or wanted[1] < min(counts):
@@ -138,6 +125,7 @@ def _job(name: str, given: Mapping[Any, Any], notes: list[str]) -> Job:
         notes.append(f"{name}: only (workers, batch) {sorted(measured)} were measured: no others are planned")
     elif [*workers] != wanted:
         notes.append(f"{name}: only {min(counts)} to {max(counts)} workers were measured: no others are planned")
+
     noise = about.get("noise_scale")
     if noise is None:
         notes.append(f"{name}: the noise scale is unknown: the batch size stays at {base}")
@@ -146,8 +134,29 @@ def _job(name: str, given: Mapping[Any, Any], notes: list[str]) -> Job:
     expected = {(n, b): step_time(n, share(n, b, micro)) for n, b in measured} if step_time else measured
     ratios = [each / expected[setting] for setting, seconds in times.items() for each in seconds]
     low, high = np.quantile(ratios or [1.0], (0.1, 0.9))
-    left, spread = about["samples_left"], (min(low, 1.0), max(high, 1.0))
-    return Job(name, left, base, tuple(batch), micro, workers, noise, step_time, measured, spread)
+    spread = min(low, 1.0), max(high, 1.0)
+    return Job(name, about["samples_left"], base, tuple(batch), micro, workers, noise, step_time, measured, spread)
+
+
+def _figures(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns what is known of a job: its own figures before those of its run. Raises ValueError."""
+    for key, value in given.items():
+        if key not in KEYS:
+            raise ValueError(f"{key}: no such key{did_you_mean(str(key), KEYS)}; a job has {', '.join(KEYS)}")
+        if not KEYS[key][1](value):
+            raise ValueError(f"{key}={show(value)}: must be {KEYS[key][0]}")
+    if len({"run", "throughput", "step_time"} & {*given}) != 1:
+        raise ValueError("must have one of run, throughput, step_time")
+    about: dict[str, Any] = {"micro": 1, **(_of_run(given["run"]) if "run" in given else {}), **given}
+    for key in ("samples_left", "base_batch", *(("workers",) if "step_time" in about else ())):
+        if not about.get(key) or (key == "samples_left" and not 0 < about[key] < math.inf):
+            why = "; a run tells it until its end, where train.epochs or train.steps is set" if "run" in given else ""
+            raise ValueError(f"{key}={show(about.get(key))}: must be given{why}")
+    base = about["base_batch"]
+    batch = about.setdefault("batch", [base, base])
+    if not batch[0] <= base <= batch[1]:
+        raise ValueError(f"base_batch={base}: must be within batch={batch}")
+    return about
 
 
 def _of_run(folder: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Runs a policy over a recorded run, without training: what it would have decided, in how many steps and samples.
+"""`kfuse replay`: what a policy would have decided on a recorded run, in how many steps and samples, without training.
 
-`recorded` rebuilds the run from its files' lines, `steps` makes a replay's steps, `run` asks the policy after each of
-them, and `events` compares its decisions with the recorded ones. The command `kfuse replay` is in kfuse/cli/replay.py.
+`request` reads what is asked for, `recorded` rebuilds the run, `simulated` makes another policy's steps, `run` asks the
+policy after each step, `decisions` compares its decisions with the recorded ones, and `report` prints and draws.
 """

@@ -1,21 +1,20 @@
-"""`kfuse replay RUN_DIR [override ...]`: what a policy would have decided on a recorded run, without training.
-
-`request` reads what is asked for, `run` runs the policy, and `report` prints and draws.
-"""
+"""The command `kfuse replay RUN_DIR [override ...]`."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from kfuse.config.messages import explain
 from kfuse.config.schema import ConfigError
 from kfuse.tools.replay import report
 from kfuse.tools.replay.decisions import compared
-from kfuse.tools.replay.request import ReplayRequest, read_request
-from kfuse.tools.replay.run import ReplayResult, run
+from kfuse.tools.replay.request import read_request
+from kfuse.tools.replay.run import run
 from kfuse.tools.replay.simulated import RecordedSteps, SimulatedSteps, StepSource
 
 USAGE = """\
@@ -36,8 +35,8 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     """
     try:
         request = read_request(words, compose)
-    except Exception as error:  # Hydra's too, of overrides that it cannot read
-        raise error if isinstance(error, ConfigError) else ConfigError(explain(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:  # of overrides that it cannot read
+        raise ConfigError(explain(error)) from error
     console, recorded = report.console(), request.recorded
     source: StepSource = (
         RecordedSteps(recorded) if request.is_own else SimulatedSteps(recorded, request.gain, request.bounds)
@@ -51,8 +50,11 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
         return 1
     trade_off = recorded.trade_off()
     report.print_report(console, request, result, trade_off)
-    if request.is_own:
-        report.say(console, _compared(request, result))
+    if request.events is not None:
+        first, with_rates = recorded.signals[0].step, request.rates_follow_at_once
+        report.say(console, compared(result.changes, request.gain, request.events, first, with_rates))
+    elif request.is_own:
+        report.say(console, "not compared with the recorded decisions: there is no events.jsonl")
     if request.plot is None:
         return 0
     try:
@@ -62,11 +64,3 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
         return 1
     report.say(console, f"plot: {request.plot}")
     return 0
-
-
-def _compared(request: ReplayRequest, result: ReplayResult) -> str:
-    """Whether the run's own policy decides as it did."""
-    if request.events is None:
-        return "not compared with the recorded decisions: there is no events.jsonl"
-    first = request.recorded.signals[0].step
-    return compared(result.changes, request.gain, request.events, first, request.rates_follow_at_once)

@@ -117,6 +117,11 @@ class Recorded:
             before = each.step, each.samples
         return out
 
+    def totals(self) -> tuple[int, int]:
+        """Returns the steps and samples of the whole run."""
+        steps, samples = zip(*self.counts(), strict=True)
+        return sum(steps), sum(samples)
+
     def noise_scales(self) -> list[float] | None:
         """The noise scale to reckon with at each line; None where nothing was known of it.
 
