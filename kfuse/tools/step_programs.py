@@ -19,9 +19,9 @@ from rich.table import Table
 from kfuse.comm import devices
 from kfuse.comm.buckets import plan_parameters
 from kfuse.comm.cost import Costs, Job, Price, choose, price
-from kfuse.comm.programs import make_programs
 from kfuse.comm.options import CommOptions
 from kfuse.comm.probe import SCHEDULES
+from kfuse.comm.programs import make_programs
 from kfuse.comm.schedule import Program
 from kfuse.comm.tail import Tail
 from kfuse.comm.transports.tree import parents
