@@ -131,7 +131,7 @@ def parts(device: str, gpus: int, folder: Path, unable: str | None) -> list[Part
     needs_gpu = None if on_gpu else "needs a GPU"
     sanitizer = shutil.which("compute-sanitizer")
     # In the order of what must be known, so that --limit-s cuts off the rest.
-    sizes, rounds, limit_s = ("64,gpt2,resnet50,1024", "5", "55") if on_gpu else ("1", "3", "180")
+    sizes, rounds, limit_s = ("64,gpt2,resnet50,1024", "5", "45") if on_gpu else ("1", "3", "180")
     found: list[Part] = []
 
     def part(
@@ -146,15 +146,19 @@ def parts(device: str, gpus: int, folder: Path, unable: str | None) -> list[Part
     memcheck = (sanitizer or "", "--tool", "memcheck", "--error-exitcode", "9")
     no_tool = None if sanitizer else "no compute-sanitizer on this machine (it comes with the CUDA toolkit)"
     one_gpu = "one GPU: two ranks would wait for each other's turn on it" if gpus == 1 else None
-    part("kernels are right", 70, "gpu_check.py")
-    part("buffers of over 2^31 elements", 40, "gpu_large.py", absent=needs_gpu)
-    part("kernels under compute-sanitizer", 60, "gpu_check.py", "--small", absent=needs_gpu or no_tool, tool=memcheck)
-    part("kernels beside their peers", 85, "kernels.py", "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s)
-    part("a training step", 50, "step_gpu.py")
-    part("two workers, every transport", 60, "gpu_ranks.py")
-    part("communication beside DDP", 95, "gpu_ddp.py", absent=one_gpu)
+    part("kernels are right", 120, "gpu_check.py")
+    part("buffers of over 2^31 elements", 40, "gpu_check.py", "--large", absent=needs_gpu)
+    part("kernels under compute-sanitizer", 50, "gpu_check.py", "--small", absent=needs_gpu or no_tool, tool=memcheck)
+    part("kernels beside their peers", 75, "kernels.py", "--sizes", sizes, "--rounds", rounds, "--limit-s", limit_s)
+    few = ("--rounds", "15", "--steps", "3") if on_gpu else ("--rounds", "3", "--steps", "1")
+    part("a training step", 60, "step.py", "--workers", "1", "--micro-batches", "2", *few)
+    part("two workers, every transport", 50, "gpu_ranks.py")
+    beside = ("--workers", str(min(8, gpus)) if on_gpu else "2", "--micro-batches", "2", *few)
+    part("communication beside DDP", 60, "step.py", *beside, absent=one_gpu)
+    reproducible = (*beside, "--variants", "reproducible,reproducible-no-stats")
+    part("reproducible sums beside DDP", 60, "step.py", *reproducible, absent=one_gpu)
     part("growth, and workers killed", 75, "gpu_elastic.py")
-    part("a large state", 60, "gpu_state.py")
+    part("a large state", 50, "gpu_state.py")
     return found
 
 

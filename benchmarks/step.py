@@ -1,15 +1,18 @@
 """Whole optimizer steps, kfuse beside its peers: one machine, interleaved, paired.
 
     python benchmarks/step.py --json benchmarks/results/step.json
+    python benchmarks/step.py --device cuda --workers 1        on one GPU: an optimizer and statistics beside torch's
 
-Spawns the workers (gloo, one thread each), checks that all variants train the same model, then lets the variants take
-turns in blocks of a few steps, in an order shuffled anew each round, so that a drifting machine drifts for all of them.
-Ratios are formed within a round; reported is their median, with a bootstrap interval over rounds. See README.md.
+Spawns the workers (gloo, one thread each; on GPUs NCCL, one GPU each), checks that all variants train the same model,
+then lets the variants take turns in blocks of a few steps, in an order shuffled anew each round, so that a drifting
+machine drifts for all of them. Ratios are formed within a round; reported is their median, with a bootstrap interval
+over rounds. See README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import random
@@ -23,13 +26,22 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gpu_workers import ABSENT, place
 from machine import warn_if_busy
 from step_report import PAIRS, Pairs, report
 from step_variants import VARIANTS, Settings, Variant
 from workers import messages_from, set_torchrun_variables
 
-CHECK_STEPS, TOLERANCE = 6, 1e-4
-STEP_VARIANTS = tuple(VARIANTS)
+CHECK_STEPS = 6
+TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
+IN_BF16 = 5e-2
+"""How far losses may be from torch's: on a GPU matrix products are in bf16; with gradients in bf16 on the wire."""
+STEP_VARIANTS = tuple(name for name in VARIANTS if "bf16" not in name and name != "local-noise-scale")
+ALONE = ("local", "local-noise-scale", "allreduce", "allreduce-no-stats")
+ON_GPUS = ("local", "ddp", "ddp-bf16", "allreduce", "allreduce-bf16")
+"""Without reproducible ones: they turn deterministic algorithms on for the whole process. Choose them by themselves."""
+LARGE = {"layers": 12, "width": 768, "block": 256}
+"""The GPT of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,12 @@ def main() -> None:
 def measure(benchmark: str, description: str, default: tuple[str, ...], pairs: Pairs) -> None:
     """The command `benchmark`: reads its arguments, measures, reports. default: variants unless others are chosen."""
     arguments = _arguments(description, default)
+    if arguments.device == "cuda" and torch.cuda.device_count() < arguments.workers:
+        print("one GPU: two ranks would wait for each other's turn on it")
+        sys.exit(ABSENT)
     settings = Settings(
+        device=arguments.device,
+        **(LARGE if arguments.device == "cuda" else {}),
         workers=arguments.workers,
         samples=arguments.samples,
         micro_batches=arguments.micro_batches,
@@ -65,33 +82,30 @@ def measure(benchmark: str, description: str, default: tuple[str, ...], pairs: P
 
 def _run(settings: Settings, schedule: Schedule) -> dict[str, Any]:
     """Starts the workers, follows their progress, and returns what rank 0 hands back."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     messages: Any = mp.get_context("spawn").Queue()
     arguments = (settings, schedule, store.port, messages)
     workers = mp.spawn(_worker, arguments, nprocs=settings.workers, join=False)
     outcome: dict[str, Any] = {}
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task("starting", total=schedule.rounds)
-        for kind, value in messages_from(workers, messages):
-            if kind == "outcome":
-                outcome = value
-            else:
-                progress.update(task, description=kind, completed=value)
+    for kind, value in messages_from(workers, messages):
+        if kind == "outcome":
+            outcome = value
+        elif sys.stderr.isatty():
+            print(f"\r{kind} {value}/{schedule.rounds} ", end="", file=sys.stderr)
     return outcome
 
 
 def _worker(rank: int, settings: Settings, schedule: Schedule, port: int, messages: Any) -> None:
-    torch.set_num_threads(1)
     set_torchrun_variables(rank, settings.workers, port)
-    dist.init_process_group("gloo")
+    device = place(settings.device, rank, settings.workers)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     say = messages.put if rank == 0 else lambda message: None
     variants = {name: VARIANTS[name](settings, rank) for name in schedule.names}
     parameters = sum(p.numel() for p in next(iter(variants.values())).parameters)
     say(("checking", 0))
-    differences = _check(variants)
+    differences = _check(variants, TOLERANCE[settings.device])
     order = random.Random(settings.seed)
     measured: list[dict[str, tuple[float, ...]]] = []
     for done in range(schedule.rounds):
@@ -102,46 +116,74 @@ def _worker(rank: int, settings: Settings, schedule: Schedule, port: int, messag
     everyone: list[Any] = [None] * settings.workers
     dist.all_gather_object(everyone, measured)
     rounds = [{name: _mean([m[i][name] for m in everyone]) for name in variants} for i in range(schedule.rounds)]
-    say(("outcome", {"rounds": rounds, "loss_differences": differences, "parameters": parameters}))
+    variants.clear()
+    peaks = {name: _peak_bytes(name, settings, rank) for name in schedule.names}
+    outcome = {"rounds": rounds, "loss_differences": differences, "parameters": parameters, "peak_bytes": peaks}
+    say(("outcome", outcome))
     dist.barrier()
     messages.close()
     messages.join_thread()
     os._exit(0)  # the destructors of torch's DDP and gloo have been seen to hang, and to abort the process
 
 
-def _check(variants: dict[str, Variant]) -> dict[str, float]:
-    """The largest difference of each variant's losses to DDP's, over all workers. Raises RuntimeError if too large.
+def _peak_bytes(name: str, settings: Settings, rank: int) -> int | None:
+    """Bytes that torch allocates for two steps of a variant alone, NCCL's buffers not included; None on a CPU."""
+    if settings.device == "cpu":
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    variant = VARIANTS[name](settings, rank)
+    with variant.turn():
+        for _ in range(2):
+            variant.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
-    "local" averages nothing over workers, so its losses are its own.
+
+def _check(variants: dict[str, Variant], tolerance: float) -> dict[str, float]:
+    """The largest difference of each variant's losses to torch's, over all workers. Raises RuntimeError if too large.
+
+    "local" averages nothing over workers, so with several its losses are its own.
     """
     losses = {}
     for name, variant in variants.items():
         with variant.turn():
-            values = torch.stack([variant.step() for _ in range(CHECK_STEPS)])
+            values = torch.stack([variant.step() for _ in range(CHECK_STEPS)]).float()
         dist.all_reduce(values)
         losses[name] = values / dist.get_world_size()
-    compared = {name: value for name, value in losses.items() if name != "local"}
-    differences = {name: float((value - losses["ddp"]).abs().max()) for name, value in compared.items()}
-    if losses["ddp"][-1] >= losses["ddp"][0]:
-        raise RuntimeError(f"the model does not learn: losses {losses['ddp'].tolist()}")
-    wrong = {name: difference for name, difference in differences.items() if not difference <= TOLERANCE}
+    base = losses["ddp"] if "ddp" in losses else losses["local"]
+    compared = {name: value for name, value in losses.items() if name != "local" or "ddp" not in losses}
+    differences = {name: float((value - base).abs().max()) for name, value in compared.items()}
+    if base[-1] >= base[0]:
+        raise RuntimeError(f"the model does not learn: losses {base.tolist()}")
+    allowed = {name: IN_BF16 if "bf16" in name else tolerance for name in differences}
+    wrong = {name: difference for name, difference in differences.items() if not difference <= allowed[name]}
     if wrong:
-        raise RuntimeError(f"these variants do not train the model that ddp trains (largest loss difference): {wrong}")
+        raise RuntimeError(f"these variants do not train what torch trains (largest loss difference): {wrong}")
     return differences
 
 
-def _block(variant: Variant, steps: int) -> tuple[float, float, float]:
-    """Seconds a step, the part of it that was exposed after backward, and this worker's CPU seconds (all threads)."""
+def _block(variant: Variant, steps: int) -> tuple[float, ...]:
+    """Of a step, seconds: all; exposed after backward; this worker's CPU (all threads); the host until all is enqueued.
+
+    On a GPU `exposed` is the host's part of it.
+    """
+    wait = torch.cuda.synchronize if variant.device.type == "cuda" else lambda: None
     with variant.turn():
         dist.barrier()
         variant.step()
+        wait()
         exposed = 0.0
         started, started_cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             variant.step()
             exposed += variant.exposed_s
+        enqueued = time.perf_counter() - started
+        wait()
         elapsed, cpu = time.perf_counter() - started, time.process_time() - started_cpu
-    return elapsed / steps, exposed / steps, cpu / steps
+    return elapsed / steps, exposed / steps, cpu / steps, enqueued / steps
 
 
 def _mean(measured: list[tuple[float, ...]]) -> tuple[float, ...]:
@@ -155,7 +197,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _arguments(description: str, default: tuple[str, ...]) -> argparse.Namespace:
     parser = _Parser(description=description.splitlines()[0])
-    parser.add_argument("--workers", type=_at_least(2), default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--workers", type=_at_least(1), default=2)
     parser.add_argument("--micro-batches", type=_at_least(1), default=1, help="a worker's micro-batches a step")
     parser.add_argument("--samples", type=_at_least(1), default=8, help="sequences a micro-batch")
     parser.add_argument("--rounds", type=_at_least(3), default=60)
@@ -163,10 +206,14 @@ def _arguments(description: str, default: tuple[str, ...]) -> argparse.Namespace
     parser.add_argument(
         "--bucket-mb", type=_positive, default=Settings.bucket_mb, help="of kfuse; DDP keeps its default"
     )
-    parser.add_argument("--variants", type=_names, default=default, help=f"comma-separated: {', '.join(VARIANTS)}")
+    parser.add_argument("--variants", type=_names, help=f"comma-separated: {', '.join(VARIANTS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write settings, machine and all measurements here")
     arguments = parser.parse_args()
+    if arguments.variants is None:
+        arguments.variants = ALONE if arguments.workers == 1 else ON_GPUS if arguments.device == "cuda" else default
+    base = {"local"} | ({"ddp"} if arguments.workers > 1 else set())  # what all others are measured against
+    arguments.variants = tuple(name for name in VARIANTS if name in base.union(arguments.variants))
     if "ddp-adascale" in arguments.variants and importlib.util.find_spec("fairscale") is None:
         parser.error("ddp-adascale needs fairscale: pip install fairscale, or choose other --variants")
     return arguments
@@ -189,12 +236,12 @@ def _positive(text: str) -> float:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """The chosen variants; the two that all others are measured against are always among them."""
-    chosen = text.split(",")
+    """The chosen variants."""
+    chosen = tuple(text.split(","))
     for name in chosen:
         if name not in VARIANTS:
             raise argparse.ArgumentTypeError(f"{name!r} is not a variant; allowed are {', '.join(VARIANTS)}")
-    return tuple(name for name in VARIANTS if name in chosen or name in ("local", "ddp"))
+    return chosen
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ PAIRS: Pairs = (
     ("reproducible", "reproducible-no-stats"),
     ("allreduce", "ddp-adascale"),
     ("allreduce", "ddp-noise-scale"),
+    ("allreduce", "local-noise-scale"),
+    ("allreduce-bf16", "ddp-bf16"),
     ("reproducible", "allreduce"),
 )
 RESAMPLES = 2000
@@ -35,17 +37,21 @@ def report(
 ) -> None:
     """Prints the tables; writes all numbers to `path`, where one is given. compared: variants in pairs."""
     names = list(outcome["rounds"][0])
-    seconds = {name: np.array([r[name][0] for r in outcome["rounds"]]) for name in names}
-    exposed = {name: np.array([r[name][1] for r in outcome["rounds"]]) for name in names}
-    cpu = {name: np.array([r[name][2] for r in outcome["rounds"]]) for name in names}
+    seconds, exposed, cpu, host = (
+        {name: np.array([r[name][what] for r in outcome["rounds"]]) for name in names} for what in range(4)
+    )
+    base = "ddp" if "ddp" in names else "local"
+    on_gpu = settings.device == "cuda"
     variants = {
         name: {
             "step_ms": _median_ms(seconds[name]),
-            "to_ddp": median_interval(seconds[name] / seconds["ddp"]),
+            f"to_{base}": median_interval(seconds[name] / seconds[base]),
             "exposed_ms": _median_ms(exposed[name]),
             "over_local_ms": _median_ms(seconds[name] - seconds["local"]),
             "cpu_ms": _median_ms(cpu[name]),
-            "cpu_to_ddp": median_interval(cpu[name] / cpu["ddp"]),
+            f"cpu_to_{base}": median_interval(cpu[name] / cpu[base]),
+            "host_ms": _median_ms(host[name]) if on_gpu else None,
+            "peak_gib": round(outcome["peak_bytes"][name] / 2**30, 3) if on_gpu else None,
         }
         for name in names
     }
@@ -54,7 +60,7 @@ def report(
         for a, b in compared
         if a in names and b in names
     }
-    _print(variants, pairs, settings, outcome, rounds, steps)
+    _print(variants, base, pairs, settings, outcome, rounds, steps)
     if path is None:
         return
     record = {
@@ -65,7 +71,7 @@ def report(
         "settings": {**asdict(settings), "rounds": rounds, "steps": steps, "parameters": outcome["parameters"]},
         "variants": variants,
         "pairs": pairs,
-        "largest_loss_difference_to_ddp": outcome["loss_differences"],
+        "largest_loss_difference": outcome["loss_differences"],
         "step_ms_by_round": {name: np.round(1e3 * seconds[name], 2).tolist() for name in names},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,34 +91,32 @@ def median_interval(ratios: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _print(
-    variants: dict[str, Any], pairs: dict[str, Any], s: Settings, outcome: dict[str, Any], rounds: int, steps: int
+    variants: dict[str, Any],
+    base: str,
+    pairs: dict[str, Any],
+    s: Settings,
+    outcome: dict[str, Any],
+    rounds: int,
+    steps: int,
 ) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    console.print(
-        f"{s.workers} workers; GPT of {outcome['parameters'] / 1e6:.1f} M parameters; a worker's step has "
+    print(
+        f"{s.workers} workers on {s.device}; GPT of {outcome['parameters'] / 1e6:.1f} M parameters; a worker's step: "
         f"{s.micro_batches} x {s.samples} sequences of {s.block} tokens; medians of {rounds} rounds of {steps} steps; "
-        f"losses differ from ddp's by at most {max(outcome['loss_differences'].values()):.1e}",
-        highlight=False,
+        f"losses differ from {base}'s by at most {max(outcome['loss_differences'].values()):.1e}"
     )
-    table = Table(box=SIMPLE, padding=0)
-    for column in ("variant", "step ms", "to ddp", "95 %", "exposed", "+local", "cpu/ddp"):
-        table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
+    print(
+        f"{'variant':<22} {'step ms':>9} {f'to {base}':>9} {'95 %':>13} {'exposed':>8} {'+local':>8} "
+        f"{'cpu':>7} {'host ms':>8} {'peak GiB':>9}"
+    )
     for name, v in variants.items():
-        numbers = f"{v['exposed_ms']:.1f}", f"{v['over_local_ms']:.1f}", f"{v['cpu_to_ddp']['median']:.3f}"
-        table.add_row(name, f"{v['step_ms']:.1f}", *_ratio(v["to_ddp"]), *numbers)
-    console.print(table)
-    if pairs:
-        other = Table(box=SIMPLE, padding=0)
-        for column in ("pair", "ratio", "95 %", "cpu ratio"):
-            other.add_column(column, justify="left" if column == "pair" else "right", no_wrap=True)
-        for name, pair in pairs.items():
-            other.add_row(name, *_ratio(pair["step"]), f"{pair['cpu']['median']:.3f}")
-        console.print(other)
+        on_gpu = [f"{v[key]:.2f}" if v[key] is not None else "-" for key in ("host_ms", "peak_gib")]
+        print(
+            f"{name:<22} {v['step_ms']:>9.1f} {_ratio(v[f'to_{base}'])} {v['exposed_ms']:>8.1f} "
+            f"{v['over_local_ms']:>8.1f} {v[f'cpu_to_{base}']['median']:>7.3f} {on_gpu[0]:>8} {on_gpu[1]:>9}"
+        )
+    for name, pair in pairs.items():
+        print(f"{name:<32} {_ratio(pair['step'])}, cpu {pair['cpu']['median']:.3f}")
 
 
-def _ratio(ratio: dict[str, float]) -> tuple[str, str]:
-    return f"{ratio['median']:.3f}", f"{ratio['low']:.3f}-{ratio['high']:.3f}"
+def _ratio(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:>9.3f} {ratio['low']:.3f}-{ratio['high']:.3f}"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
@@ -49,6 +50,13 @@ class Settings:
     width: int = 256
     block: int = 64
     seed: int = 0
+    device: str = "cpu"
+    """cpu | cuda"""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """This worker's: `gpu_workers.place` has made it the one that kfuse chooses."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
 
 class Variant(ABC):
@@ -61,12 +69,14 @@ class Variant(ABC):
     def __init__(self, settings: Settings, rank: int) -> None:
         self.settings, self.rank = settings, rank
         torch.manual_seed(settings.seed)
-        gpt = GPT(VOCABULARY, settings.block, settings.layers, 4, settings.width, dropout=0.0)
+        self.device = settings.torch_device
+        shape = (VOCABULARY, settings.block, settings.layers, settings.width // 64, settings.width)
+        gpt = GPT(*shape, dropout=0.0).to(self.device)
         for last in (gpt.tokens.weight, gpt.positions.weight):  # one of these gets its gradient last
             last.register_post_accumulate_grad_hook(self._gradient_is_there)
         self.model: nn.Module = gpt
         self.parameters = list(gpt.parameters())
-        self._pool = _token_pool(settings, rank)
+        self._pool = [tokens.to(self.device) for tokens in _token_pool(settings, rank)]
         self._steps = 0
         self._last_gradient = 0.0
         self.exposed_s = 0.0
@@ -78,12 +88,14 @@ class Variant(ABC):
         """One optimizer step; returns the mean of this worker's losses."""
         self.begin()
         count = self.settings.micro_batches
-        total = torch.zeros(())
+        total = torch.zeros((), device=self.device)
         for j in range(count):
             tokens = self._pool[(self._steps * count + j) % POOL]
             with self.micro_batch(last=j == count - 1):
-                logits = self.model(tokens[:, :-1])
-                loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+                # As one trains on a GPU: matrix products in bf16, parameters and gradients in fp32.
+                with torch.autocast("cuda", torch.bfloat16, enabled=tokens.is_cuda):
+                    logits = self.model(tokens[:, :-1])
+                    loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
                 self.backward(loss)
             total += loss.detach()
         self.exposed_s = time.perf_counter() - self._last_gradient
@@ -123,6 +135,35 @@ class Local(Variant):
         self.optimizer.zero_grad()
 
 
+class LocalNoiseScale(Local):
+    """The same with a noise scale in foreach operations: each micro-batch's own norm, so gradients add up apart."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__(settings, rank)
+        self._total = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self._squares = torch.zeros((), device=self.device)
+        self._means = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        self._squares += torch.stack(torch._foreach_norm(grads)).square().sum()
+        torch._foreach_add_(self._total, grads, alpha=1 / self.settings.micro_batches)
+        self.optimizer.zero_grad()
+
+    def update(self) -> None:
+        few, count = self.settings.samples, self.settings.micro_batches
+        mean = torch.stack(torch._foreach_norm(self._total)).square().sum().double()
+        variance = (few * self._squares.double() - few * count * mean) / max(1, count - 1)
+        self._means.lerp_(torch.stack([variance, mean - variance / (few * count)]), 0.05)  # read when wanted
+        for parameter, total in zip(self.parameters, self._total, strict=True):
+            parameter.grad = total
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch._foreach_zero_(self._total)
+        self._squares.zero_()
+
+
 class DDP(Local):
     """torch's DistributedDataParallel with fused AdamW, its gradients views of its buckets.
 
@@ -131,11 +172,20 @@ class DDP(Local):
 
     def __init__(self, settings: Settings, rank: int) -> None:
         super().__init__(settings, rank)
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
         self.model = self.ddp
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.ddp.no_sync()
+
+
+class DDPInBf16(DDP):
+    """The same with torch's hook that sends gradients in bf16, which gloo refuses."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        super().__init__(settings, rank)
+        self.ddp.register_comm_hook(None, bf16_compress_hook)
 
 
 class AdaScale(DDP):
@@ -161,7 +211,7 @@ class NoiseScale(DDP):
 
     def __init__(self, settings: Settings, rank: int) -> None:
         super().__init__(settings, rank)
-        self._local_sq = torch.zeros(())
+        self._local_sq = torch.zeros((), device=self.device)
         self._means = [0.0, 0.0]
         self.noise_scale = float("nan")
         self.ddp.register_comm_hook(None, self._reduce)
@@ -193,9 +243,10 @@ class NoiseScale(DDP):
 class Kfuse(Variant):
     """kfuse's fused AdamW. With statistics, the host digests a step's record one step later, as the trainer does."""
 
-    def __init__(self, settings: Settings, rank: int, *, schedule: str, reproducible: bool, statistics: bool) -> None:
+    def __init__(self, settings: Settings, rank: int, *, statistics: bool, **comm: Any) -> None:
+        """comm: kf.CommOptions."""
         super().__init__(settings, rank)
-        new_session(kf.CommOptions(schedule=schedule, reproducible=reproducible, bucket_mb=settings.bucket_mb))
+        new_session(kf.CommOptions(bucket_mb=settings.bucket_mb, **comm))
         self.statistics = statistics
         self.optimizer = kf.FusedAdamW(self.parameters, lr=LR)
         count = settings.micro_batches
@@ -250,19 +301,20 @@ def pack_only(
             torch.mul(grad.reshape(-1), scale, out=segment)
 
 
-def _kfuse(schedule: str, reproducible: bool = False, statistics: bool = True) -> Any:
-    return lambda settings, rank: Kfuse(
-        settings, rank, schedule=schedule, reproducible=reproducible, statistics=statistics
-    )
+def _kfuse(schedule: str, statistics: bool = True, **comm: Any) -> Any:
+    return lambda settings, rank: Kfuse(settings, rank, schedule=schedule, statistics=statistics, **comm)
 
 
 VARIANTS = {
     "local": Local,
+    "local-noise-scale": LocalNoiseScale,
     "ddp": DDP,
+    "ddp-bf16": DDPInBf16,
     "ddp-adascale": AdaScale,
     "ddp-noise-scale": NoiseScale,
     "allreduce": _kfuse("allreduce"),
     "allreduce-no-stats": _kfuse("allreduce", statistics=False),
+    "allreduce-bf16": _kfuse("allreduce", dtype="bf16"),
     "reproducible": _kfuse("all_to_all", reproducible=True),
     "reproducible-no-stats": _kfuse("all_to_all", reproducible=True, statistics=False),
     "auto": _kfuse("auto"),
