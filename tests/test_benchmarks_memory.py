@@ -34,7 +34,7 @@ def expected(ranges: Sequence[range]) -> float:
     return bytes_a_parameter(ranges) - 4 * len(max(plans, key=lambda plan: plan.slots).pieces) / 2
 
 
-@pytest.mark.parametrize(("total", "workers"), [(2, 2), (7, 2), (18, 2), (10, 3), (20, 3), (33, 5), (13, 8), (40, 16)])
+@pytest.mark.parametrize(("total", "workers"), [(7, 2), (20, 3), (13, 8)])
 def test_a_worker_holds_what_the_formula_says(memory: ModuleType, total: int, workers: int) -> None:
     row = memory.reproducible(workers, total)
     assert row["counted"] == pytest.approx(expected(aligned_ranges(total, workers)), abs=PADDING)

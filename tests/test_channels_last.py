@@ -58,9 +58,15 @@ def fused(kind: str, net: nn.Module) -> Any:
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("of_gradients", [LAST, torch.contiguous_format], ids=["last", "contiguous"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("kind", "of_gradients", "dtype"),
+    [
+        ("adamw", LAST, torch.bfloat16),
+        ("adamw", torch.contiguous_format, torch.float32),
+        ("sgd", LAST, torch.float32),
+    ],
+    ids=str,
+)
 def test_the_same_updates_as_of_a_contiguous_model(kind: str, of_gradients: Any, dtype: torch.dtype) -> None:
     """Bit by bit, from the same gradients, whatever the gradients' own layout."""
     net, twin = network(dtype=dtype), network(torch.contiguous_format, dtype)
@@ -78,19 +84,6 @@ def test_the_same_updates_as_of_a_contiguous_model(kind: str, of_gradients: Any,
         opt.zero_grad(), other.zero_grad()
     assert strides(net) == before
     assert params_sha256(net) == params_sha256(twin), "a fingerprint of values, not of their places"
-
-
-def test_lamb_has_the_same_norms_but_for_rounding() -> None:
-    net, twin = network(), network(torch.contiguous_format)
-    opt, other = fused("lamb", net), fused("lamb", twin)
-    for step in range(3):
-        for each in (net, twin):
-            for p, g in zip(each.parameters(), random_gradients(net, step), strict=True):
-                p.grad = g
-        opt.step(), other.step()
-        opt.zero_grad(), other.zero_grad()
-    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 def test_micro_batches_are_those_of_torchs_adamw() -> None:
@@ -128,13 +121,12 @@ def test_parameters_that_some_steps_do_not_use() -> None:
     assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("fused_by_torch", [False, True])
-def test_a_wrapped_optimizer(fused_by_torch: bool) -> None:
+def test_a_wrapped_optimizer() -> None:
     """The same bits as torch alone: gradients have the parameters' strides, which fused updates take for granted."""
     net = network()
     twin = copy.deepcopy(net)
-    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused_by_torch))
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=fused_by_torch)
+    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True))
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
     for step in range(3):
         backward(net, step), backward(twin, step)
         opt.step(), plain.step()
@@ -144,8 +136,8 @@ def test_a_wrapped_optimizer(fused_by_torch: bool) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [torch.randn(3, 4).t(), torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(1, 4, 2, 2).to(memory_format=LAST)],
-    ids=["transposed", "permuted", "one image"],
+    [torch.randn(2, 3, 4).permute(2, 0, 1), torch.randn(1, 4, 2, 2).to(memory_format=LAST)],
+    ids=["permuted", "one image"],
 )
 def test_any_dense_layout(values: Tensor) -> None:
     p, q = nn.Parameter(values.clone()), nn.Parameter(values.clone().contiguous())
@@ -242,11 +234,10 @@ def test_a_fused_optimizer_keeps_its_layout_and_says_so(caplog: Any) -> None:
     assert len(said) == 1 and "another memory layout than when FusedAdamW was made" in said[0]
 
 
-@pytest.mark.parametrize("fused_by_torch", [False, True])
-def test_a_wrapped_optimizer_follows(fused_by_torch: bool) -> None:
+def test_a_wrapped_optimizer_follows() -> None:
     """torch's fused update pairs elements by their places, in silence: its gradients must be laid out anew."""
     net, twin = network(torch.contiguous_format), network(torch.contiguous_format)
-    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused_by_torch))
+    opt = kf.Optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True))
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     net.to(memory_format=LAST)
     for step in range(2):
@@ -291,14 +282,15 @@ def reproducible(dtype: torch.dtype, audit_every: int | None = None, run_dir: Pa
     return str(summary["params_sha256"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_for_any_number_of_workers(dtype: torch.dtype) -> None:
-    assert len({sha for n in (1, 2, 3) for sha in run_workers(n, reproducible, dtype)}) == 1
+def test_the_same_bits_for_any_number_of_workers() -> None:
+    assert len({sha for n in (1, 3) for sha in run_workers(n, reproducible, torch.bfloat16)}) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_second_run_of_a_micro_batch_has_the_same_digest(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_second_run_of_a_micro_batch_has_the_same_digest(tmp_path: Path) -> None:
     """An audit accuses nobody, though buckets and p.grad have the elements in different orders."""
-    assert run_workers(2, reproducible, dtype, 1, tmp_path / "run") == run_workers(2, reproducible, dtype)
+    assert (
+        run_workers(2, reproducible, torch.float32, 1, tmp_path / "run")
+        == run_workers(1, reproducible, torch.float32) * 2
+    )
     kinds = {event["kind"] for event in read_lines(tmp_path / "run" / "events.jsonl")}
     assert kinds and "corruption" not in kinds

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from test_sum_tree import canonical_sum, tree_sum
 
 from kfuse.comm.ranges import aligned_ranges, bound, bytes_a_parameter
-from kfuse.comm.sum_tree import plan_range
 from kfuse.data.sampler import EpochSampler, micro_batch_sizes, worker_range
 from kfuse.train.step import StepSamples
 
@@ -52,12 +51,10 @@ def test_the_bytes_are_bounded(step: tuple[int, int]) -> None:
         check_bytes(total, workers)
 
 
-@pytest.mark.parametrize(
-    "step", [(64, 3), (100, 8), (18, 2), (20, 3), (33, 5), (65, 5), (129, 5), (255, 63), (256, 64)]
-)
-def test_the_hardest_steps_are_bounded(step: tuple[int, int]) -> None:
+def test_the_hardest_steps_are_bounded() -> None:
     """With equal shares some of these need up to 51 bytes."""
-    check_bytes(*step)
+    for step in ((64, 3), (100, 8), (18, 2), (20, 3), (33, 5), (65, 5), (129, 5), (255, 63), (256, 64)):
+        check_bytes(*step)
 
 
 @pytest.mark.long
@@ -74,7 +71,7 @@ def test_all_steps_of_up_to_256_micro_batches_on_up_to_64_workers_are_bounded() 
     assert 0 < larger < 2700, "shares are larger than equal ones where there is no need"
 
 
-@pytest.mark.parametrize(("workers", "most"), [(2, 40), (3, 22), (4, 19)])
+@pytest.mark.parametrize(("workers", "most"), [(2, 30), (3, 20)])
 def test_no_other_ranges_are_better(workers: int, most: int) -> None:
     """Against every way to cut a step: first the largest share, then the bytes."""
     for total in range(workers, most):
@@ -95,13 +92,6 @@ def test_all_workers_find_the_same_and_find_it_once() -> None:
     aligned_ranges.cache_clear()
     assert aligned_ranges(10_000, 4096) == first
     assert largest(first) == 3 and bytes_a_parameter(first) <= bound(10_000, 4096)
-
-
-def test_powers_of_two_have_one_subtree_each() -> None:
-    for total, workers in itertools.product((8, 64, 256), (2, 4, 8)):
-        ranges = aligned_ranges(total, workers)
-        assert {len(r) for r in ranges} == {total // workers}
-        assert all(len(plan_range(r.start, len(r), total).pieces) == 1 for r in ranges)
 
 
 @given(steps, st.integers(0, 2**32 - 1))

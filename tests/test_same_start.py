@@ -42,22 +42,19 @@ def start_of(net: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
-def fitted(kind: str) -> tuple[dict[str, Tensor], str]:
+def fitted() -> tuple[dict[str, Tensor], str]:
     kf.init()
     net = network(kf.rank())
-    opt: Any = (
-        kf.FusedAdamW(net.parameters()) if kind == "fused" else kf.Optimizer(torch.optim.SGD(net.parameters(), 0.1))
-    )
+    opt = kf.Optimizer(torch.optim.SGD(net.parameters(), 0.1))
     summary = kf.fit(net, problem(), opt, batch_size=16, micro_batch=4)
     assert summary is not None
     return start_of(net), summary["params_sha256"]
 
 
-@pytest.mark.parametrize("kind", ["fused", "wrapped"])
-def test_fit_starts_from_rank_0s_model(kind: str) -> None:
+def test_fit_starts_from_rank_0s_model() -> None:
     """The same parameters, frozen ones and buffers too, as of rank 0's model trained alone (but for rounding)."""
-    (alone, _), *_ = run_workers(1, fitted, kind)
-    results = run_workers(2, fitted, kind)
+    (alone, _), *_ = run_workers(1, fitted)
+    results = run_workers(2, fitted)
     for state, sha in results:
         assert sha == results[0][1]
         for name, value in state.items():
@@ -65,51 +62,24 @@ def test_fit_starts_from_rank_0s_model(kind: str) -> None:
             assert torch.allclose(value.double(), alone[name].double(), rtol=1e-4, atol=1e-5), name
 
 
-def own_loop(tracked: bool) -> dict[str, Tensor]:
+def own_loop() -> dict[str, Tensor]:
     kf.init()
     net = network(kf.rank())
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    if tracked:
-        opt.sync_buffers(net)
+    opt.sync_buffers(net)
     x, y = problem()
     mine = slice(kf.rank(), None, kf.size())
     for _ in range(5):
         F.cross_entropy(net(x[mine]), y[mine]).backward()
         opt.step()
         opt.zero_grad()
-    found = {name: p.detach() for name, p in net.named_parameters()}
-    return found | (dict(net.named_buffers()) if tracked else {})
+    return net.state_dict()
 
 
-@pytest.mark.parametrize("tracked", [False, True])
-def test_a_loop_of_ones_own_starts_from_rank_0s_parameters(tracked: bool) -> None:
-    first, second = run_workers(2, own_loop, tracked)
+def test_a_loop_of_ones_own_starts_from_rank_0s_parameters() -> None:
+    first, second = run_workers(2, own_loop)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
-
-
-def one_bare_step(start: dict[str, Tensor]) -> tuple[list[float], list[float]]:
-    """BatchNorm's running mean after one step of a bare loop, and after this rank's forward alone."""
-    kf.init()
-    x, y = problem()
-    means = []
-    for distributed in (False, True):
-        net = network(0)
-        net.load_state_dict(start)
-        if distributed:
-            opt = kf.FusedSGD(net.parameters(), lr=0.1)
-            opt.sync_buffers(net)
-        F.cross_entropy(net(x[kf.rank() :: 2]), y[kf.rank() :: 2]).backward()
-        if distributed:
-            opt.step()
-        means.append(net[1].running_mean.tolist())
-    return means[1], means[0]
-
-
-def test_a_bare_loops_buffers_are_the_ranks_mean() -> None:
-    (first, alone_0), (second, alone_1) = run_workers(2, one_bare_step, start_of(network(0)))
-    assert first == second and alone_0 != alone_1
-    assert first == pytest.approx([(a + b) / 2 for a, b in zip(alone_0, alone_1, strict=True)], rel=1e-5, abs=1e-7)
 
 
 def other_shapes() -> None:
@@ -149,7 +119,6 @@ def fit_with(arguments: dict[str, Any], cut: int) -> None:
     ("arguments", "cut", "told"),
     [
         ({"seed": 1}, 0, "seed 1 here, 0 there"),
-        ({"micro_batch": 2}, 0, "micro_batch 2 here, 4 there"),
         ({}, 3, "samples of data"),
     ],
 )
@@ -244,8 +213,7 @@ def diverge(what: str, every: int, how: str) -> list[int]:
     return []
 
 
-@pytest.mark.parametrize("how", ["bare", "loader"])
-@pytest.mark.parametrize("what", ["parameter", "rate"])
+@pytest.mark.parametrize(("what", "how"), [("parameter", "loader"), ("rate", "bare")])
 def test_workers_that_differ_end_within_two_checks(what: str, how: str) -> None:
     results = run_workers(2, diverge, what, 5, how)
     assert results[0] == results[1] != [], "no rank noticed"
@@ -263,16 +231,14 @@ def test_an_elastic_job_whose_workers_differ_ends_in_one_line(tmp_path: Path) ->
     assert len(job.views) == 1  # nobody was replaced
 
 
-def unusual_layouts(kind: str) -> tuple[list[float], list[float]]:
+def unusual_layouts() -> tuple[list[float], list[float]]:
     """Buffers that repeat their elements, and parameters whose layout changes after the optimizer was made."""
     kf.init()
     torch.manual_seed(kf.rank())
     net = nn.Conv2d(3, 4, 3)
     net.register_buffer("counts", torch.full((1,), kf.rank()).expand(4))
     net.register_buffer("scales", torch.full((1, 2), float(kf.rank())).expand(3, 2))
-    opt: Any = kf.FusedSGD(net.parameters(), 0.1)
-    if kind == "wrapped":
-        opt = kf.Optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    opt = kf.FusedSGD(net.parameters(), 0.1)
     opt.sync_buffers(net)
     net.to(memory_format=torch.channels_last)
     for _ in range(2):
@@ -283,9 +249,8 @@ def unusual_layouts(kind: str) -> tuple[list[float], list[float]]:
     return net.weight.flatten().tolist(), net.bias.tolist()
 
 
-@pytest.mark.parametrize("kind", ["fused", "wrapped"])
-def test_expanded_buffers_and_other_memory_formats(kind: str) -> None:
-    one, other = run_workers(2, unusual_layouts, kind)
+def test_expanded_buffers_and_other_memory_formats() -> None:
+    one, other = run_workers(2, unusual_layouts)
     assert one == other
 
 
