@@ -80,7 +80,6 @@ class AutoscalePolicy(ConfiguredPolicy):
         """Seconds of steps since it began to ask for the goal."""
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns workers."""
         return ("workers",)
 
     def decide(self, signals: Signals) -> Decision | None:

@@ -42,32 +42,26 @@ class ComposePolicy(BasePolicy):
         self.grows_when_input_bound = bool(owners) and owners[0].grows_when_input_bound
 
     def before_train(self) -> None:
-        """Calls that of each policy."""
         for part in self._parts.values():
             part.before_train()
 
     def before_epoch(self) -> None:
-        """Calls that of each policy."""
         for part in self._parts.values():
             part.before_epoch()
 
     def before_step(self) -> None:
-        """Calls that of each policy."""
         for part in self._parts.values():
             part.before_step()
 
     def after_step(self) -> None:
-        """Calls that of each policy."""
         for part in self._parts.values():
             part.after_step()
 
     def after_epoch(self) -> None:
-        """Calls that of each policy."""
         for part in self._parts.values():
             part.after_epoch()
 
     def after_train(self) -> None:
-        """Calls that of each policy."""
         for part in self._parts.values():
             part.after_train()
 
@@ -88,7 +82,6 @@ class ComposePolicy(BasePolicy):
         return common
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns those of all of them."""
         return tuple(dict.fromkeys(name for part in self._parts.values() for name in part.owned_fields()))
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,5 +48,4 @@ class CriticalBatchPolicy(ConfiguredPolicy):
         return {"scaling": ("sqrt", "linear", "adascale")}
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns batch_size."""
         return ("batch_size",)

@@ -77,5 +77,4 @@ class CurvaturePolicy(ConfiguredPolicy):
             self.scale, self.reference = min(self.scale / self.factor, 1.0), now
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns lr_scale."""
         return ("lr_scale",)

@@ -92,5 +92,4 @@ class GNSPolicy(ConfiguredPolicy):
         return min(max(wanted, signals.bounds.workers_min), signals.bounds.workers_max)
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns batch_size and workers."""
         return "batch_size", "workers"

@@ -104,7 +104,6 @@ class GoodputPolicy(ConfiguredPolicy):
         return [(k, n, statistics.median(times)) for (k, n), times in pairs if len(times) >= _LEAST_TIMES]
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns batch_size and workers."""
         return ("batch_size", "workers")
 
     def _best(

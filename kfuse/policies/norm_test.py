@@ -50,5 +50,4 @@ class NormTestPolicy(ConfiguredPolicy):
         return Decision(batch_size=grown) if grown > batch and needed > batch else None
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns batch_size."""
         return ("batch_size",)

@@ -86,7 +86,6 @@ class SchedulePolicy(BasePolicy):
         return None if changed.is_empty else changed
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns what the phases set."""
         fields = self._asked(max((start for start, _ in self._phases), default=0))
         return tuple(name for name in sorted(_SETTINGS) if getattr(fields, name) is not None)
 

@@ -80,5 +80,4 @@ class SeesawPolicy(ConfiguredPolicy):
         return {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns batch_size and lr_scale."""
         return "batch_size", "lr_scale"

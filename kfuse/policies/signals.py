@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kfuse.statistics.figures import FIGURES, METRICS, Measured, StepSettings
+from kfuse.statistics.figures import FIGURES, METRICS, Measured, StepSettings, optional, required
 
 BATCH_MAX = 2**24
 """Largest batch size, in samples: float32 holds every whole number up to it."""
@@ -38,11 +38,6 @@ class Bounds:
             raise ValueError(f"batch.max={self.batch_max}: must be at most {BATCH_MAX}")
 
 
-def _about(unit: str, help: str) -> dict[str, str]:
-    """The description of a field of `Signals`, like those of FIGURES."""
-    return {"unit": unit, "help": help}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Signals(Measured, StepSettings):
     """One finished optimizer step, as policies see it. Identical on every worker; None is "unknown".
@@ -51,51 +46,38 @@ class Signals(Measured, StepSettings):
     """
 
     step: int = field(metadata=FIGURES["step"])
-    micro_batch: int = field(
-        metadata=_about("samples", "Samples of a micro-batch of the first steps: the unit the batch size changes by")
+    micro_batch: int = required(
+        "samples", "Samples of a micro-batch of the first steps: the unit the batch size changes by"
     )
-    throughput: tuple[float | None, ...] = field(
-        default=(),
-        metadata=_about("", "By rank, micro-batches a second over the median worker's; below 0.8 one is a straggler"),
+    throughput: tuple[float | None, ...] = optional(
+        "", "By rank, micro-batches a second over the median worker's; below 0.8 one is a straggler", default=()
     )
-    corrupt_workers: tuple[int, ...] = field(
-        default=(), metadata=_about("", "Ranks of workers that audits found to compute wrongly; see `comm.audit_every`")
+    corrupt_workers: tuple[int, ...] = optional(
+        "", "Ranks of workers that audits found to compute wrongly; see `comm.audit_every`", default=()
     )
-    previous_step_time_s: float | None = field(
-        default=None,
-        metadata=_about(
-            "s",
-            "Wall time of the previous step on the leader, if it had the same batch size, in full, and as many workers",
-        ),
+    previous_step_time_s: float | None = optional(
+        "s", "Wall time of the previous step on the leader, if it had the same batch size, in full, and as many workers"
     )
-    previous_data_wait_s: float | None = field(
-        default=None, metadata=_about("s", "Part of previous_step_time_s that the leader waited for data")
+    previous_data_wait_s: float | None = optional("s", "Part of previous_step_time_s that the leader waited for data")
+    eval_accuracy: float | None = optional("", "The latest evaluation's accuracy, in [0, 1]")
+    under_interference: bool | None = optional(
+        "", "Whether messages are below 0.8 of their usual throughput, by a majority of the workers"
     )
-    eval_accuracy: float | None = field(
-        default=None, metadata=_about("", "The latest evaluation's accuracy, in [0, 1]")
+    link_latencies: tuple[tuple[float, ...], ...] | None = optional(
+        "s", "By rank and rank, time of a short message; as last measured in this view"
     )
-    under_interference: bool | None = field(
-        default=None,
-        metadata=_about("", "Whether messages are below 0.8 of their usual throughput, by a majority of the workers"),
+    link_throughputs: tuple[tuple[float | None, ...], ...] | None = optional(
+        "B/s", "By rank and rank; None from a rank to itself"
     )
-    link_latencies: tuple[tuple[float, ...], ...] | None = field(
-        default=None, metadata=_about("s", "By rank and rank, time of a short message; as last measured in this view")
+    base_batch_size: int | None = optional("samples", "The configured batch size, for which the learning rate is meant")
+    epoch_samples: int | None = optional(
+        "samples",
+        "Samples of an epoch; its last step has what is left of them. Unknown for a stream, and in a run that was "
+        "resumed with another number of samples than its epochs before had",
     )
-    link_throughputs: tuple[tuple[float | None, ...], ...] | None = field(
-        default=None, metadata=_about("B/s", "By rank and rank; None from a rank to itself")
+    bounds: Bounds = field(
+        metadata={"unit": "", "help": "The configured limits: batch_min, batch_max, workers_min, workers_max"}
     )
-    base_batch_size: int | None = field(
-        default=None, metadata=_about("samples", "The configured batch size, for which the learning rate is meant")
-    )
-    epoch_samples: int | None = field(
-        default=None,
-        metadata=_about(
-            "samples",
-            "Samples of an epoch; its last step has what is left of them. Unknown for a stream, and in a run that was "
-            "resumed with another number of samples than its epochs before had",
-        ),
-    )
-    bounds: Bounds = field(metadata=_about("", "The configured limits: batch_min, batch_max, workers_min, workers_max"))
 
     @property
     def in_force_at(self) -> int:

@@ -41,5 +41,4 @@ class SyncSwitchPolicy(ConfiguredPolicy):
         return Decision(sync="ssgd") if self.asked_at == signals.step else None
 
     def owned_fields(self) -> tuple[str, ...]:
-        """Returns sync."""
         return ("sync",)

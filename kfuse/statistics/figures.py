@@ -16,27 +16,27 @@ def _about(unit: str, help: str, label: str = "", shown: str = "") -> dict[str, 
     return {"unit": unit, "help": help, "label": label, "shown": shown}
 
 
-def _required(*about: str, **more: str) -> Any:
+def required(*about: str, **more: str) -> Any:
     """A field that every step has. The arguments are `_about`'s."""
     return field(metadata=_about(*about, **more))
 
 
-def _optional(*about: str, **more: str) -> Any:
-    """A field that may be None, unknown, which is its default. The arguments are `_about`'s."""
-    return field(default=None, metadata=_about(*about, **more))
+def optional(*about: str, default: Any = None, **more: str) -> Any:
+    """A field with a default: None, unknown, unless another is given. The other arguments are `_about`'s."""
+    return field(default=default, metadata=_about(*about, **more))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
     """What a step was made with, and how far training was after it. The same on every worker."""
 
-    epoch: int = _required("", "Epoch of this step, from 0", shown="d")
-    samples: int = _required("samples", "Samples trained on so far, this step included")
-    lr: float = _required("", "Learning rate of this step", shown=".3g")
-    lr_scale: float = _required("", "Factor of lr that policies set; 1.0 at first")
-    batch_size: int = _required("samples", "Global batch size; a last step may be shorter", label="batch", shown="d")
-    workers: int = _required("workers", "Workers that made this step", shown="d")
-    done: float | None = _optional(
+    epoch: int = required("", "Epoch of this step, from 0", shown="d")
+    samples: int = required("samples", "Samples trained on so far, this step included")
+    lr: float = required("", "Learning rate of this step", shown=".3g")
+    lr_scale: float = required("", "Factor of lr that policies set; 1.0 at first")
+    batch_size: int = required("samples", "Global batch size; a last step may be shorter", label="batch", shown="d")
+    workers: int = required("workers", "Workers that made this step", shown="d")
+    done: float | None = optional(
         "",
         "Part of the run that is over after this step, in [0, 1]: of its samples where its epochs end it, of its steps "
         "where those do; unknown where it has no set length",
@@ -56,9 +56,9 @@ class StepContext(StepSettings):
     which is not among them. None: they are of all workers."""
     micro_batch: int | None = None
     """Samples of each of the step's micro-batches but the last; None: the first steps', in an older checkpoint."""
-    step_time_s: float = _required("s", "Wall time of this step on the leader")
-    data_wait_s: float = _required("s", "Part of step_time_s that the leader waited for data")
-    data_bytes_per_s: float | None = _optional("B/s", "Bytes of the leader's batches in this step, over step_time_s")
+    step_time_s: float = required("s", "Wall time of this step on the leader")
+    data_wait_s: float = required("s", "Part of step_time_s that the leader waited for data")
+    data_bytes_per_s: float | None = optional("B/s", "Bytes of the leader's batches in this step, over step_time_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +69,20 @@ class Measured:
     batch size changes. Without sample counts a micro-batch takes the sample's place.
     """
 
-    micro_batches: int = _required("micro-batches", "M, the micro-batches of this step")
-    loss: float | None = _optional("", "Mean training loss over this step's samples", shown=".4g")
-    grad_norm: float | None = _optional("", "Norm of the mean gradient, before clipping, without the loss scale")
-    grad_sq: float | None = _optional("", "G2 of this step: unbiased for |G|^2, so it can be negative")
-    grad_variance: float | None = _optional("", "S of this step: unbiased for tr(Sigma)")
-    noise_scale: float | None = _optional("samples", "Running estimate of tr(Sigma) / |G|^2, this step included")
-    noise_scale_low: float | None = _optional("samples", "Confidence interval's lower end; may be known alone")
-    noise_scale_high: float | None = _optional("samples", "Confidence interval's upper end")
-    fisher_trace: float | None = _optional(
+    micro_batches: int = required("micro-batches", "M, the micro-batches of this step")
+    loss: float | None = optional("", "Mean training loss over this step's samples", shown=".4g")
+    grad_norm: float | None = optional("", "Norm of the mean gradient, before clipping, without the loss scale")
+    grad_sq: float | None = optional("", "G2 of this step: unbiased for |G|^2, so it can be negative")
+    grad_variance: float | None = optional("", "S of this step: unbiased for tr(Sigma)")
+    noise_scale: float | None = optional("samples", "Running estimate of tr(Sigma) / |G|^2, this step included")
+    noise_scale_low: float | None = optional("samples", "Confidence interval's lower end; may be known alone")
+    noise_scale_high: float | None = optional("samples", "Confidence interval's upper end")
+    fisher_trace: float | None = optional(
         "", "Trace of the diagonal Fisher information, by AdamW's second moments before this step; if a policy needs it"
     )
-    fisher_max: float | None = _optional("", "Largest entry of the same diagonal")
-    mean_grad_sq: float | None = _optional("", "Running mean of grad_sq; it too can be negative")
-    mean_grad_variance: float | None = _optional("", "Running mean of grad_variance")
+    fisher_max: float | None = optional("", "Largest entry of the same diagonal")
+    mean_grad_sq: float | None = optional("", "Running mean of grad_sq; it too can be negative")
+    mean_grad_variance: float | None = optional("", "Running mean of grad_variance")
 
 
 FIGURES: dict[str, Mapping[str, str]] = {

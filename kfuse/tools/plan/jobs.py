@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kfuse.policies.goodput import efficiency
+
 
 def share(workers: int, batch: int, micro: int) -> int:
     """Samples of the worker with the most micro-batches."""
@@ -115,6 +117,6 @@ class Job:
         most = share(workers, batch, self.micro)
         seconds = self.step_time(workers, most) if self.step_time else self.measured[workers, batch]
         # Where the noise scale is unknown the batch is the base, and the parts are 1.
-        parts = [(noise + self.base_batch) / (noise + batch) for noise in self.noise_scale or (1.0, 1.0, 1.0)]
+        parts = efficiency(batch, self.base_batch, self.noise_scale or (1.0, 1.0, 1.0)).tolist()
         low, mid, high = (batch / seconds * part for part in (min(parts), parts[1], max(parts)))
         return Option(workers, batch, mid, low / self.spread[1], high / self.spread[0])
