@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -70,21 +69,6 @@ def test_the_median_of_the_window_counts() -> None:
     assert policy.rates == {"2": 128.0}
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "start", "expected"),
-    [
-        (1, 3, 1, [1, 2, 3]),
-        (2, 2, 2, [2]),
-        (3, 8, 3, [3, 4, 5, 6, 7, 8]),
-        (1, 2, 2, [2, 1, 2]),
-        (1, 2, 4, [4, 2, 1, 2]),
-    ],
-)
-def test_bounds_are_kept(low: int, high: int, start: int, expected: list[int]) -> None:
-    policy = AutoscalePolicy(**WINDOW)
-    assert path(run(policy, lambda n: float(min(n, 9)), start, bounds=Bounds(8, 64, low, high)))[:6] == expected
-
-
 def test_prices() -> None:
     """What is left takes 1 / R hours of V + P n: V = 6, P = 1, R = 1, 1.8, 2.4, 2.8 give 7, 4.44, 3.75, 3.57.
 
@@ -121,45 +105,3 @@ def test_workers_that_do_not_come_are_given_up() -> None:
         decision = policy.decide(signals(step=step, workers=2, previous_step_time_s=0.5))
         asked.append(decision is not None)
     assert asked == [False] * 5 + [True] * 20 + [False] * 35
-
-
-def test_without_times_it_asks_for_nothing() -> None:
-    policy = AutoscalePolicy(**WINDOW)
-    assert not any(policy.decide(signals(step=step, workers=2)) for step in range(100))
-
-
-def test_state_goes_on() -> None:
-    rates = {1: 1.0, 2: 1.5, 3: 1.55}
-    for at in range(30):
-        policy, copy = AutoscalePolicy(**WINDOW), AutoscalePolicy(**WINDOW, threshold=0.2)
-        counts = run_without_end(policy, rates, 1, at)
-        copy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-        assert copy.threshold == 0.2 and copy.state_dict() == policy.state_dict()
-        assert run_without_end(copy, rates, counts[-1], 40) == run_without_end(policy, rates, counts[-1], 40)
-
-
-def run_without_end(policy: AutoscalePolicy, rates: dict[int, float], workers: int, steps: int) -> list[int]:
-    """As `run`, also where it is not settled at the end; the last count is that of the next step."""
-    counts = [workers]
-    for step in range(policy.last_step + 1, policy.last_step + 1 + steps):
-        decision = policy.decide(signals(step=step, workers=workers, previous_step_time_s=1 / rates[workers]))
-        workers = workers if decision is None or decision.workers is None else decision.workers
-        counts.append(workers)
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("window=0: must be", {"window": 0}),
-        ("settle=-1: must be", {"settle": -1}),
-        ("threshold=0: must be", {"threshold": 0}),
-        ("patience_s=None: must be", {"patience_s": None}),
-        ("value_per_hour=-1: must be", {"value_per_hour": -1, "price_per_worker_hour": 1}),
-        ("price_per_worker_hour=inf: must be", {"value_per_hour": 1, "price_per_worker_hour": float("inf")}),
-        ("value_per_hour=1, policy.price_per_worker_hour=None: must be both numbers", {"value_per_hour": 1}),
-    ],
-)
-def test_options_are_checked(message: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^policy\.{message}"):
-        AutoscalePolicy(**options)

@@ -65,18 +65,6 @@ def test_compose_leaves_a_field_to_its_owner(owned: tuple[str, ...], expected: l
     assert {decision.workers for decision in decided} == {2}
 
 
-def test_compose_of_rules_does_not_undo_the_first_ones_decisions() -> None:
-    """gns decides at every 20th step; a schedule of batch size and rate asks at each until it has them."""
-    schedule = SchedulePolicy([{"step": 0, "batch_size": 64, "lr_scale": 0.5}])
-    policy, batch_size = ComposePolicy(GNSPolicy(), schedule), 64
-    for step in range(1, 45):
-        decided = policy.decide(signals(batch_size, (900, 1000, 1100), step=step, workers=8)) or Decision()
-        assert decided.lr_scale == 0.5
-        batch_size = decided.batch_size or batch_size
-        assert batch_size == 64 * 2 ** (step // 20)
-    assert policy.owned_fields() == ("batch_size", "workers", "lr_scale")
-
-
 class Hooked(BasePolicy):
     """Keeps the names of its hooks as they are called."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from policy_signals import BOUNDS, signals
@@ -55,14 +54,3 @@ def test_critical_batch_follows_merrills_warmup_by_powers_of_two() -> None:
     assert sizes == [1024, 1024, 2048, 2048, 2048, 4096, 4096]
     # The rate with lr.scaling=sqrt, which the policy leaves to it: sqrt(2) at each doubling.
     assert [gain("sqrt", size, 1024) for size in (2048, 4096)] == pytest.approx([math.sqrt(2), 2.0])
-
-
-def test_critical_batch_decides_every_so_often() -> None:
-    policy = CriticalBatchPolicy(every=30)
-    assert [s for s in range(1, 91) if policy.decide(signals(64, noise_scale_low=1e4, step=s))] == [30, 60, 90]
-
-
-@pytest.mark.parametrize(("key", "options"), [("factor=0", {"factor": 0}), ("every=0", {"every": 0})])
-def test_critical_batch_arguments_are_checked(key: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^policy\.{key}: must be"):
-        CriticalBatchPolicy(**options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -172,26 +171,3 @@ def test_another_batch_size_is_a_new_reference() -> None:
     policy = CurvaturePolicy()
     assert scales(policy, [(1, 1)]) == [1]
     assert scales(policy, [(9, 9), (17, 17), (19, 19)], batch_size=8) == [1, 1, 0.5]
-
-
-def test_state_goes_on() -> None:
-    policy, copy = CurvaturePolicy(), CurvaturePolicy(every=7, rise=3)
-    scales(policy, [(1, 1), (3, 3)])
-    copy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert (copy.every, copy.fisher_every, copy.rise, copy.scale) == (7, 7, 3, 0.5)
-    assert scales(copy, [(8, 8), (9.1, 9.1)]) == [0.5, 0.25]
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("every=0: must be a whole number", {"every": 0}),
-        ("rise=1: must be above 1", {"rise": 1}),
-        ("factor=1: must be below 1", {"factor": 1}),
-        ("factor=0: must be a finite number above 0", {"factor": 0}),
-        ("least=2: must be at most 1", {"least": 2}),
-    ],
-)
-def test_options_are_checked(message: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^policy\.{message}"):
-        CurvaturePolicy(**options)

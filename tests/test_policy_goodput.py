@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -223,19 +222,3 @@ def test_it_settles_near_the_best_setting(true: StepTime, noise: float) -> None:
         assert goodput(*run[-1]) > best / 1.05**2
     else:  # smaller batches than the first one, which half of the computation is assumed not to depend on
         assert goodput(*run[-1]) > goodput(*run[0]) / 1.1  # a wrong prediction costs what it takes to go back
-
-
-def test_state_goes_on_and_a_repeated_step_counts_once() -> None:
-    policy, copy = GoodputPolicy(every=10), GoodputPolicy(every=10, margin=0.3)
-    last = seen(policy, 8, 1, 0.09, count=3)
-    policy.decide(last)
-    copy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert copy.margin == 0.3 and copy.state_dict() == policy.state_dict()
-    assert policy.times == [[0.09] * 3]
-    assert decided(policy, last, noise=(200, 200, 200)) is None  # too few steps are measured
-
-
-@pytest.mark.parametrize(("key", "options"), [("every=0", {"every": 0}), ("margin=0", {"margin": 0})])
-def test_options_are_checked(key: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^policy\.{key}: must be"):
-        GoodputPolicy(**options)

@@ -11,13 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from policy_signals import BOUNDS, signals
 
 import kfuse as kf
 from kfuse.policies import SeesawPolicy
-from kfuse.policies.signals import Bounds, Decision, Signals
+from kfuse.policies.signals import Decision, Signals
 from kfuse.train.lr_schedule import gain
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -80,11 +78,6 @@ def test_seesaw_cuts_the_rate_in_full_where_the_batch_cannot_grow() -> None:
     assert 0.125 * gain("linear", 256, 32) == 1.0  # for SGD, the batch in place of the rate
 
 
-@pytest.mark.parametrize("seen", [at(None), at(1.0), at(0.5, base_batch_size=None)])
-def test_seesaw_does_nothing_where_it_knows_too_little_and_at_the_end(seen: Signals) -> None:
-    assert HALVES.decide(seen) is None
-
-
 def test_seesaw_asks_only_for_what_differs() -> None:
     assert HALVES.decide(at(0.5, 64, lr_scale=float(np.float32(0.5)))) is None
     third = SeesawPolicy(cut=3)
@@ -96,26 +89,6 @@ def test_seesaw_asks_only_for_what_differs() -> None:
 def test_seesaw_leaves_a_first_batch_that_is_not_of_whole_micro_batches() -> None:
     assert HALVES.decide(at(0.1, 20, base_batch_size=20)) is None
     assert HALVES.decide(at(0.5, 20, base_batch_size=20)) == Decision(batch_size=40, lr_scale=0.5)
-
-
-@given(
-    st.floats(1.001, 10),
-    st.sampled_from(["cosine", "quarter_cosine"]),
-    st.lists(st.floats(0, 1), min_size=2, max_size=30),
-    st.integers(1, 64),
-)
-def test_seesaw_moves_one_way_within_bounds(
-    cut: float, curve: Literal["cosine", "quarter_cosine"], times: list[float], micro: int
-) -> None:
-    policy, bounds = SeesawPolicy(cut, curve), Bounds(micro, 100 * micro + 1, 1, 1)
-    batch_size, lr_scale = 2 * micro, 1.0
-    for done in sorted(times):
-        seen = at(done, batch_size, base_batch_size=2 * micro, micro_batch=micro, bounds=bounds, lr_scale=lr_scale)
-        decided = policy.decide(seen) or Decision()
-        assert decided.clipped(bounds) == (decided, [])
-        assert (decided.batch_size or batch_size) >= batch_size and (decided.batch_size or 0) % micro == 0
-        assert (decided.lr_scale or lr_scale) <= lr_scale
-        batch_size, lr_scale = decided.batch_size or batch_size, decided.lr_scale or lr_scale
 
 
 @pytest.mark.parametrize(("curve", "integral"), [("cosine", 1 / 2), ("quarter_cosine", 2 / math.pi)])
@@ -206,26 +179,3 @@ def test_seesaw_goes_by_steps_where_they_end_the_run() -> None:
 def test_seesaw_is_refused_where_the_rate_would_be_cut_twice(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(SeesawPolicy(), epochs=1, **options)
-
-
-def test_seesaw_is_refused_beside_a_scheduler_which_is_a_decay_too() -> None:
-    model = torch.nn.Linear(3, 2)
-    opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
-    data = torch.randn(80, 3), torch.randint(0, 2, (80,))
-    with pytest.raises(ValueError, match="scheduler=CosineAnnealingLR: must be None with SeesawPolicy"):
-        kf.fit(model, data, opt, kf.Hook(SeesawPolicy()), batch_size=8, micro_batch=2, epochs=1, scheduler=scheduler)
-
-
-@pytest.mark.parametrize(
-    ("key", "options"),
-    [
-        ("cut=1", {"cut": 1}),
-        ("cut=inf", {"cut": math.inf}),
-        ("cut='a'", {"cut": "a"}),
-        ("curve=sine", {"curve": "sine"}),
-    ],
-)
-def test_seesaw_arguments_are_checked(key: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^policy\.{key}: must be"):
-        SeesawPolicy(**options)

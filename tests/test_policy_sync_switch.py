@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from distributed import run_workers
 from elastic_job import compose
@@ -33,13 +31,6 @@ def test_it_asks_once_so_that_the_step_is_the_first(step: int, asked_at: int) ->
 def test_it_asks_where_its_step_was_passed_in_another_mode() -> None:
     """As after a resumption with another policy."""
     assert SyncSwitchPolicy(20).decide(signals(step=100)) == Decision(sync="ssgd")
-
-
-def test_state_goes_on() -> None:
-    policy, copy = SyncSwitchPolicy(20), SyncSwitchPolicy(30)
-    assert policy.decide(signals(step=16)) is not None
-    copy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert copy.step == 30 and copy.decide(signals(step=26)) is None
 
 
 class Kept(SyncSwitchPolicy):
@@ -78,8 +69,3 @@ def test_what_rules_sma_out_is_refused_before_training(setting: str, message: st
     assert compose(policy)["policy"]["step"] == 9
     with pytest.raises(ConfigError, match=rf"^policy\._target_=kfuse\.policies\.SyncSwitchPolicy: it sets {message}"):
         compose([*policy, setting])
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"^policy\.step=0: must be a whole number, at least 1"):
-        SyncSwitchPolicy(0)
