@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from policy_signals import signals
 
 from kfuse.policies import AutoscalePolicy
@@ -38,9 +37,8 @@ def path(counts: list[int]) -> list[int]:
     return [n for i, n in enumerate(counts) if i == 0 or n != counts[i - 1]]
 
 
-@pytest.mark.parametrize(
-    ("rates", "start", "expected"),
-    [
+def test_decisions_by_hand() -> None:
+    for rates, start, expected in [
         # The scaling efficiency of the 2nd, 3rd and 4th: 0.8; (2.1 / 1.8 - 1) 2 = 0.33; (2.16 / 2.1 - 1) 3 = 0.086.
         ({1: 1.0, 2: 1.8, 3: 2.1, 4: 2.16}, 1, [1, 2, 3, 4, 3]),
         ({1: 1.0, 2: 1.8, 3: 2.1, 4: 2.18}, 1, [1, 2, 3, 4, 5, 4]),  # 0.114; a fifth adds nothing
@@ -49,11 +47,9 @@ def path(counts: list[int]) -> list[int]:
         ({1: 1.0, 2: 1.2, 3: 1.21, 4: 1.0}, 3, [3, 4, 2, 1, 2]),  # 0.017 given up, 0.2 is not
         ({1: 8.0, 2: 9.0, 3: 9.0}, 1, [1, 2, 3, 2]),  # 0.125, and nothing
         ({1: 64.0, 2: 70.0}, 1, [1, 2, 1]),  # 0.094
-    ],
-)
-def test_decisions_by_hand(rates: dict[int, float], start: int, expected: list[int]) -> None:
-    rates.setdefault(5, rates.get(4, 0.0))
-    assert path(run(AutoscalePolicy(**WINDOW), rates, start)) == expected
+    ]:
+        rates.setdefault(5, rates.get(4, 0.0))
+        assert path(run(AutoscalePolicy(**WINDOW), rates, start)) == expected
 
 
 def test_each_count_is_measured_for_a_window_of_steps() -> None:

@@ -50,19 +50,16 @@ def test_compose_takes_each_field_from_the_first_that_sets_it() -> None:
     assert ComposePolicy(NoPolicy(), BasePolicy()).initial() is None
 
 
-@pytest.mark.parametrize(
-    ("owned", "expected"),
-    [
+def test_compose_leaves_a_field_to_its_owner() -> None:
+    for owned, expected in [
         # At steps 3 and 6 the first policy decides; in between the later one does, unless the field has an owner.
         ((), [16, 16, 8, 16, 16, 8]),
         (("batch_size",), [None, None, 8, None, None, 8]),
-    ],
-)
-def test_compose_leaves_a_field_to_its_owner(owned: tuple[str, ...], expected: list[int | None]) -> None:
-    policy = ComposePolicy(Fixed(owned, every=3, batch_size=8), Fixed(batch_size=16, workers=2))
-    decided = [policy.decide(signals(step=step)) or Decision() for step in range(1, 7)]
-    assert [decision.batch_size for decision in decided] == expected
-    assert {decision.workers for decision in decided} == {2}
+    ]:
+        policy = ComposePolicy(Fixed(owned, every=3, batch_size=8), Fixed(batch_size=16, workers=2))
+        decided = [policy.decide(signals(step=step)) or Decision() for step in range(1, 7)]
+        assert [decision.batch_size for decision in decided] == expected
+        assert {decision.workers for decision in decided} == {2}
 
 
 class Hooked(BasePolicy):

@@ -13,9 +13,8 @@ from kfuse.policies.signals import Decision
 from kfuse.train.lr_schedule import gain
 
 
-@pytest.mark.parametrize(
-    ("factor", "batch_size", "noise", "expected"),
-    [
+def test_critical_batch_doubles_as_computed_by_hand() -> None:
+    for factor, batch_size, noise, expected in [
         # B* = 1 * low = 128 does not exceed 2 * 64; 129 does, and 300 doubles once at a time.
         (1.0, 64, (128.0, 200.0, 300.0), None),
         (1.0, 64, (129.0, 200.0, 300.0), 128),
@@ -29,13 +28,9 @@ from kfuse.train.lr_schedule import gain
         (1.0, 520, (5000.0, 6000.0, 7000.0), None),
         # It never shrinks.
         (1.0, 512, (1.0, 2.0, 3.0), None),
-    ],
-)
-def test_critical_batch_doubles_as_computed_by_hand(
-    factor: float, batch_size: int, noise: tuple[float, float, float], expected: int | None
-) -> None:
-    decided = CriticalBatchPolicy(factor).decide(signals(batch_size, noise))
-    assert decided == (None if expected is None else Decision(batch_size=expected))
+    ]:
+        decided = CriticalBatchPolicy(factor).decide(signals(batch_size, noise))
+        assert decided == (None if expected is None else Decision(batch_size=expected))
 
 
 def test_critical_batch_goes_by_the_low_end_alone() -> None:

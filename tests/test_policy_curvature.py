@@ -35,26 +35,26 @@ def expected(opt: torch.optim.Optimizer) -> tuple[float, float]:
     return float(diagonal.sum()), float(diagonal.max())
 
 
-@pytest.mark.parametrize("optimizer", [kf.FusedAdamW, kf.FusedLAMB])
-def test_trace_and_largest_entry_are_those_of_torchs_state(optimizer: Any) -> None:
+def test_trace_and_largest_entry_are_those_of_torchs_state() -> None:
     """Two groups with their own beta2; a layer that has a gradient in each second step, and one that has none."""
-    torch.manual_seed(0)
-    layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)])
-    groups = [
-        {"params": [*layers[0].parameters(), *layers[2].parameters()]},
-        {"params": [*layers[1].parameters(), *layers[3].parameters()], "betas": (0.9, 0.95)},
-    ]
-    opt = optimizer(groups, lr=0.01)
-    assert opt.fisher() is None
-    for step in range(6):
-        x = torch.randn(8, 4)
-        used = layers[:2] if step % 2 else layers[:3]
-        F.mse_loss(sum(layer(x) for layer in used), torch.zeros(8, 3)).backward()
-        opt.step()
-        opt.zero_grad()
-        fisher = opt.fisher()
-        assert fisher is not None and fisher.dtype == torch.float32 and fisher.shape == (2,)
-        assert fisher.tolist() == pytest.approx(expected(opt), rel=1e-5)
+    for optimizer in [kf.FusedAdamW, kf.FusedLAMB]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)])
+        groups = [
+            {"params": [*layers[0].parameters(), *layers[2].parameters()]},
+            {"params": [*layers[1].parameters(), *layers[3].parameters()], "betas": (0.9, 0.95)},
+        ]
+        opt = optimizer(groups, lr=0.01)
+        assert opt.fisher() is None
+        for step in range(6):
+            x = torch.randn(8, 4)
+            used = layers[:2] if step % 2 else layers[:3]
+            F.mse_loss(sum(layer(x) for layer in used), torch.zeros(8, 3)).backward()
+            opt.step()
+            opt.zero_grad()
+            fisher = opt.fisher()
+            assert fisher is not None and fisher.dtype == torch.float32 and fisher.shape == (2,)
+            assert fisher.tolist() == pytest.approx(expected(opt), rel=1e-5)
 
 
 class Seeing(kf.BasePolicy):
@@ -136,19 +136,16 @@ def scales(policy: CurvaturePolicy, pairs: list[tuple[float | None, float | None
     return out
 
 
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
+def test_decisions_by_hand() -> None:
+    for pairs, expected in [
         ([(1, 0.1), (1.9, 0.19), (2.1, 0.21), (4.1, 0.41), (4.3, 0.43)], [1, 1, 0.5, 0.5, 0.25]),  # 2.1, 1.95, 2.05
         ([(1, 0.1), (3, 0.1), (1, 0.3), (3, 0.3)], [1, 1, 1, 0.5]),  # both must rise
         ([(1, 0.1), (3, 0.3), (1.6, 0.16), (1.4, 0.16), (1.4, 0.14)], [1, 0.5, 0.5, 0.5, 1]),  # below half of 3
         ([(4, 0.4), (1, 0.1), (3, 0.3)], [1, 1, 0.5]),  # the reference follows downwards; never above 1
         ([(2.5**k, 2.5**k) for k in range(6)], [1, 0.5, 0.25, 0.125, 0.1, 0.1]),  # the least
         ([(1, 0.1), (None, None), (3, None), (math.nan, 0.3), (math.inf, 0.3), (0, 0.3), (3, 0.3)], [1] * 6 + [0.5]),
-    ],
-)
-def test_decisions_by_hand(pairs: list[tuple[float | None, float | None]], expected: list[float]) -> None:
-    assert scales(CurvaturePolicy(), pairs) == pytest.approx(expected)
+    ]:
+        assert scales(CurvaturePolicy(), pairs) == pytest.approx(expected)
 
 
 def test_values_inside_the_hysteresis_change_nothing() -> None:

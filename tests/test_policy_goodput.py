@@ -17,27 +17,27 @@ from kfuse.policies.step_time import StepTime, fit
 # -- the model, and its fit ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "k", "n", "seconds"),
-    [
+def test_seconds_of_a_step_by_hand() -> None:
+    for model, k, n, seconds in [
         (StepTime(0.01, 0.02, 0.03, 0.005), 3, 1, 0.01 + 3 * 0.02),  # one worker has no messages
         (StepTime(0.01, 0.02, 0.03, 0.005), 3, 2, 0.07 + 0.03),
         (StepTime(0.01, 0.02, 0.03, 0.005), 3, 4, 0.07 + 0.04),
         (StepTime(0.01, 0.02, 0.03, 0.005, 2.0), 1, 4, 0.05),  # 3, 4, 5
         (StepTime(0.01, 0.02, 0.03, 0.005, 10.0), 1, 4, 0.04 * (1 + 0.75**10) ** 0.1),
-    ],
-)
-def test_seconds_of_a_step_by_hand(model: StepTime, k: int, n: int, seconds: float) -> None:
-    assert model.seconds(k, n) == pytest.approx(seconds)
+    ]:
+        assert model.seconds(k, n) == pytest.approx(seconds)
 
 
 FITTED = StepTime(0.121, 0.00568, 0.0236, 0.00634, 1.14)
 OVERLAPPED = StepTime(0.01, 0.002, 0.05, 0.01, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("model", "workers", "samples_each", "noise", "base", "throughput", "of_a_sample"),
-    [
+def test_the_figures_of_adaptdls_goodput_function() -> None:
+    """What petuum/adaptdl's GoodputFunction (adaptdl/goodput.py) gives for these parameters, with one replica a node.
+
+    Its atomic batch is a worker's micro-batches here, its GradParams (sqr, var) the noise scale var / sqr * base.
+    """
+    for model, workers, samples_each, noise, base, throughput, of_a_sample in [
         (FITTED, 1, 32, 0.000502 / 0.00136 * 128, 128, 105.69427902253693, 2.2114014251781473),
         (FITTED, 2, 32, 0.000502 / 0.00136 * 128, 128, 201.7682794156269, 1.5752961082910322),
         (FITTED, 2, 128, 0.000502 / 0.00136 * 128, 128, 297.47886299439773, 0.5779019242706394),
@@ -45,32 +45,24 @@ OVERLAPPED = StepTime(0.01, 0.002, 0.05, 0.01, 5.0)
         (FITTED, 16, 256, 0.000502 / 0.00136 * 128, 128, 2493.0291469403155, 0.04229703330153105),
         (OVERLAPPED, 2, 16, 2.0 / 0.5 * 16, 16, 596.8040281274018, 0.8333333333333334),
         (OVERLAPPED, 8, 64, 2.0 / 0.5 * 16, 16, 3508.799914362508, 0.1388888888888889),
-    ],
-)
-def test_the_figures_of_adaptdls_goodput_function(
-    model: StepTime, workers: int, samples_each: int, noise: float, base: int, throughput: float, of_a_sample: float
-) -> None:
-    """What petuum/adaptdl's GoodputFunction (adaptdl/goodput.py) gives for these parameters, with one replica a node.
-
-    Its atomic batch is a worker's micro-batches here, its GradParams (sqr, var) the noise scale var / sqr * base.
-    """
-    batch_size = workers * samples_each
-    assert batch_size / model.seconds(samples_each, workers) == pytest.approx(throughput, rel=1e-6)
-    assert efficiency(batch_size, base, noise) == pytest.approx(of_a_sample)
+    ]:
+        batch_size = workers * samples_each
+        assert batch_size / model.seconds(samples_each, workers) == pytest.approx(throughput, rel=1e-6)
+        assert efficiency(batch_size, base, noise) == pytest.approx(of_a_sample)
 
 
-@pytest.mark.parametrize("gamma", [1.0, 1.2, 3.0])
-def test_a_fit_predicts_settings_that_it_has_not_seen(gamma: float) -> None:
+def test_a_fit_predicts_settings_that_it_has_not_seen() -> None:
     """Times with one percent of noise, as in adaptdl's fit_test.py; predictions reach to twice the workers."""
-    rng = np.random.default_rng(0)
-    true = StepTime(0.1, 0.01, 0.2, 0.03, gamma)
-    k, n = np.meshgrid([4, 8, 16, 32], [1, 2, 3, 4])
-    seconds = true.seconds(k, n) * np.exp(rng.normal(0, 0.01, k.shape))
-    points = [(int(a), int(b), float(c)) for a, b, c in zip(k.flat, n.flat, seconds.flat, strict=True)]
-    model = fit(points)
-    assert model == fit(points)
-    k, n = np.meshgrid([4, 16, 64], [1, 2, 6, 8])
-    assert np.abs(model.seconds(k, n) / true.seconds(k, n) - 1).max() < 0.06
+    for gamma in [1.0, 1.2, 3.0]:
+        rng = np.random.default_rng(0)
+        true = StepTime(0.1, 0.01, 0.2, 0.03, gamma)
+        k, n = np.meshgrid([4, 8, 16, 32], [1, 2, 3, 4])
+        seconds = true.seconds(k, n) * np.exp(rng.normal(0, 0.01, k.shape))
+        points = [(int(a), int(b), float(c)) for a, b, c in zip(k.flat, n.flat, seconds.flat, strict=True)]
+        model = fit(points)
+        assert model == fit(points)
+        k, n = np.meshgrid([4, 16, 64], [1, 2, 6, 8])
+        assert np.abs(model.seconds(k, n) / true.seconds(k, n) - 1).max() < 0.06
 
 
 def test_what_points_do_not_tell_is_assumed_to_scale() -> None:
@@ -131,10 +123,10 @@ def table() -> list[tuple[dict[str, Any], dict[str, Any], Decision | None]]:
     ]
 
 
-@pytest.mark.parametrize(("options", "changes", "expected"), table())
-def test_decisions_by_hand(options: dict[str, Any], changes: dict[str, Any], expected: Decision | None) -> None:
-    policy = GoodputPolicy(every=10, **options)
-    assert decided(policy, seen(policy, 8, 1, 0.09), **changes) == expected
+def test_decisions_by_hand() -> None:
+    for options, changes, expected in table():
+        policy = GoodputPolicy(every=10, **options)
+        assert decided(policy, seen(policy, 8, 1, 0.09), **changes) == expected
 
 
 def shrinking() -> list[tuple[dict[str, Any], Decision | None]]:
@@ -151,12 +143,12 @@ def shrinking() -> list[tuple[dict[str, Any], Decision | None]]:
     ]
 
 
-@pytest.mark.parametrize(("changes", "expected"), shrinking())
-def test_smaller_batches_by_hand(changes: dict[str, Any], expected: Decision | None) -> None:
-    policy = GoodputPolicy(every=10)
-    seen(policy, 4, 1, 0.05)
-    bounds = Bounds(8, 1024, 1, 1)
-    assert decided(policy, seen(policy, 8, 1, 0.09, bounds=bounds), bounds=bounds, **changes) == expected
+def test_smaller_batches_by_hand() -> None:
+    for changes, expected in shrinking():
+        policy = GoodputPolicy(every=10)
+        seen(policy, 4, 1, 0.05)
+        bounds = Bounds(8, 1024, 1, 1)
+        assert decided(policy, seen(policy, 8, 1, 0.09, bounds=bounds), bounds=bounds, **changes) == expected
 
 
 def test_workers_that_do_not_pay_are_given_back_and_not_tried_again() -> None:
@@ -199,14 +191,13 @@ def simulate(policy: GoodputPolicy, true: StepTime, noise: float, steps: int) ->
     return run
 
 
-@pytest.mark.parametrize("noise", [10.0, 300.0, 3000.0])
 @pytest.mark.parametrize(
-    "true",
+    ("true", "noise"),
     [
-        StepTime(0.001, 0.01),
-        StepTime(0.05, 0.001, 0.02, 0.01),
-        StepTime(0.0, 0.002, 0.05, 0.05, 2.0),
-        StepTime(0.02, 0.01, 0.01, 0.002, 3.0),
+        (StepTime(0.001, 0.01), 10.0),
+        (StepTime(0.05, 0.001, 0.02, 0.01), 300.0),
+        (StepTime(0.0, 0.002, 0.05, 0.05, 2.0), 3000.0),
+        (StepTime(0.02, 0.01, 0.01, 0.002, 3.0), 10.0),
     ],
 )
 def test_it_settles_near_the_best_setting(true: StepTime, noise: float) -> None:

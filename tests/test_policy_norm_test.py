@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from policy_signals import signals
 
 from kfuse.policies import NormTestPolicy
@@ -16,9 +15,8 @@ def measured(batch_size: int, variance: float | None, grad_sq: float | None, **c
     return signals(batch_size, mean_grad_variance=variance, mean_grad_sq=grad_sq, **changes)
 
 
-@pytest.mark.parametrize(
-    ("theta", "batch_size", "variance", "grad_sq", "expected"),
-    [
+def test_norm_test_grows_as_computed_by_hand() -> None:
+    for theta, batch_size, variance, grad_sq, expected in [
         # theta 0.5: S / (0.25 G2) = 100 / (0.25 * 4) = 100 samples, 12.5 micro-batches of 8, so 13.
         (0.5, 64, 100.0, 4.0, 104),
         # The test holds at 104: 100 / 104 = 0.96 <= 0.25 * 4 = 1. And at 100 exactly.
@@ -35,13 +33,9 @@ def measured(batch_size: int, variance: float | None, grad_sq: float | None, **c
         (0.5, 64, 100.0, 0.0, None),
         (0.5, 64, 100.0, -3.0, None),
         (0.5, 64, -1.0, 4.0, None),
-    ],
-)
-def test_norm_test_grows_as_computed_by_hand(
-    theta: float, batch_size: int, variance: float, grad_sq: float, expected: int | None
-) -> None:
-    decided = NormTestPolicy(theta).decide(measured(batch_size, variance, grad_sq))
-    assert decided == (None if expected is None else Decision(batch_size=expected))
+    ]:
+        decided = NormTestPolicy(theta).decide(measured(batch_size, variance, grad_sq))
+        assert decided == (None if expected is None else Decision(batch_size=expected))
 
 
 def test_norm_test_is_the_authors_with_their_estimate_of_the_gradient() -> None:

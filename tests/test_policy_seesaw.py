@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +27,8 @@ def at(done: float | None, batch_size: int = 32, **changes: Any) -> Signals:
     return signals(batch_size, done=done, base_batch_size=changes.pop("base_batch_size", 32), **changes)
 
 
-@pytest.mark.parametrize(
-    ("policy", "done", "expected"),
-    [
+def test_seesaw_cuts_as_computed_by_hand() -> None:
+    for policy, done, expected in [
         # (1 + cos(pi d)) / 2: 0.516 at 0.49, 0.5 at 0.5, 0.2504 at 0.666, 0.25 at 2/3, 0.125 at acos(-0.75) / pi.
         (HALVES, 0.0, None),
         (HALVES, 0.49, None),
@@ -46,15 +45,13 @@ def at(done: float | None, batch_size: int = 32, **changes: Any) -> Signals:
         (SeesawPolicy(), 0.3, Decision(lr_scale=1 / 1.21)),
         # 0.6545 at 0.4: 4.45, four cuts; 32 * 1.4641 = 46.85, five micro-batches.
         (SeesawPolicy(), 0.4, Decision(batch_size=40, lr_scale=1 / 1.4641)),
-    ],
-)
-def test_seesaw_cuts_as_computed_by_hand(policy: SeesawPolicy, done: float, expected: Decision | None) -> None:
-    decided = policy.decide(at(done))
-    if expected is None or decided is None:
-        assert decided == expected
-    else:
-        assert decided.batch_size == expected.batch_size
-        assert decided.lr_scale == pytest.approx(expected.lr_scale)
+    ]:
+        decided = policy.decide(at(done))
+        if expected is None or decided is None:
+            assert decided == expected
+        else:
+            assert decided.batch_size == expected.batch_size
+            assert decided.lr_scale == pytest.approx(expected.lr_scale)
 
 
 def test_seesaw_cuts_where_the_authors_do() -> None:
@@ -91,23 +88,21 @@ def test_seesaw_leaves_a_first_batch_that_is_not_of_whole_micro_batches() -> Non
     assert HALVES.decide(at(0.5, 20, base_batch_size=20)) == Decision(batch_size=40, lr_scale=0.5)
 
 
-@pytest.mark.parametrize(("curve", "integral"), [("cosine", 1 / 2), ("quarter_cosine", 2 / math.pi)])
-def test_seesaw_saves_the_steps_of_the_lemma(curve: Literal["cosine", "quarter_cosine"], integral: float) -> None:
+def test_seesaw_saves_the_steps_of_the_lemma() -> None:
     """For small cuts and fine batches its steps are the integral of the curve: of a quarter cosine, 1 - 2/pi saved."""
-    policy = SeesawPolicy(1.0005, curve)
-    left = [policy.left((k + 0.5) / 20_000) for k in range(20_000)]
-    assert float(np.mean(left)) == pytest.approx(integral, abs=5e-4)
+    for curve, integral in [("cosine", 1 / 2), ("quarter_cosine", 2 / math.pi)]:
+        policy = SeesawPolicy(1.0005, curve)
+        left = [policy.left((k + 0.5) / 20_000) for k in range(20_000)]
+        assert float(np.mean(left)) == pytest.approx(integral, abs=5e-4)
 
 
-@pytest.mark.parametrize(("optimizer", "rate"), [("normalised SGD", 0.0884), ("SGD", 0.25)])
-def test_seesaw_has_the_risk_of_the_decay_on_linear_regression(
-    optimizer: str, rate: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seesaw_has_the_risk_of_the_decay_on_linear_regression(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exact recursion of benchmarks/seesaw.py, at a rate that curvature does not limit, as the theorem asks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import seesaw
+    for optimizer, rate in [("normalised SGD", 0.0884), ("SGD", 0.25)]:
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        import seesaw
 
-    check_linear_regression(seesaw, optimizer, rate)
+        check_linear_regression(seesaw, optimizer, rate)
 
 
 def check_linear_regression(seesaw: ModuleType, optimizer: str, lr: float) -> None:
@@ -168,14 +163,11 @@ def test_seesaw_goes_by_steps_where_they_end_the_run() -> None:
     assert [seen.done for seen in policy.seen] == [(seen.step + 1) / 50 for seen in policy.seen]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_seesaw_is_refused_where_the_rate_would_be_cut_twice() -> None:
+    for options, message in [
         ({"decay": "cosine"}, "decay=cosine: must be one of none, constant with SeesawPolicy"),
         ({"lr_scaling": "none"}, "lr_scaling=none: must be one of sqrt, linear with SeesawPolicy"),
         ({"lr_scaling": "adascale"}, "lr_scaling=adascale: must be one of sqrt, linear with SeesawPolicy"),
-    ],
-)
-def test_seesaw_is_refused_where_the_rate_would_be_cut_twice(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(SeesawPolicy(), epochs=1, **options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            train(SeesawPolicy(), epochs=1, **options)

@@ -14,18 +14,18 @@ from kfuse.policies import SyncSwitchPolicy
 from kfuse.policies.signals import Decision
 
 
-@pytest.mark.parametrize(("step", "asked_at"), [(1, 0), (4, 0), (5, 1), (20, 16)])
-def test_it_asks_once_so_that_the_step_is_the_first(step: int, asked_at: int) -> None:
+def test_it_asks_once_so_that_the_step_is_the_first() -> None:
     """A decision on step s applies from step s + 4 on."""
-    policy = SyncSwitchPolicy(step)
-    assert policy.initial() == Decision(sync="sma")
-    asked = []
-    for now in range(40):
-        decision = policy.decide(signals(step=now))
-        assert decision == policy.decide(signals(step=now))
-        if decision is not None:
-            asked.append((now, decision))
-    assert asked == [(asked_at, Decision(sync="ssgd"))]
+    for step, asked_at in [(1, 0), (4, 0), (5, 1), (20, 16)]:
+        policy = SyncSwitchPolicy(step)
+        assert policy.initial() == Decision(sync="sma")
+        asked = []
+        for now in range(40):
+            decision = policy.decide(signals(step=now))
+            assert decision == policy.decide(signals(step=now))
+            if decision is not None:
+                asked.append((now, decision))
+        assert asked == [(asked_at, Decision(sync="ssgd"))]
 
 
 def test_it_asks_where_its_step_was_passed_in_another_mode() -> None:
@@ -57,15 +57,14 @@ def test_workers_average_models_up_to_the_step_and_gradients_from_it_on() -> Non
     assert results[0][0] == [False] * 14 + [True] * 10
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
+def test_what_rules_sma_out_is_refused_before_training() -> None:
+    for setting, message in [
         ("comm=reproducible", "comm.sync=sma: must be ssgd with comm.reproducible=true"),
         ("comm.state=sharded", "comm.sync=sma: must be ssgd with comm.state=sharded"),
-    ],
-)
-def test_what_rules_sma_out_is_refused_before_training(setting: str, message: str) -> None:
-    policy = ["policy=sync_switch", "policy.step=9"]
-    assert compose(policy)["policy"]["step"] == 9
-    with pytest.raises(ConfigError, match=rf"^policy\._target_=kfuse\.policies\.SyncSwitchPolicy: it sets {message}"):
-        compose([*policy, setting])
+    ]:
+        policy = ["policy=sync_switch", "policy.step=9"]
+        assert compose(policy)["policy"]["step"] == 9
+        with pytest.raises(
+            ConfigError, match=rf"^policy\._target_=kfuse\.policies\.SyncSwitchPolicy: it sets {message}"
+        ):
+            compose([*policy, setting])
