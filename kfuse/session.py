@@ -424,6 +424,8 @@ def close(session: Session, rendezvous: Rendezvous | None = None) -> None:
             rendezvous.await_others_at_end(_CLOSE_S)
     session.group.close(0.0 if failed else _CLOSE_S)
     drop_retired()
+    if session.control_client is not None:
+        session.control_client.close()
 
 
 def _close_at_exit(session: Session, rendezvous: Rendezvous | None = None) -> None:

@@ -140,11 +140,10 @@ class FileRecorder:
             for kind, data in records:
                 if kind == "start":
                     self._directory.rewind(data["step"])
+                elif kind == "line":
+                    self._job.lines.append(data["text"])
                 else:
                     getattr(self._directory, kind)(data)
-
-    def line(self, text: str) -> None:
-        self._job.lines.append(text)
 
 
 def undisturbed_job(directory: Path, training: Iterable[str]) -> Job:

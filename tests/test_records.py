@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,73 +23,79 @@ from kfuse.statistics.step_stats import StepStats
 
 
 class Kept:
-    """Remembers the batches."""
+    """Remembers the records. Takes none while it is `held`, as a file system that hangs."""
 
     def __init__(self) -> None:
-        self.batches: list[list[tuple[str, dict[str, Any]]]] = []
+        self.records: list[tuple[str, dict[str, Any]]] = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
     def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        self.batches.append(list(records))
-
-    def line(self, text: str) -> None:
-        pass
+        self.goes_on.wait()
+        self.records += records
 
 
 def metrics(*steps: int) -> list[tuple[str, dict[str, Any]]]:
     return [("metrics", {"step": step}) for step in steps]
 
 
-def test_steps_wait_for_each_other_and_events_do_not_wait() -> None:
+def run(report: Callable[[Records, Job], Awaitable[None]], recorder: Any, most: int = 1000) -> None:
+    async def go() -> None:
+        job = Job(Elasticity(1, 1, 1))
+        records = Records(recorder, job, most)
+        records.open()
+        await report(records, job)
+        await records.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_records_keep_their_order_and_events_come_once() -> None:
     kept, event = Kept(), {"step": 2, "kind": "view"}
 
-    async def report() -> None:
-        records = Records(kept, Job(Elasticity(1, 1, 1)))
-        for kind, data in metrics(0, 1, 2):
+    async def report(records: Records, _: Job) -> None:
+        for kind, data in [*metrics(0, 1, 2), ("event", event), ("event", dict(event)), *metrics(2, 3)]:
             records.add(kind, data)
-        assert kept.batches == []
-        records.add("event", event)
-        assert kept.batches == [[*metrics(0, 1, 2), ("event", event)]]
-        records.add("event", dict(event))  # a new leader's
-        assert len(kept.batches) == 1
-        for kind, data in metrics(2, 3):
-            records.add(kind, data)
+        records.line("said")
         assert (records.furthest, records.progress) == (3, 4), "step 2 was reported before"
-        while len(kept.batches) == 1:
-            await asyncio.sleep(0.01)
-        assert kept.batches[1] == metrics(2, 3)
-        records.add(*metrics(4)[0])
-        records.flush()
-        assert kept.batches[2] == metrics(4)
+        records.begin_training()
+        records.add("event", dict(event))  # the next training's
 
-    asyncio.run(asyncio.wait_for(report(), 60))
+    run(report, kept)
+    wanted = [*metrics(0, 1, 2), ("event", event), *metrics(2, 3), ("line", {"text": "said"}), ("event", event)]
+    assert kept.records == wanted
 
 
-def test_an_event_of_the_next_training_is_kept_although_it_is_equal() -> None:
-    kept, event = Kept(), ("event", {"step": 4, "kind": "decision", "batch_size": [8, 16]})
+def test_a_file_system_that_hangs_holds_nothing_up_and_what_is_lost_is_said() -> None:
+    kept = Kept()
+    kept.goes_on.clear()
 
-    async def report() -> None:
-        records = Records(kept, Job(Elasticity(1, 1, 1)))
-        for _ in range(2):
-            records.begin_training()
-            records.add(*event)
-            records.add(*event)
+    async def report(records: Records, _: Job) -> None:
+        records.event("view")
+        await asyncio.sleep(0.2)  # the thread hangs from now on, and not this loop
+        for kind, data in metrics(*range(7)):
+            records.add(kind, data)
+        records.event("failure")
+        kept.goes_on.set()
 
-    asyncio.run(report())
-    assert kept.batches == [[event], [event]]
+    run(report, kept, most=5)
+    first, *rest = kept.records
+    assert first[1]["kind"] == "view" and rest[:5] == metrics(0, 1, 2, 3, 4)
+    assert rest[5][1]["kind"] == "failure", "an event is never lost"
+    assert (rest[6][1]["kind"], rest[6][1]["steps"], rest[6][1]["lines"]) == ("records_lost", [5, 6], 2)
 
 
 def test_an_error_of_who_keeps_them_ends_the_job() -> None:
-    class Broken(Kept):
+    class Broken:
         def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
             raise OSError("no room")
 
-    async def report() -> None:
-        job = Job(Elasticity(1, 1, 1))
-        Records(Broken(), job).add(*metrics(0)[0])
+    async def report(records: Records, job: Job) -> None:
+        records.add(*metrics(0)[0])
         await job.over.wait()
         assert str(job.error) == "no room"
 
-    asyncio.run(asyncio.wait_for(report(), 60))
+    run(report, Broken())
 
 
 def test_a_training_that_begins_in_the_middle_of_a_batch_loses_nothing_of_the_one_before(tmp_path: Path) -> None:
@@ -99,9 +106,27 @@ def test_a_training_that_begins_in_the_middle_of_a_batch_loses_nothing_of_the_on
     first = [("metrics", {"step": index, **step}) for index in range(3)]
     recorder.keep([("start", {**start, "training": 1}), *first, ("start", {**start, "training": 2}), *first[:1]])
     recorder.close(None)
+    assert "lines_lost" not in json.loads((tmp_path / "2" / "summary.json").read_text())
     lengths = [len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) for name in ("", "2")]
     assert lengths == [3, 1]
     assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == "loop_left"
+
+
+def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Path) -> None:
+    """The leader was lost, with more steps that had not reached the supervisor than the next one sends again."""
+    recorder = Recorder(RunDirectory(tmp_path, tensorboard=False, every=2), Display(False, Console(quiet=True)))
+    step = {"epoch": 0, "samples": 1, "lr": 0.1, "batch_size": 1, "workers": 1}
+    records = [("metrics", {"step": index, **step}) for index in (4, 5, 9, 8, 9, 10, 13)]
+    known = ("event", {"step": 12, "kind": "records_lost", "steps": [11, 12], "lines": 5, "why": "said already"})
+    start = {"samples": None, "steps": None, "step": 4, "training": 1}
+    recorder.keep([("start", start), *records[:-1], known, *records[-1:]])
+    recorder.close(None)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["steps"]) for event in events] == [
+        ("records_lost", [6, 8]),
+        ("records_lost", [11, 12]),
+    ]
+    assert json.loads((tmp_path / "summary.json").read_text())["lines_lost"] == 8
 
 
 def test_a_training_that_begins_while_the_disk_is_full_is_kept(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def main() -> int:
     except (ControlError, ConsistencyError, LoaderError) as error:
         print(f"kfuse: worker {client.worker} ends: {error}", file=sys.stderr)
         return 1
-    client.close()
+    finally:
+        client.close()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -10,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from kfuse.elastic import protocol
+from kfuse.elastic.outbox import Outbox
 from kfuse.elastic.protocol import View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
@@ -72,31 +74,42 @@ class ControlClient:
         self.step = self.doing = None
         self._lost: str | None = None
         self._closing = threading.Event()
-        self._sending = threading.Lock()
         try:
-            self._socket = socket.create_connection((host, int(port)), timeout=timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._lines = self._socket.makefile("rb")
-            token = os.environ[protocol.ENV_TOKEN]
-            self.send("hello", token=token, worker=self.worker, pid=os.getpid(), host=socket.gethostname())
-            line = self._lines.readline(protocol.MAX_LINE)
-            if not line:
-                raise ControlError(f"the supervisor at {host}:{port} refused this worker")
-            welcome = protocol.decode(line)
-            self.job = welcome["job"]
-            self.silence_s = welcome["silence_s"]
-            protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
+            self._socket, self._lines, welcome = self._connect(host, int(port), timeout_s)
+            messages, _, _ = self._connect(host, int(port), timeout_s, messages=True)
         except OSError as error:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
-        self._socket.settimeout(None)
+        self._outbox = Outbox(messages)
+        self.job = welcome["job"]
+        self.silence_s = welcome["silence_s"]
+        protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
         threading.Thread(target=self._receive, name="kfuse-control", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="kfuse-heartbeat", daemon=True).start()
 
+    def _connect(
+        self, host: str, port: int, timeout_s: float, **more: bool
+    ) -> tuple[socket.socket, BinaryIO, dict[str, Any]]:
+        """A connection, what comes over it, and the supervisor's welcome. Raises ControlError and OSError."""
+        connection = socket.create_connection((host, port), timeout=timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        who = {"worker": self.worker, "pid": os.getpid(), "host": socket.gethostname()}
+        connection.sendall(protocol.encode({"type": "hello", "token": os.environ[protocol.ENV_TOKEN], **who, **more}))
+        lines = connection.makefile("rb")
+        line = lines.readline(protocol.MAX_LINE)
+        if not line:
+            raise ControlError(f"the supervisor at {host}:{port} refused this worker")
+        connection.settimeout(None)
+        return connection, lines, protocol.decode(line)
+
     def send(self, message: str, **fields: Any) -> None:
-        """Sends a message of this type. Raises ControlError if the supervisor is gone."""
+        """Sends a message of this type, or keeps it until the connection takes it.
+
+        Raises ControlError if the supervisor is gone.
+        """
+        content = {"type": message, **fields}
+        drops = message == "record" and fields["kind"] in protocol.OF_STEPS
         try:
-            with self._sending:
-                self._socket.sendall(protocol.encode({"type": message, **fields}))
+            self._outbox.send(content, fields["data"]["step"] if drops else None)
         except OSError as error:
             raise ControlError(f"the supervisor is gone: {error}") from error
 
@@ -181,7 +194,12 @@ class ControlClient:
             raise ControlError(self._lost)
 
     def close(self) -> None:
-        """Ends the connection, at the end of the job."""
+        """Says goodbye, waits until the supervisor has all messages or is lost, and ends the connection."""
+        if self._closing.is_set():
+            return
+        with contextlib.suppress(ControlError):
+            self.send("goodbye")
+        self._outbox.close()
         self._closing.set()
         self._socket.close()
 
@@ -224,6 +242,7 @@ class ControlClient:
         with self._changed:
             self._lost = f"the supervisor is gone{why}"
             self._changed.notify_all()
+        self._outbox.give_up(ConnectionError("its connection has ended"))
         # The main thread notices at its next wait. If it is stuck elsewhere, the process must not stay behind.
         if not self._closing.wait(_SUPERVISOR_LOST_GRACE_S):
             sys.stderr.write(f"kfuse: worker {self.worker} ends: {self._lost}\n")
@@ -242,8 +261,8 @@ class ControlClient:
             if doing is not None:
                 told |= {"doing": doing[0], "for_s": time.monotonic() - doing[1]}
             try:
-                self.send("alive", at=time.time(), **told)
-            except ControlError:
+                self._socket.sendall(protocol.encode({"type": "alive", **told}))
+            except OSError:
                 break
         faulthandler.cancel_dump_traceback_later()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -41,15 +40,16 @@ class Worker:
     number: int
     process: WorkerProcess
     state: State = State.BOOTING
-    writer: asyncio.StreamWriter | None = None
+    connections: list[asyncio.StreamWriter] = field(default_factory=list)
+    """Its two connections, once it has made them: see `protocol`."""
     pid: int | None = None
     """None until it has connected."""
     host: str = ""
     gpu: int | None = None
     """Which of the machine's GPUs it has. None: there are none, or the launcher chooses."""
-    started_at: float = field(default_factory=time.monotonic)
-    last_message_at: float = field(default_factory=time.monotonic)
-    """When its last message arrived."""
+    started_at: float = 0.0
+    last_message_at: float = 0.0
+    """When its last message arrived, by the event loop's clock."""
     why: str = ""
     """Why the supervisor killed it, if it did."""
     end_unknown: bool = False
@@ -58,6 +58,8 @@ class Worker:
     """It has joined a view, this one or one before."""
     leaving: bool = False
     """Another worker is to take its place."""
+    said_goodbye: bool = False
+    """It has said its last word; its process is ending, and sends no heartbeats any more."""
     ended_loop: int = 0
     """The newest training whose loop has ended on this worker, whether or not the training is over."""
     failed_at: int | None = None
@@ -70,8 +72,8 @@ class Worker:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends it a message, if it is connected."""
-        if self.writer is not None:
-            protocol.send(self.writer, kind, **fields)
+        if self.connections:
+            protocol.send(self.connections[0], kind, **fields)
 
     def kill(self) -> None:
         """Ends its process at once."""
@@ -191,7 +193,8 @@ class Processes:
                     process = await self._launcher.start({**self.environment, **own})
                 except Exception as error:  # a launcher may be the user's own
                     raise LaunchError(" ".join(str(error).split()) or type(error).__name__) from error
-                self.workers[number] = Worker(number, process, gpu=gpu)
+                now = asyncio.get_running_loop().time()
+                self.workers[number] = Worker(number, process, gpu=gpu, started_at=now, last_message_at=now)
                 if not self._job.takes_newcomers:  # meanwhile training has ended, perhaps another has begun
                     self.workers[number].kill()
                 task = asyncio.create_task(self._watch(self.workers[number]))
@@ -211,8 +214,8 @@ class Processes:
         was, worker.state = worker.state, State.ENDED
         if status is None:  # cut off: if it can be reached again, it must not take part any more
             lines.cancel()
-            if worker.writer is not None:
-                worker.writer.transport.abort()
+            for connection in worker.connections:
+                connection.transport.abort()
             if worker.gpu is not None:
                 worker.end_unknown = True
                 task = asyncio.create_task(self._await_gpu_of(worker))
@@ -248,34 +251,34 @@ class Processes:
 
     async def watch_heartbeats(self) -> None:
         """Kills workers that send no heartbeat, or are not ready in time. Their end is then handled like any other."""
-        elasticity = self._job.elasticity
+        elasticity, time = self._job.elasticity, asyncio.get_running_loop().time
         while True:
-            asleep = time.monotonic()
+            asleep = time()
             await asyncio.sleep(protocol.HEARTBEAT_S)
-            late = time.monotonic() - asleep - protocol.HEARTBEAT_S
+            late = time() - asleep - protocol.HEARTBEAT_S
             for worker in self.alive():
                 # While this process was stopped it could not receive; perhaps the workers were stopped too.
                 worker.last_message_at += late
                 if not worker.process.running:
-                    worker.last_message_at = time.monotonic()
-                booting = worker.state is State.BOOTING
-                limit = elasticity.boot_timeout_s if booting else elasticity.heartbeat_timeout_s
-                silent = time.monotonic() - worker.last_message_at
+                    worker.last_message_at = time()
+                slow = worker.state is State.BOOTING or worker.said_goodbye  # imports, or the interpreter's end
+                limit = elasticity.boot_timeout_s if slow else elasticity.heartbeat_timeout_s
+                silent = time() - worker.last_message_at
                 if silent > limit and not worker.why:
                     worker.why = f"sent no heartbeat for {silent:.0f} s"
-                    if worker.writer is None and elasticity.script:
+                    if not worker.connections and elasticity.script:
                         worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
                     worker.kill()
-            self._report_waiting()
+            self._report_waiting(time())
 
-    def _report_waiting(self) -> None:
+    def _report_waiting(self, now: float) -> None:
         """Reports, once, which workers are not ready: a script may take any time to begin its training; others wait."""
         if self._job.view is not None or self._waiting_reported:
             return
         ready = [worker for worker in self.alive() if worker.state is State.READY]
         late = [worker for worker in self.alive() if worker.state is State.BOOTING and worker.process.running]
-        since = min((worker.started_at for worker in late), default=time.monotonic())
-        if ready and time.monotonic() - since > self._job.elasticity.boot_timeout_s:
+        since = min((worker.started_at for worker in late), default=now)
+        if ready and now - since > self._job.elasticity.boot_timeout_s:
             self._waiting_reported = True
             numbers = {"workers": [worker.number for worker in ready], "late": [worker.number for worker in late]}
             self._records.event("waiting", **numbers)

@@ -1,9 +1,12 @@
 """The messages between the supervisor and its workers: one JSON object a line, over TCP (the control channel).
 
-worker -> supervisor: hello (token, worker, pid, host), ready, joined (generation), left (as a planned view says), alive
-(a heartbeat; step; doing, for_s: code that is not kfuse's, and for how long), broken (generation, why), fatal (why: no
-worker can go on; event, lines), resize (workers), replace (worker), record (kind, data), loop_ended (training,
-failed_at).
+A worker has two connections, so that heartbeats do not wait for records. The first one has the heartbeats and what the
+supervisor sends; the second one, whose hello has `messages`, has all else that the worker sends.
+
+worker -> supervisor: hello (token, worker, pid, host, messages), ready, joined (generation), left (as a planned view
+says), alive (a heartbeat; step; doing, for_s: code that is not kfuse's, and for how long), broken (generation, why),
+fatal (why: no worker can go on; event, lines), resize (workers), replace (worker), record (kind, data), loop_ended
+(training, failed_at), goodbye (nothing follows, and no heartbeat is due any more).
 supervisor -> worker: welcome (job, silence_s), view, stop (reason), over.
 
 While each worker is at a step of its own (pair averaging), the leader's announcements come this way too. worker ->
@@ -17,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +30,8 @@ STOP_STATUS = {"interrupted": 130, "terminated": 143}  # exit status of a comman
 # How a job ends where all workers' scripts end with status 0 before a training does.
 NOT_TRAINED = "not_trained"  # without kf.fit and kf.DataLoader
 LOOP_LEFT = "loop_left"  # out of the loop over a kf.DataLoader
+
+OF_STEPS = ("metrics", "ledger")  # kinds of records of which each step has some
 
 HEARTBEAT_S = 0.5  # between two heartbeats
 
@@ -81,7 +87,30 @@ class View:
         return View(data["generation"], members, (host, port), data["reason"], data["recovers"])
 
 
-def encode(message: dict[str, Any]) -> bytes:
+class Losses:
+    """Counts dropped records, for an event that says of which steps they were."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+        self._first = self._last = self._lines = 0
+
+    def add(self, step: int) -> None:
+        """A record of this step was dropped."""
+        self._first = min(self._first, step) if self._lines else step
+        self._last = max(self._last, step)
+        self._lines += 1
+
+    def take(self) -> dict[str, Any] | None:
+        """The event about what was dropped since the last call; None where nothing was."""
+        if not self._lines:
+            return None
+        last = self._last
+        about = {"steps": [self._first, last], "lines": self._lines, "why": self._why}
+        self._first = self._last = self._lines = 0
+        return {"step": last, "kind": "records_lost", **about}
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
     """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 

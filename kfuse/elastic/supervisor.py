@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +57,13 @@ class Supervisor:
 
         Raises JobFailed. Whatever happens, no worker is left behind, and all records are passed on.
         """
+        self.records.open()
+        try:
+            return await self._run()
+        finally:
+            await self.records.close()
+
+    async def _run(self) -> str | None:
         job = self.job
         self._limit_to_gpus()
         opening, over = asyncio.create_task(self._launcher.open()), asyncio.create_task(job.over.wait())
@@ -88,7 +94,6 @@ class Supervisor:
             self.processes.kill_all()
             await self._server.close()
             await self.processes.all_ended()
-            self.records.flush()
             await self._launcher.close()
 
     def _limit_to_gpus(self) -> None:
@@ -131,16 +136,20 @@ class Supervisor:
             self.views.recover("stop")
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One worker's connection."""
+        """One of a worker's two connections: see `protocol`."""
         number, pid, host = protocol.parse_hello(hello)
-        worker = self.processes.workers.get(number)
-        if worker is None or worker.writer is not None:
+        worker, has_messages = self.processes.workers.get(number), bool(hello.get("messages"))
+        if worker is None or len(worker.connections) != has_messages:
             return
-        worker.writer, worker.pid, worker.host = writer, pid, host
-        worker.send("welcome", job=self._settings, silence_s=self.job.elasticity.heartbeat_timeout_s)
-        self._meetings.connected(worker)
+        worker.connections.append(writer)
+        if has_messages:
+            protocol.send(writer, "welcome")
+        else:
+            worker.pid, worker.host = pid, host
+            worker.send("welcome", job=self._settings, silence_s=self.job.elasticity.heartbeat_timeout_s)
+            self._meetings.connected(worker)
         while line := await reader.readline():
-            worker.last_message_at = time.monotonic()
+            worker.last_message_at = asyncio.get_running_loop().time()
             message = protocol.decode(line)
             try:
                 await self._receive(worker, message)
@@ -155,7 +164,7 @@ class Supervisor:
                 worker.state = State.READY
                 self._lost_workers.booted()
                 if self.job.view is not None:
-                    self.records.event("ready", worker=worker.number, boot_s=time.monotonic() - worker.started_at)
+                    self.records.event("ready", worker=worker.number, boot_s=worker.last_message_at - worker.started_at)
                 self.views.propose()
             case "joined":
                 self.views.joined(worker, message["generation"])
@@ -181,6 +190,8 @@ class Supervisor:
             case "alive":
                 worker.doing = (message["doing"], message["for_s"]) if "doing" in message else None
                 self._meetings.moved(worker, message.get("step"))
+            case "goodbye":
+                worker.said_goodbye = True
 
     def _give_up(self, message: dict[str, Any]) -> None:
         """No worker can go on, for a reason that several may have: only the first one's message counts."""

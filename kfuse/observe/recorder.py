@@ -55,6 +55,8 @@ class Recorder:
                         self.directory.ledger(data)
                     case "summary":
                         self.summary = data
+                    case "line":
+                        self.line(data["text"])
 
     def _start(self, data: dict[str, Any]) -> None:
         if data["training"] != self._training:
@@ -92,6 +94,8 @@ class Recorder:
             "params_sha256": None,
             "exit_reason": why,
         }
+        if self.directory.lines_lost:
+            summary = {**summary, "lines_lost": self.directory.lines_lost}
         try:
             self.directory.summary(summary)
         except OSError as error:

@@ -50,6 +50,9 @@ class RunDirectory:
         self._events = _Lines(path / "events.jsonl")
         self._ledger = _Lines(path / "ledger.jsonl") if ledger else None
         self._last_step = -1
+        self._next_step: int | None = None  # the one whose record is to come; None: any may
+        self.lines_lost = 0
+        """Lines of the JSON lines files that are known to be missing; each was said in an event."""
         self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
         self._left_out: Mapping[str, Any] | None = None  # the newest step's record, if it is not written
         self._changed: dict[str, Any] = {}  # signals that have changed in steps whose lines are not written
@@ -83,13 +86,18 @@ class RunDirectory:
         line before: what policies see beside these columns.
 
         Steps come in order. One that came already (it may be reported again after a loss) is left out: then
-        returns False.
+        returns False. Where steps before it have not come, an event says so.
         """
-        if record["step"] <= self._last_step:
+        step = record["step"]
+        if step <= self._last_step:
             return False
-        self._last_step = record["step"]
+        if self._next_step is not None and step > self._next_step:
+            missing, why = [self._next_step, step - 1], "the worker that had their records was lost"
+            lines = step - self._next_step
+            self.event({"step": step, "kind": "records_lost", "steps": missing, "lines": lines, "why": why})
+        self._last_step, self._next_step = step, step + 1
         self._changed |= record.get("signals", {})
-        if record["step"] % self._every:
+        if step % self._every:
             self._left_out = record
         else:
             self._add_metrics(record)
@@ -120,6 +128,9 @@ class RunDirectory:
             raise ValueError(f"an event needs kind and step, not only {', '.join(record) or 'nothing'}")
         first = {"time": record.get("time", time.time()), "step": record["step"], "kind": record["kind"]}
         rest = {key: _finite(value) for key, value in record.items() if key not in first}
+        if record["kind"] == "records_lost":
+            self.lines_lost += record["lines"]
+            self._next_step = max(self._next_step or 0, record["steps"][1] + 1)
         self._events.add({**first, **rest})
         if self._board is not None:
             self._board.text(f"events/{first['kind']}", json.dumps(rest), first["step"] or 0)
@@ -144,6 +155,7 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again."""
+        self._next_step = step
         last = self._metrics.rewind(step)
         self._last_step = last["step"] if last else -1
         if self._left_out is not None and self._left_out["step"] < step:
@@ -204,6 +216,9 @@ class RunDirectory:
         if self._full_since is not None:
             since, self._full_since = self._full_since, None
             dropped = {file.path.name: file.dropped for file in self._files if file.dropped}
+            self.lines_lost += sum(dropped.values())
+            for file in self._files:
+                file.dropped = 0
             lost = "".join(f"; {count} lines of {name} are lost" for name, count in dropped.items())
             note = f"records could not be written for {time.time() - since:.0f} s{lost}"
             self.warn(f"kfuse: {self.path}: can be written again: {note}")

@@ -1,0 +1,189 @@
+"""A supervisor with workers that are stood in for, in an event loop whose time passes by itself.
+
+Each stand-in says what a worker would say, when the test wants it. No process is started and nothing waits in real
+time: a heartbeat's timeout of 10 s takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from kfuse.elastic import protocol
+from kfuse.elastic.job import JobFailed
+from kfuse.elastic.supervisor import Elasticity, Supervisor
+
+
+class _Skipping(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Where nothing is ready, lets the loop's time pass instead of waiting."""
+
+    passed = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            return super().select(None)
+        ready = super().select(min(timeout, 0.001))  # threads and sockets have a moment of real time
+        if not ready:
+            self.passed += timeout
+        return ready
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only while nothing is ready, and then at once."""
+
+    def __init__(self) -> None:
+        self._clock = _Skipping()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.passed
+
+
+class StandIn:
+    """A worker process and its end of both connections, as the supervisor sees them."""
+
+    running = True
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.printed: list[str] = []
+        self.heard: list[dict[str, Any]] = []
+        """What the supervisor has sent."""
+        self.killed = False
+
+    async def lines(self) -> AsyncIterator[str]:
+        for line in self.printed:
+            yield line
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self.status)
+
+    def kill(self) -> None:
+        self.killed = True
+        self.end(-9)
+
+    def end(self, status: int, *printed: str) -> None:
+        self.printed += printed
+        if not self.status.done():
+            self.status.set_result(status)
+
+    # -- a StreamWriter's part that the supervisor uses
+
+    @property
+    def transport(self) -> StandIn:
+        return self
+
+    def abort(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, line: bytes) -> None:
+        self.heard.append(protocol.decode(line))
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [message for message in self.heard if message["type"] == kind]
+
+    @property
+    def view(self) -> list[int]:
+        """The numbers of the newest view's workers."""
+        return [member["worker"] for member in self.of_kind("view")[-1]["view"]["members"]]
+
+
+class Stage:
+    """One job: its supervisor, the stand-ins that it has started, and what was recorded."""
+
+    def __init__(self, elasticity: Elasticity) -> None:
+        self.workers: list[StandIn] = []
+        self.records: list[tuple[str, dict[str, Any]]] = []
+        self.supervisor = Supervisor(self, {}, self, elasticity)
+        self.starts_fail = False
+
+    # -- the launcher and the recorder
+
+    async def open(self) -> str:
+        return "127.0.0.1"
+
+    async def start(self, env: Mapping[str, str]) -> StandIn:
+        if self.starts_fail:
+            raise OSError("no machine has room")
+        self.workers.append(StandIn(int(env[protocol.ENV_WORKER])))
+        return self.workers[-1]
+
+    async def close(self) -> None: ...
+
+    def keep(self, records: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        self.records += records
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [data for name, data in self.records if name == "event" and data["kind"] == kind]
+
+    # -- what workers do
+
+    async def settle(self, seconds: float = 0.2) -> None:
+        """Lets this time pass, and with it what waits for it."""
+        await asyncio.sleep(seconds)
+
+    async def boot(self, *numbers: int) -> None:
+        """Connects and is ready."""
+        for number in numbers:
+            known = self.supervisor.processes.workers[number]
+            known.connections += [self.workers[number], self.workers[number]]  # type: ignore[list-item]
+            known.pid, known.host = 1000 + number, "here"
+            await self.says(number, "ready")
+
+    async def join(self, *numbers: int) -> None:
+        """Joins the newest view that it was told of."""
+        for number in numbers:
+            generation = self.workers[number].of_kind("view")[-1]["view"]["generation"]
+            await self.says(number, "joined", generation=generation)
+
+    async def says(self, number: int, message: str, **fields: Any) -> None:
+        known = self.supervisor.processes.workers[number]
+        known.last_message_at = asyncio.get_running_loop().time()
+        await self.supervisor._receive(known, {"type": message, **fields})
+
+    async def steps(self, number: int, *steps: int) -> None:
+        for step in steps:
+            await self.says(number, "record", kind="metrics", data={"step": step})
+
+    async def train(self, *numbers: int) -> None:
+        """Boots these workers, which then are in a view, and have made a first step."""
+        await self.boot(*numbers)
+        await self.join(*numbers)
+        start = {"step": 0, "training": 1, "goes_back": False, "restarts": False}
+        await self.says(numbers[0], "record", kind="start", data=start)
+        await self.steps(numbers[0], 0)
+
+    async def end_well(self, *numbers: int) -> None:
+        """The training's results arrive, and these workers end."""
+        await self.says(numbers[0], "record", kind="summary", data={})
+        for number in numbers:
+            self.workers[number].end(0)
+
+
+def play(elasticity: Elasticity, script: Callable[[Stage], Awaitable[None]]) -> tuple[Stage, str | None]:
+    """Runs a job in which `script` acts for the workers: (what was seen, the error that ended it)."""
+    error = None
+
+    async def go() -> Stage:
+        nonlocal error
+        stage = Stage(elasticity)
+        job = asyncio.create_task(stage.supervisor.run())
+        await stage.settle()
+        acting = asyncio.ensure_future(script(stage))
+        await asyncio.wait([job, acting], return_when=asyncio.FIRST_COMPLETED)
+        if acting.done():
+            acting.result()
+        try:
+            await job
+        except JobFailed as failed:
+            error = str(failed)
+        await acting
+        return stage
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        return runner.run(go()), error

@@ -1,0 +1,110 @@
+"""The worker's side of the control channel, against a supervisor that reads nothing for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kfuse.elastic import protocol
+from kfuse.elastic.client import ControlClient, ControlError
+from kfuse.elastic.outbox import Outbox
+
+SILENCE_S = 0.5
+RECORDS = 300
+PADDING = "x" * 100_000  # together more than two sockets' buffers hold
+
+
+class Stopped:
+    """A supervisor that has greeted a worker, and reads only when it is told to."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.connections: list[Any] = []
+        threading.Thread(target=self._greet, daemon=True).start()
+
+    def _greet(self) -> None:
+        for _ in range(2):
+            connection, _ = self.listener.accept()
+            lines = connection.makefile("rwb")
+            json.loads(lines.readline())
+            lines.write(protocol.encode({"type": "welcome", "job": {}, "silence_s": SILENCE_S}))
+            lines.flush()
+            self.connections.append((connection, lines))
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        return map(protocol.decode, self.connections[1][1])
+
+    def end(self) -> None:
+        while self.connections:
+            connection, lines = self.connections.pop()
+            with contextlib.suppress(OSError):  # the worker has closed it
+                connection.shutdown(socket.SHUT_RDWR)
+            lines.close()
+            connection.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopped]:
+    supervisor = Stopped()
+    port = supervisor.listener.getsockname()[1]
+    monkeypatch.setenv(protocol.ENV_CONTROL, f"127.0.0.1:{port}")
+    monkeypatch.setenv(protocol.ENV_TOKEN, "secret")
+    monkeypatch.setenv(protocol.ENV_WORKER, "3")
+    yield supervisor
+    supervisor.end()
+
+
+def test_a_supervisor_that_is_stopped_costs_neither_a_worker_nor_a_record(stopped: Stopped) -> None:
+    """Sending does not wait for it, and its silence for longer than the acknowledgements' limit is not its end."""
+    client = ControlClient()
+    client.send("ready")
+    for step in range(RECORDS):
+        client.send("record", kind="metrics", data={"step": step, "padding": PADDING})
+    time.sleep(3 * SILENCE_S)
+    client.check()
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    kinds = [
+        message["data"]["step"] if message["type"] == "record" else message["type"] for message in stopped.messages()
+    ]
+    closing.join()
+    assert kinds == ["ready", *range(RECORDS), "goodbye"]
+
+
+def test_closing_does_not_wait_for_a_supervisor_that_is_gone(stopped: Stopped) -> None:
+    client = ControlClient()
+    for step in range(RECORDS):
+        client.send("record", kind="metrics", data={"step": step, "padding": PADDING})
+    stopped.end()
+    client.close()
+    with pytest.raises(ControlError):
+        client.send("ready")
+
+
+def test_of_records_that_are_too_many_to_wait_it_is_said_which_are_lost() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        outbox = Outbox(ours, most=10)
+        sent = 0
+        while len(outbox._lines) < 10:
+            outbox.send({"type": "record", "kind": "metrics", "data": {"step": sent, "padding": PADDING}}, sent)
+            sent += 1
+        for step in (sent, sent + 1):
+            outbox.send({"type": "record", "kind": "ledger", "data": {"step": step}}, step)
+        outbox.send({"type": "joined"})
+        lines = theirs.makefile("rb")
+        found = [protocol.decode(lines.readline()) for _ in range(sent + 2)]
+        assert [message["data"]["step"] for message in found[:sent]] == list(range(sent))
+        lost = found[sent]["data"]
+        assert (lost["kind"], lost["steps"], lost["lines"]) == ("records_lost", [sent, sent + 1], 2)
+        assert found[sent + 1]["type"] == "joined", "what is no record of a step is never lost"
+        lines.close()
+        outbox.close()
