@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import select
 import shutil
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import weakref
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +35,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kfuse.checkpoint.snapshot
-from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
+from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain
+from kfuse.checkpoint.format import _encode as encode
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.snapshot import HostCopy, Snapshots
 
@@ -41,6 +44,10 @@ PATIENCE_S = 120.0
 FILES = ("manifest.json", "model.pt", "optimizer.pt", "state.pt")
 # A NaN with a payload, the smallest subnormal, a negative zero: values that only an exact copy keeps.
 ODD_FLOATS = [*struct.unpack("<3d", struct.pack("<3Q", 0x7FF8_0000_0BAD_CAFE, 1, 1 << 63)), math.inf, 0.1]
+
+
+# What a manifest with a right checksum may lack.
+WRONG: list[dict[str, Any]] = [{}, {"files": []}, {"files": {"model.pt": 3}}, {"files": {"model.pt": {}}}]
 
 
 def exact(value: Any) -> Any:
@@ -416,11 +423,21 @@ def test_unknown_format_version_is_named(damaged: Path) -> None:
         load(damaged)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "3", '"format"', "\0"])
-def test_what_is_no_manifest_is_damaged(damaged: Path, content: str) -> None:
-    (damaged / "manifest.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
-        load(damaged)
+@pytest.mark.parametrize("content", [b"3", b"\0", b"[" * 100_000, *(encode({"format": 3} | rest) for rest in WRONG)])
+def test_what_is_no_manifest_is_passed_over_and_named(damaged: Path, content: bytes) -> None:
+    (damaged / "manifest.json").write_bytes(content)
+    assert load_newest(damaged.parent, events := Events()) is None
+    assert re.search(r"(manifest\.json|model\.pt): damaged", events[0]["why"])
+
+
+def test_a_file_that_claims_to_be_larger_than_it_is_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2_000_000)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "model.pt", "w", 8) as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    with pytest.raises(ValueError, match=r"claims 80\d{5} bytes of content in a file of \d{4}"):
+        load_plain(tmp_path / "model.pt")
+    assert load_plain(tmp_path / "plain.pt")["w"].shape == (2_000_000,)
 
 
 def test_files_can_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +449,7 @@ def test_files_can_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     checkpointer = Checkpointer(tmp_path, 1, Events())
     checkpointer.save(1, {"model": {"w": Evil()}, "optimizer": {}})
     checkpointer.wait()
-    with pytest.raises(CheckpointError, match=r"model\.pt: .*written by torch"):
+    with pytest.raises(CheckpointError, match=r"model\.pt: damaged, or written by another torch"):
         load(tmp_path / "step-00000001")
     assert names(tmp_path) == ["step-00000001"]
 

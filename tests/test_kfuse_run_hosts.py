@@ -93,6 +93,7 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> No
     (tmp_path / "train.py").write_text(SCRIPT)
     token, go_on = tmp_path / "token", tmp_path / "go-on"
     token.write_text(TOKEN + "\n")
+    token.chmod(0o600)
     job = [str(tmp_path / "train.py"), str(go_on)]
     meeting = [f"127.0.0.1:{free_port()}", "--token-file", str(token), "--slots"]
     run_dir = tmp_path / "run"
@@ -121,6 +122,7 @@ def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(tmp_p
     (tmp_path / "train.py").write_text(SCRIPT)
     token, run_dir, address = tmp_path / "token", tmp_path / "run", f"127.0.0.1:{free_port()}"
     token.write_text(TOKEN)
+    token.chmod(0o600)
     meeting = [address, "--token-file", str(token), "--slots", "1"]
     job = ["--run-dir", str(run_dir), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
     with (
@@ -178,6 +180,7 @@ def test_wrong_arguments_end_in_one_line(
     Path("train.py").touch()
     Path("short").write_text("secret")
     Path("token").write_text(TOKEN)
+    Path("token").chmod(0o600)
     with pytest.raises(SystemExit) as stop:
         kfuse_run.main(arguments)
     assert stop.value.code == 2

@@ -46,3 +46,39 @@ def test_a_silent_worker_is_killed_and_replaced(silent_s: int) -> None:
     stage, error = play(TWO, script)
     assert error is None
     assert len(stage.events("failure")) == (silent_s > 10)
+
+
+@pytest.mark.parametrize("seconds", [0.03, 2.0])
+@pytest.mark.parametrize("reasons", [("terminated",) * 3, ("interrupted",) * 2, ("interrupted", "terminated")])
+def test_the_same_signal_within_a_second_counts_once(reasons: tuple[str, ...], seconds: float) -> None:
+    """What passes a signal on may do so twice. Until a later or another one, workers may write a last checkpoint."""
+    at_once = seconds < 1 and len(set(reasons)) == 1
+
+    async def script(stage: Stage) -> None:
+        await stage.train(0)
+        for reason in reasons:
+            stage.supervisor.stop(reason)
+            await stage.settle(seconds)
+        await stage.settle(5)
+        assert len(stage.workers[0].of_kind("stop")) == 1
+        assert stage.workers[0].killed != at_once
+        if at_once:
+            await stage.end_well(0)
+
+    stage, error = play(Elasticity(1, 1, 1), script)
+    assert error is None and stage.supervisor.job.stopping == reasons[0]
+
+
+def test_workers_that_do_not_stop_are_killed() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1)
+        stage.supervisor.stop("terminated")
+        for _ in range(19):
+            for number in (0, 1):
+                await stage.says(number, "alive")
+            await stage.settle(1)
+        assert not stage.workers[0].killed
+        await stage.settle(2)
+        assert stage.workers[0].killed and stage.workers[1].killed
+
+    play(TWO, script)

@@ -21,6 +21,7 @@ import shutil
 import socket
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -172,26 +173,41 @@ def load(path: Path) -> dict[str, Any]:
     """The state that was saved as the checkpoint `path`, tensors on the CPU. Every byte is verified, and nothing read
     can run code. Raises CheckpointError.
     """
-    manifest = _read_manifest(path / _MANIFEST)
-    parts = {}
-    for name in (_MODEL, _OPTIMIZER, _REST):
-        file, expected = path / name, manifest["files"][name]
-        try:
+    file = path / _MANIFEST
+    try:
+        manifest, parts = _read_manifest(file), {}
+        for name in (_MODEL, _OPTIMIZER, _REST):
+            file, expected = path / name, manifest["files"][name]
             size = file.stat().st_size
             if size != expected["bytes"]:
                 raise CheckpointError(f"{file}: {size} bytes instead of {expected['bytes']}")
             with file.open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != expected["sha256"]:
                     raise CheckpointError(f"{file}: damaged, its SHA-256 is not the manifest's")
-            parts[name] = torch.load(file, map_location="cpu", weights_only=True)
-        except OSError as error:
-            raise CheckpointError(f"{file}: {error.strerror}") from error
-        except CheckpointError:
-            raise
-        except Exception as error:  # torch raises many types for a file that another version wrote
-            versions = f"written by torch {manifest['torch']}, this is {torch.__version__}"
-            raise CheckpointError(f"{file}: {one_line(error)} ({versions})") from error
-    return {"model": parts[_MODEL], "optimizer": parts[_OPTIMIZER], **parts[_REST]}
+            parts[name] = load_plain(file)
+        return {"model": parts[_MODEL], "optimizer": parts[_OPTIMIZER], **parts[_REST]}
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except Exception as error:  # of many types, for a file that something else has written
+        raise CheckpointError(
+            f"{file}: damaged, or written by another torch than {torch.__version__}: {one_line(error)}"
+        ) from error
+
+
+def load_plain(file: Path) -> Any:
+    """What torch.save wrote to `file`, tensors on the CPU; nothing in it can run code.
+
+    torch.save compresses nothing: a file that claims to unpack to more than its own size is refused before that takes
+    the memory. Raises ValueError for that, OSError, and what torch raises.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            claimed, size = sum(entry.file_size for entry in archive.infolist()), file.stat().st_size
+        if claimed > size:
+            raise ValueError(f"it claims {claimed} bytes of content in a file of {size}")
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def load_newest(directory: Path, report: Report) -> tuple[dict[str, Any], Path] | None:
@@ -280,18 +296,12 @@ def _encode(manifest: dict[str, Any]) -> bytes:
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:
-    try:
-        content = file.read_bytes()
-        manifest = json.loads(content)
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: damaged, it is not JSON") from error
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise CheckpointError(f"{file}: damaged, it has no format version")
+    """Raises CheckpointError, OSError, and what `json` raises."""
+    content = file.read_bytes()
+    manifest: dict[str, Any] = json.loads(content)
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{file}: format version {manifest['format']!r} is unknown; this kfuse reads {FORMAT}")
-    manifest.pop("sha256", None)
+    manifest.pop("sha256")
     if _encode(manifest) != content:
         raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in it")
     return manifest

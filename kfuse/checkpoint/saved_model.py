@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfuse.checkpoint.format import fsync_directory, one_line
+from kfuse.checkpoint.format import fsync_directory, load_plain, one_line
 from kfuse.checkpoint.snapshot import snapshot
 from kfuse.observe.whole_file import write_whole
 from kfuse.session import Record, Session
@@ -145,7 +145,7 @@ def read_weights(path: str) -> dict[str, Any]:
 
             found: Any = load_file(file)
         else:
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            found = load_plain(file)
     except ImportError as error:
         raise ValueError(f"{path}: needs the package safetensors, not installed") from error
     except Exception as error:  # torch raises many types for a file that is not its own

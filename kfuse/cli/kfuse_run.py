@@ -149,6 +149,8 @@ def _token(parser: argparse.ArgumentParser, file: Path | None) -> str:
     if file is None:
         parser.error(f"--token-file: needed with --listen and --join; any secret of at least {_LEAST_TOKEN} characters")
     try:
+        if file.stat().st_mode & 0o077:
+            parser.error(f"--token-file {file}: must be readable by its owner alone (chmod 600)")
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--token-file {file}: cannot be read: {error}")

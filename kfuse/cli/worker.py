@@ -8,7 +8,6 @@ import traceback
 
 from kfuse import session
 from kfuse.comm.options import CommOptions
-from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
 from kfuse.train.build import build_trainer, set_threads
@@ -27,7 +26,7 @@ def main() -> int:
     trainer = build_trainer(config)
     try:
         trainer.run()
-    except (ControlError, ConsistencyError, LoaderError) as error:
+    except (ControlError, ConsistencyError) as error:
         print(f"kfuse: worker {client.worker} ends: {error}", file=sys.stderr)
         return 1
     finally:

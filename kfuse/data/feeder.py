@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
@@ -114,7 +115,7 @@ class Feeder(Fetcher):
     _requests: int
     """Requests made so far; the newest one's number."""
     _lost: int
-    """Loader processes of this training that ended unexpectedly."""
+    """Loader processes that ended unexpectedly since a batch was last used."""
 
     def __init__(
         self,
@@ -159,11 +160,12 @@ class Feeder(Fetcher):
     def fetch(self, task: Task) -> Any:
         """Returns the task's batch; raises the exception that the data set raised for it, at the step that needs it.
 
-        Raises LoaderError where a second loader process has ended unexpectedly.
+        Raises LoaderError where a second loader process has ended unexpectedly before a batch could be used.
         """
         expected = self._order.popleft() if self._order else None
         assert task == expected, f"{task} is asked for, and {expected} was expected"
         batch = self._await(task)
+        self._lost = 0
         self._request_more()
         return self._checked(batch)
 
@@ -280,13 +282,16 @@ class Feeder(Fetcher):
                 self._ready[task] = batch, self._start_copy(batch)
 
     def _replace(self, loader: _Loader, error: Exception) -> None:
-        """A loader process has ended: another takes its place, once in a training. A second one: LoaderError."""
+        """A loader process has ended: another takes its place. A second one before a batch is used: LoaderError."""
         how, pid = loader.how_it_ended(), loader.process.pid or 0
         self._lost += 1
         if self._lost > 1:
-            raise LoaderError(f"loader process {loader.number} (pid {pid}) {how}, the second one lost") from error
+            raise LoaderError(
+                f"loader process {loader.number} (pid {pid}) {how}, the second one lost before a batch"
+            ) from error
         _LOG.warning("loader process %d (pid %d) %s: another takes its place", loader.number, pid, how)
         self._on_loss(pid, how)
+        _remove_shared_memory(pid)
         loader.connection.close()
         other = self._start(loader.number)
         self._loaders[loader.number] = other
@@ -323,6 +328,12 @@ class Feeder(Fetcher):
             copied = map_leaves(copy, batch)
             event.record()
         return copied, event
+
+
+def _remove_shared_memory(pid: int) -> None:
+    """Removes what a process that was killed had begun to share: torch unlinks each file as soon as it is mapped."""
+    for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        file.unlink(missing_ok=True)
 
 
 # -- the loader process's side ----------------------------------------------------------------------------------------

@@ -127,7 +127,8 @@ class LostWorkers:
         how, rank = worker.how_it_ended(status), self._processes.rank_of(worker)
         error = worker.error() if not worker.why and (status or 0) > 0 else ()
         cause = f": {error[-1]}" if error else ""
-        self._records.event("failure", worker=worker.number, pid=worker.pid, rank=rank, how=how + cause)
+        who = {"worker": worker.number, "pid": worker.pid, "host": worker.host, "rank": rank}
+        self._records.event("failure", **who, how=how + cause)
         _log.info("worker %d (pid %s, rank %s) %s%s", worker.number, worker.pid, rank, how, cause)
         return how, cause
 

@@ -109,6 +109,8 @@ class Worker:
         """Text about its end. status: its exit status; None: it was killed, and its end was not reported."""
         if self.why:
             return f"{self.why} and {'cannot be reached' if status is None else 'was killed'}"
+        if cause := getattr(self.process, "cause", ""):
+            return str(cause)
         if status is not None and status < 0:
             return f"was ended by {signal.Signals(-status).name}"
         return f"ended with exit status {status}"

@@ -27,6 +27,7 @@ __all__ = ["Elasticity", "JobFailed", "Supervisor"]
 _log = logging.getLogger("kfuse")
 
 _STOP_GRACE_S = 20.0
+_SAME_SIGNAL_S = 1.0
 _CATCH_UP_S = 8.0  # of these: for workers that are behind to make their steps up to the furthest one (pair averaging)
 _BROKEN_GRACE_S = 0.1  # a lost connection mostly means a process that has ended, which is reported soon
 
@@ -50,6 +51,7 @@ class Supervisor:
         self.address = ""
         """host:port of the control channel."""
         self._server = Server(self.token, self._serve)
+        self._stop_asked_at = 0.0
 
     async def run(self) -> str | None:
         """Returns when all workers have ended: the stop reason, `NOT_TRAINED`, `LOOP_LEFT`, or None if training came to
@@ -113,7 +115,15 @@ class Supervisor:
         self.records.event("clipped", note=note)
 
     def stop(self, reason: str) -> None:
-        """Asks the workers to stop at the next step boundary; a second call, or a long silence, kills them."""
+        """Asks the workers to stop at the next step boundary; another call, or a long silence, kills them.
+
+        A terminal, a batch system and a shell may each pass the same signal on: calls for the same reason within
+        a second count once.
+        """
+        loop = asyncio.get_running_loop()
+        if self.job.stopping == reason and loop.time() - self._stop_asked_at < _SAME_SIGNAL_S:
+            return
+        self._stop_asked_at = loop.time()
         if self.job.stopping is not None or not self.processes.members():
             self.job.stopping = self.job.stopping or reason
             self.job.end()
@@ -122,7 +132,6 @@ class Supervisor:
         self.job.stopping = reason
         for worker in self.processes.alive():
             worker.send("stop", reason=reason)
-        loop = asyncio.get_running_loop()
         loop.call_later(_CATCH_UP_S, self._end_catching_up)
         loop.call_later(_STOP_GRACE_S, self.job.end)
 

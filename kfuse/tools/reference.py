@@ -68,7 +68,11 @@ EVENTS = {
         "Parts of the sharded optimizer state were lost with their workers: training goes on from an earlier step",
         "to (snapshot or checkpoint), steps (that are made again), why",
     ),
-    "failure": ("A worker is lost; or, with why, the job has failed", "worker, pid, rank, how; why"),
+    "failure": ("A worker is lost; or, with why, the job has failed", "worker, pid, host, rank, how; why"),
+    "records_lost": (
+        "Lines of these steps are missing, in whole or in part: too many waited, or the worker that had them was lost",
+        "steps (first and last), lines, why",
+    ),
     "loader_lost": ("A loader process of a worker has ended unexpectedly", "worker, pid (the loader's), how"),
     "checkpoint": ("A checkpoint is written", "path, bytes, wall_s (of writing), snapshot_s (of the training loop)"),
     "checkpoint_failed": ("A checkpoint could not be written", "why"),

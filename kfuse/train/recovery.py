@@ -20,7 +20,6 @@ import torch
 
 from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, drop_retired
-from kfuse.data.fetching import LoaderError
 from kfuse.elastic.client import ControlError
 from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.optim.flat import FlatOptimizer
@@ -105,7 +104,7 @@ class Recovery:
                     _LOG.warning("no last checkpoint is written: comm.state=sharded, and not all workers are there")
                 elif self._has_state and self._checkpoints is not None:
                     self._checkpoints.save_last(self._progress.step, self._state.capture)
-            elif isinstance(error, ConsistencyError | LoaderError):
+            elif isinstance(error, ConsistencyError):
                 self._session.give_up(str(error))
             raise
         finally:

@@ -1,6 +1,6 @@
 """A host's agent: starts and kills workers there for a supervisor elsewhere, and passes on what they print.
 
-agent -> supervisor: hello (token, slots), line (worker, text), ended (worker, status), alive.
+agent -> supervisor: hello (token, slots, host), line (worker, text), ended (worker, status), alive.
 supervisor -> agent: welcome, start (worker, command, env, folder, share), kill (worker), alive.
 """
 
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from typing import Any
 
 from kfuse.elastic import protocol
@@ -34,7 +35,7 @@ async def offer(host: str, port: int, token: str, slots: int, kill_with_agent: b
     agent, why = _Agent(writer, kill_with_agent), ""
     heartbeats: asyncio.Task[None] | None = None
     try:
-        agent.send("hello", token=token, slots=slots)
+        agent.send("hello", token=token, slots=slots, host=socket.gethostname())
         if not await reader.readline():
             raise AgentError(f"the supervisor at {host}:{port} refused this host: is the token its own?")
         heartbeats = asyncio.create_task(send_heartbeats(writer))  # not before: the hello is one line

@@ -7,7 +7,10 @@ from typing import Protocol
 
 
 class WorkerProcess(Protocol):
-    """A worker process, as the supervisor sees it."""
+    """A worker process, as the supervisor sees it.
+
+    It may have an attribute `cause`: how it ended, as a text for events ("was lost with its host 10.0.0.2").
+    """
 
     running: bool
     """False while it waits for a free slot or node, which may take any time."""

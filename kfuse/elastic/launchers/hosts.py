@@ -22,6 +22,8 @@ class HostProcess:
     def __init__(self, number: int, env: dict[str, str]) -> None:
         self.number, self.env = number, env
         self.running = False
+        self.cause = ""
+        """How it ended, where that was with its host."""
         self.host: _Host | None = None
         """The host that it was started on."""
         self._lines: asyncio.Queue[str | None] = asyncio.Queue()
@@ -65,6 +67,7 @@ class HostProcess:
 class _Host:
     """A host: the connection of its agent, and the workers in its slots."""
 
+    name: str
     writer: asyncio.StreamWriter
     slots: int
     processes: dict[int, HostProcess] = field(default_factory=dict)
@@ -134,7 +137,7 @@ class HostsLauncher:
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one agent's connection. When it ends, the host is lost."""
-        host = _Host(writer, int(hello["slots"]))
+        host = _Host(str(hello["host"]), writer, int(hello["slots"]))
         protocol.set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
         protocol.send(writer, "welcome")
         beating = asyncio.create_task(send_heartbeats(writer))
@@ -147,7 +150,7 @@ class HostsLauncher:
             beating.cancel()
             self._hosts.remove(host)
             for process in host.processes.values():
-                process.printed("the host's agent is gone")
+                process.cause = f"was lost with its host {host.name}: the agent there is gone"
                 process.end(-signal.SIGKILL)
 
     def _receive(self, host: _Host, message: dict[str, Any]) -> None:
