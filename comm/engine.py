@@ -47,14 +47,6 @@ class Engine:
     """All of them. The last one carries the tail."""
     gradient_buckets: list[Bucket]
     """The buckets that hold gradients: all, or all but the last one, which then holds averaged buffers and the tail."""
-    averaged: AveragedBuffers
-    """Buffers whose changes are averaged with the gradients."""
-    measurement: Measurement
-    """Measures the gradients and the time; writes the tail."""
-    audited: AuditedGradient
-    """Takes the digest of a micro-batch's gradient, where the plan asks for it."""
-    transport_name: str
-    """A name in `transport_names.NAMES`, or the dotted path of the user's class."""
 
     def __init__(
         self,
@@ -142,7 +134,8 @@ class Engine:
         self.measurement.figures = self.figures
         self.audited = AuditedGradient(self.params, self.gradient_buckets, self.device)
         gradients.take_over(self.params, self)
-        self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, self._wants_gradients, self._pack)
+        wanted, full = self._wants_gradients, lambda bucket: self._now.pack(bucket)
+        self._hooks = GradientHooks(self.params, self.names, self.gradient_buckets, wanted, full)
         self._gradients_set = False  # whether `p.grad` may have the gradients of the last step
 
     def use_transport(self, topology: str | None, tree: str | tuple[int, ...] | None) -> None:
@@ -166,6 +159,7 @@ class Engine:
         self.group.costs = group.costs  # a lane of its own
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
+        # A name in `transport_names.NAMES`, or the dotted path of the user's class.
         self.transport_name = self.topology or options.transport(self.choice.schedule if self.choice else None)
         self.measurement.set_group(group.rank, group.size)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
@@ -179,16 +173,16 @@ class Engine:
         self.bf16_sums = options.dtype == "bf16" and not self._executor.programs[0].has("reduce")
         """Whether bf16 messages are added up in bf16, by the library or the transport."""
         self._work = Workspace(
+            options,
+            self.group,
             self.params,
             self.buckets,
-            self.gradient_buckets,
             self.averaged,
             self.measurement,
             self.audited,
             self._streams,
             self._executor,
-            self.group.size,
-            options.reproducible,
+            self._warned,
         )
         self._now = Step(self._work)
 
@@ -206,7 +200,7 @@ class Engine:
         """Announces the coming step. Without it each worker's micro-batches are counted as they come."""
         self.kept = None
         self.abort()
-        self._now.follow(plan, self.group.rank)
+        self._now.follow(plan)
 
     def open_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
@@ -219,11 +213,6 @@ class Engine:
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
         self._now.open(micro_batch, self.step, self.reduced is not None)
-        if self._now.plan is None and self.options.reproducible and self.group.rank == 0:
-            self._warn_once(
-                "comm.reproducible=true: the micro-batches of this loop are not planned, so the bits depend on the "
-                "number of workers; kf.fit and kf.DataLoader plan them"
-            )
 
     def _wants_gradients(self) -> bool:
         """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
@@ -237,9 +226,6 @@ class Engine:
             gradients.at_the_end_of_outer_backward(self._close_implicit)
         self._streams.add()
         return current is None or not current.several_backwards
-
-    def _pack(self, bucket: Bucket) -> None:
-        self._now.pack(bucket)
 
     def _still_there(self) -> bool:
         """Some parameters have the gradients that the last step was made with."""
@@ -283,12 +269,6 @@ class Engine:
             if not bucket.packed:
                 self._hooks.collect_set_by_hand(bucket)
                 now.pack(bucket)
-        if now.plan is not None and self.params and len(now.missed) == len(self.params):
-            self._warn_once(
-                f"step {self.step}: a micro-batch ended without a backward: its samples count with a gradient of zero, "
-                "in the mean and in the statistics",
-                "no backward",
-            )
         is_last = now.close(None if now.told else self._digest())
         if is_last and then_wait:
             self.on_last_micro_batch()
@@ -302,11 +282,6 @@ class Engine:
         tensors, salt = self.compared()
         return digest([*self.params, *tensors], salt)
 
-    def _warn_once(self, message: str, kind: str = "") -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            _LOG.warning("%s", message)
-
     # -- the reduction and the update -----------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -316,11 +291,9 @@ class Engine:
         Raises CommError, and RuntimeError if the step's last micro-batch has not been run, or is being run.
         """
         now = self._now
-        if now.current is not None:
-            raise RuntimeError(f"opt.step() inside a micro-batch: {REMEDY}")
         if now.plan is not None and now.expected == 0 and not now.closed:
             now.contribute_nothing(self.step, None if self.options.reproducible else self._digest())
-        if not now.closed:
+        if now.current is not None or not now.closed:
             now.refuse_unfinished()
             return
         kept = now.reduce()
@@ -334,11 +307,11 @@ class Engine:
 
     def _take(self, kept: KeptStep, record: Tensor) -> None:
         """The step's result is complete: as `reduced`, and in the averaged buffers."""
-        now, last = kept.now, self.buckets[-1]
-        if len(self.gradient_buckets) < len(self.buckets):
-            self.averaged.apply(last.layout.params, kept.changes, kept.total_weight)
-        unused, planned = frozenset(now.unused), now.plan is not None
-        kept.reduced = Reduced(record, kept.used, unused, now.implicit, now.is_local, planned, idle=now.done == 0)
+        now = kept.now
+        if self.averaged.tensors:
+            self.averaged.apply(self.buckets[-1].layout.params, kept.changes, kept.total_weight)
+        told = now.implicit, now.is_local, now.plan is not None, now.done == 0
+        kept.reduced = Reduced(record, kept.used, frozenset(now.unused), *told)
         self.reduced, self._gradients_set = kept.reduced, True
 
     def updates(self) -> Iterator[Bucket]:
@@ -374,7 +347,7 @@ class Engine:
         self.kept.resumed = True
 
     def share_sums(self, sums: Tensor, what: str) -> None:
-        """As `Executor.share_sums`, for the optimizer."""
+        """See `Executor.share_sums`."""
         self._executor.share_sums(sums, what)
 
     # -- where the step stands ------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import Event
 from kfuse.comm.plan import StepState
-from kfuse.comm.tail import LOSS, SAMPLES, SUM_SQUARES, Tail
+from kfuse.comm.tail import LOSS, SAMPLES, SUM_SQUARES, Own, Tail
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
 
 if TYPE_CHECKING:
@@ -90,26 +90,15 @@ class Measurement:
         sum_partials(self.sumsq, self._total)
         if now.parts > 1:
             self._total *= now.parts**2  # the loss was divided
-        own = {} if now.told else self._own(now, digest)
-        self.tail.write(
-            bucket.slot(now.leaf.slot)[bucket.body :],
-            now.leaf.accumulate,
-            samples=float(now.current.weight),
-            sum_squares=self._total,
-            loss=now.current.loss,
-            missed=now.missed,
-            figures=now.current.figures,
-            **own,
-        )
+        own = None
+        if not now.told:
+            vote = 0.0 if self.voter is None else self.voter.vote
+            of_leader = (now.plan.announcement, now.plan.times, now.plan.fisher) if now.plan and self._leads else ()
+            own = Own(self.stopwatch.seconds_before, vote, digest, *of_leader)
+        place = bucket.slot(now.leaf.slot)[bucket.body :]
+        weight, loss, figures = float(now.current.weight), now.current.loss, now.current.figures
+        self.tail.write(place, now.leaf.accumulate, weight, self._total, loss, now.missed, figures, own)
         now.told = True
-
-    def _own(self, now: StepState, digest: Tensor | None) -> dict[str, Any]:
-        """What this rank alone writes, once in a step; the leader its announcement, times and `fisher`, too."""
-        vote = 0.0 if self.voter is None else self.voter.vote
-        own: dict[str, Any] = {"seconds": self.stopwatch.seconds_before, "vote": vote, "digest": digest}
-        if now.plan is not None and self._leads:
-            own |= {"announcement": now.plan.announcement, "times": now.plan.times, "fisher": now.plan.fisher}
-        return own
 
     def write_digest(self, bucket: Bucket, digest: Tensor) -> None:
         """Writes the digest of the parameters to the last bucket's tail, which is zeros: of a worker that has no

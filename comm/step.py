@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,28 +19,34 @@ from kfuse.comm import devices
 from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.buckets import AveragedBuffers, Bucket
 from kfuse.comm.executor import Executor
+from kfuse.comm.group import Group
 from kfuse.comm.measurement import Measurement
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, StepPlan, StepState
 from kfuse.comm.sum_tree import ADD, WRITE, LeafStep
 from kfuse.kernels import pack
+
+_LOG = logging.getLogger("kfuse")
 
 
 @dataclass(frozen=True)
 class Workspace:
     """What the steps of an engine work with. All of it lasts for many steps."""
 
+    options: CommOptions
+    group: Group
     params: Sequence[Parameter]
     buckets: Sequence[Bucket]
-    """All of them. The last one carries the tail."""
-    gradient_buckets: Sequence[Bucket]
-    """All, or all but the last one, which then holds averaged buffers and the tail."""
+    """All of them. The last one carries the tail, and may have averaged buffers in place of gradients."""
     averaged: AveragedBuffers
+    """Buffers whose changes are averaged with the gradients."""
     measurement: Measurement
     audited: AuditedGradient
+    """Takes the digest of a micro-batch's gradient, where the plan asks for it."""
     streams: devices.StreamOrder
     executor: Executor
-    workers: int
-    reproducible: bool
+    warned: set[str]
+    """Messages that have been logged: each comes once."""
 
 
 class Step(StepState):
@@ -53,13 +60,13 @@ class Step(StepState):
         self._audited: int | None = None  # which of this worker's, from 0, has the digest of its gradient taken
         work.executor.reset()
 
-    def follow(self, plan: StepPlan, rank: int) -> None:
+    def follow(self, plan: StepPlan) -> None:
         """Has this worker's micro-batches as the plan says."""
-        mine = plan.ranges[rank]
+        mine = plan.ranges[self._work.group.rank]
         self.plan, self.expected = plan, len(mine)
         if plan.audited is not None and plan.audited in mine:
             self._audited = mine.index(plan.audited)
-        if self._work.reproducible:
+        if self._work.options.reproducible:
             self._leaves = self._work.executor.plan_sums(plan).steps
 
     def open(self, micro_batch: MicroBatch, number: int, untaken: bool) -> None:
@@ -72,7 +79,7 @@ class Step(StepState):
         work, self.current, self._number = self._work, micro_batch, number
         self.leaf = self._leaves[self.done] if self._leaves is not None else ADD if self.done else WRITE
         if self.implicit:
-            self.scale = 1.0 / work.workers
+            self.scale = 1.0 / work.group.size
         elif self.plan is not None and self.weights_are_known:
             self.scale = micro_batch.weight / (self.plan.local or self.plan.samples)
         else:
@@ -87,6 +94,11 @@ class Step(StepState):
                 work.averaged.begin_step()
         for bucket in work.buckets:
             bucket.begin_micro_batch()
+        if self.plan is None and work.options.reproducible and work.group.rank == 0:
+            self._warn_once(
+                "comm.reproducible=true: the micro-batches of this loop are not planned, so the bits depend on the "
+                "number of workers; kf.fit and kf.DataLoader plan them"
+            )
 
     def _refuse_to_open(self, untaken: bool) -> None:
         if (untaken or self.closed) and self.parts > 1:
@@ -127,7 +139,13 @@ class Step(StepState):
         """
         work, current, last = self._work, self.current, self._work.buckets[-1]
         assert current is not None
-        if len(work.gradient_buckets) < len(work.buckets):
+        if self.plan is not None and self.missed and len(self.missed) == len(work.params):
+            self._warn_once(
+                "step %d: a micro-batch ended without a backward: its samples count with a gradient of zero, in the "
+                "mean and in the statistics",
+                self._number,
+            )
+        if work.averaged.tensors:
             work.averaged.pack(last, self.leaf, self.scale / self.parts)
         work.measurement.write(last, self, digest)
         if current.last:
@@ -162,17 +180,24 @@ class Step(StepState):
         work.averaged.begin_step()
         work.measurement.stopwatch.forget()
         self.closed, self._number, self.unused = True, number, set(range(len(work.params)))
-        if not work.reproducible:
+        if not work.options.reproducible:
             for bucket in work.buckets:
                 bucket.slot(0).zero_()
             if digest is not None:
                 work.measurement.write_digest(work.buckets[-1], digest)
         work.executor.launch(work.buckets, number, self.is_local)
 
+    def _warn_once(self, message: str, *values: object) -> None:
+        if message not in self._work.warned:
+            self._work.warned.add(message)
+            _LOG.warning(message, *values)
+
     # -- its end --------------------------------------------------------------------------------------------------
 
     def refuse_unfinished(self) -> None:
-        """Raises RuntimeError if the step has begun: its last micro-batch has not been run."""
+        """Raises RuntimeError if the step has begun: its last micro-batch is being run, or has not been."""
+        if self.current is not None:
+            raise RuntimeError(f"opt.step() inside a micro-batch: {REMEDY}")
         if self.done and self.implicit:
             raise RuntimeError(
                 f"opt.accumulate({self.parts}): opt.step() after {self.done} of {self.parts} backwards. Where the last "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +95,24 @@ def _fp32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
+@dataclass(frozen=True)
+class Own:
+    """What a rank alone writes, once in a step."""
+
+    seconds: float = 0.0
+    """A micro-batch, in the step before."""
+    vote: float = 0.0
+    """On interference."""
+    digest: Tensor | None = None
+    """In some steps, of the rank's parameters."""
+    announcement: Announcement = NOTHING_ANNOUNCED
+    """This and what follows: the leader's."""
+    times: tuple[float, float] = (0.0, 0.0)
+    """How long the step before took it, and the part that it waited for data."""
+    fisher: Tensor | None = None
+    """In some steps: fp32 [2] on the device."""
+
+
 class Tail:
     """The tail for `params` parameters on rank `rank` of `ranks`: writes a micro-batch's, reads the reduced one.
 
@@ -111,71 +129,37 @@ class Tail:
         self,
         place: Tensor,
         accumulate: bool,
-        *,
         samples: float,
         sum_squares: Tensor,
         loss: Tensor | float | None,
         missed: Collection[int] = (),
-        announcement: Announcement = NOTHING_ANNOUNCED,
-        times: tuple[float, float] = (0.0, 0.0),
-        fisher: Tensor | None = None,
-        seconds: float = 0.0,
-        vote: float = 0.0,
-        digest: Tensor | None = None,
         figures: Sequence[Tensor | float] = (),
+        own: Own | None = None,
     ) -> None:
         """Writes a micro-batch's tail to `place` (fp32 [numel]), or adds it to what is there. Never waits for a GPU.
 
         sum_squares: float64 scalar on the device, |g_j|^2. loss: its mean loss. missed: parameters that it gave no
-        gradient. With a rank's first micro-batch of the step only: `announcement`, `times`, and in some steps `fisher`
-        (fp32 [2] on the device), on the leader; `seconds` per micro-batch in the step before; `vote`; `digest`, in some
-        steps, of the rank's parameters. figures: scalars, means over the micro-batch's samples.
+        gradient. figures: scalars, means over the micro-batch's samples. own: with a rank's first one of the step.
         """
         slots = self._slots
         values = [1.0] * slots + [0.0] * (self.numel - slots)
         for index in missed:
             values[index] = 0.0
         values[slots + SAMPLES], values[slots + MICRO_BATCHES], values[slots + LOSS] = samples, 1.0, math.nan
-        weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}
+        weighted: dict[int, Tensor | float] = {slots + SUM_SQUARES: sum_squares}  # times the samples
         weighted.update(enumerate(figures, self._figures))
         if loss is not None:
             weighted[slots + LOSS] = loss
-        self._write_own(values, announcement, times, seconds, vote)
-        self._put(place, accumulate, values, weighted, samples, self._in_place(digest, fisher))
-
-    def _write_own(
-        self,
-        values: list[float],
-        announcement: Announcement,
-        times: tuple[float, float],
-        seconds: float,
-        vote: float,
-    ) -> None:
-        values[self._slots + STEP_TIME : self._slots + FISHER_TRACE] = times
-        if announcement is not NOTHING_ANNOUNCED:
-            values[self._slots + ANNOUNCEMENT : self._of_ranks] = announcement.slots()
-            for rank, parent in enumerate(announcement.parents):
-                values[self._of_ranks + RANK_SLOTS * rank + PARENT] = 1.0 + parent
-        values[self._own], values[self._own + VOTE] = seconds, vote
-
-    def _in_place(self, digest: Tensor | None, fisher: Tensor | None) -> dict[int, Tensor]:
-        """By slot, numbers that lie on the device: this rank's digest, the leader's `fisher`."""
-        digests = () if digest is None else digest_slots(digest)
-        traces = () if fisher is None else fisher
-        return {**dict(enumerate(digests, self._own + 1)), **dict(enumerate(traces, self._slots + FISHER_TRACE))}
-
-    def _put(
-        self,
-        place: Tensor,
-        accumulate: bool,
-        values: list[float],
-        weighted: Mapping[int, Tensor | float],
-        samples: float,
-        numbers: Mapping[int, Tensor],
-    ) -> None:
-        """Writes `values` to `place`, or adds them; before, at the indices of `weighted`, those times `samples`, and at
-        those of `numbers` these.
-        """
+        numbers: dict[int, Tensor] = {}  # that lie on the device
+        if own is not None:
+            values[slots + STEP_TIME : slots + FISHER_TRACE] = own.times
+            values[self._own], values[self._own + VOTE] = own.seconds, own.vote
+            if own.announcement is not NOTHING_ANNOUNCED:
+                values[slots + ANNOUNCEMENT : self._of_ranks] = own.announcement.slots()
+                for rank, parent in enumerate(own.announcement.parents):
+                    values[self._of_ranks + RANK_SLOTS * rank + PARENT] = 1.0 + parent
+            numbers.update(enumerate(() if own.digest is None else digest_slots(own.digest), self._own + 1))
+            numbers.update(enumerate(() if own.fisher is None else own.fisher, slots + FISHER_TRACE))
         if (device := devices.of(place.device)).asynchronous:
             host_values = device.pinned((self.numel,), torch.float32)
             host_values.copy_(torch.tensor(values, dtype=torch.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -65,3 +66,9 @@ def default(reproducible: bool, sharded: bool, dtype: str) -> str:
     if reproducible or dtype == "bf16":
         return "all_to_all"
     return "reduce_scatter" if sharded else "allreduce"
+
+
+def check_one_each(transport: str, pieces: Sequence[int]) -> None:
+    """For transports that add up one contribution of each worker: raises ValueError where one has another number."""
+    if any(count != 1 for count in pieces):
+        raise ValueError(f"{transport} takes one contribution a worker")

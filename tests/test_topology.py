@@ -24,7 +24,7 @@ from problems import network, problem
 import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.latency import measure
-from kfuse.comm.tail import RANK_SLOTS, RECORD_SLOTS, VOTE, Announcement, Tail
+from kfuse.comm.tail import RANK_SLOTS, RECORD_SLOTS, VOTE, Announcement, Own, Tail
 from kfuse.comm.topology import (
     SAME,
     Links,
@@ -393,8 +393,8 @@ def test_a_list_arrives_in_the_tail_as_it_was_sent(parents: list[int], transport
         told = sent if rank == 0 else Announcement()
         of_rank = torch.zeros_like(place)
         for first in (True, False):  # two micro-batches
-            more = {"announcement": told, "seconds": 0.5 + rank, "vote": 2.0} if first else {}
-            tail.write(of_rank, not first, samples=1.0, sum_squares=totals[0], loss=1.0, figures=[7.0, 8.0], **more)  # type: ignore[arg-type]
+            own = Own(0.5 + rank, 2.0, announcement=told) if first else None
+            tail.write(of_rank, not first, 1.0, totals[0], loss=1.0, figures=[7.0, 8.0], own=own)
         place += of_rank
     values = Tail(3, 0, ranks, figures=2).record(place, totals).tolist()[:-2]
     assert Announcement.from_slots(values) == sent

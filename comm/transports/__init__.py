@@ -108,12 +108,6 @@ def program_apart(name: str, reproducible: bool) -> Program:
     return program(name, False)
 
 
-def check_one_each(transport: str, pieces: Sequence[int]) -> None:
-    """For transports that add up one contribution of each worker: raises ValueError where one has another number."""
-    if any(count != 1 for count in pieces):
-        raise ValueError(f"{transport} takes one contribution a worker")
-
-
 def make(
     name: str,
     group: Group,

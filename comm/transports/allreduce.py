@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.transports import check_one_each
+from kfuse.comm.transport_names import check_one_each
 
 
 class AllReduce:

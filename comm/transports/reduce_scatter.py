@@ -13,7 +13,7 @@ from torch import Tensor
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.transports import check_one_each
+from kfuse.comm.transport_names import check_one_each
 
 
 class ReduceScatter:

@@ -23,8 +23,7 @@ from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.topology import Links, check_parents, chunks, depths, spanning_tree
-from kfuse.comm.transport_names import TREES
-from kfuse.comm.transports import check_one_each
+from kfuse.comm.transport_names import TREES, check_one_each
 
 _LOG = logging.getLogger("kfuse")
 
