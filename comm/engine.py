@@ -154,12 +154,11 @@ class Engine:
         before, self.group = self.group, group.lane(self.lane)
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
-        options, again = self.options, self.choice is not None
-        self.choice = programs.choose(options, group, self._plan, again)
+        options = self.options
+        self.choice = programs.choose(options, group, self._plan, again=self.choice is not None)
         self.group.costs = group.costs  # a lane of its own
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
-        # A name in `transport_names.NAMES`, or the dotted path of the user's class.
         self.transport_name = self.topology or options.transport(self.choice.schedule if self.choice else None)
         self.measurement.set_group(group.rank, group.size)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
@@ -216,10 +215,9 @@ class Engine:
 
     def _wants_gradients(self) -> bool:
         """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
-        current = self._now.current
         if self.audited.repeats:
             return False
-        if current is None:
+        if (current := self._now.current) is None:
             if self.reduced is None and self._still_there():
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
