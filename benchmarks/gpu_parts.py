@@ -115,10 +115,10 @@ def no_compiler(device: str) -> str | None:
     from kfuse.tools.doctor.machine import compiler
 
     found = compiler()
-    if found.problem is None:
+    if found.status == "ok":
         return None
-    print(f"{found.problem}: Triton compiles no kernel without, so all parts are absent. {found.remedy}", flush=True)
-    return found.problem
+    print(f"{found.found}, so all parts are absent. {found.remedy}", flush=True)
+    return found.found
 
 
 def parts(device: str, gpus: int, folder: Path, unable: str | None) -> list[Part]:

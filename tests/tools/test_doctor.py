@@ -238,15 +238,15 @@ def test_limits_and_places_are_looked_at(tmp_path: Path) -> None:
 def test_the_compiler_is_tried_as_triton_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.compiler().problem == "no C compiler"
+    assert machine.compiler().found.startswith("no C compiler")
     assert "apt install gcc" in machine.compiler().remedy
     fails = tmp_path / "gcc"
     fails.write_text("#!/bin/sh\necho 'gcc: error: broken' >&2\nexit 1\n")
     fails.chmod(fails.stat().st_mode | stat.S_IXUSR)
-    assert "gcc: error: broken" in (machine.compiler().problem or "")
+    assert machine.compiler().status == "fail" and "gcc: error: broken" in machine.compiler().found
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     found = machine.compiler()
-    assert found.problem == f"no Python.h in {tmp_path}"
+    assert found.found.startswith(f"no Python.h in {tmp_path}")
     assert f"python{sys.version_info.major}.{sys.version_info.minor}-dev" in found.remedy
 
 

@@ -55,7 +55,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     devices = devices or {"gpus": [], "peers": [], "nccl": None, "nccl_problem": problem}
     count = len(devices["gpus"])
     yield from machine.gpu_lines(devices, problem)
-    yield machine.compiler_line(count > 0)
+    yield machine.compiler(count > 0)
     yield machine.triton_cache(count > 0)
     yield machine.shared_memory(config["data"]["workers"])
     yield machine.open_files(config["workers"]["max"])

@@ -174,27 +174,31 @@ def _topology() -> dict[tuple[int, int], str]:
 # -- what Triton needs ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """Whether this machine can compile what Triton has compiled on a GPU machine: its launchers, in C."""
+def compiler(needed: bool = True) -> Line:
+    """Compiles a file with Python.h as Triton does (triton/runtime/build.py: $CC, else gcc, else clang).
 
-    problem: str | None
-    """None: it can."""
-    found: str
-    remedy: str
-
-
-def compiler() -> Compiler:
-    """Compiles a file with Python.h as Triton does (triton/runtime/build.py: $CC, else gcc, else clang)."""
+    Triton compiles its launchers in C. needed: there is a GPU.
+    """
     cc = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if cc is None:
-        return Compiler("no C compiler", "", "Install one: apt install gcc (or conda install gcc), or name one in $CC.")
     scheme = sysconfig.get_default_scheme()
     include = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
-    if not (include / "Python.h").exists():
+    if cc is None:
+        problem, remedy = "no C compiler", "Install one: apt install gcc (or conda install gcc), or name one in $CC."
+    elif not (include / "Python.h").exists():
         name = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        problem = f"no Python.h in {include}"
         remedy = f"Install Python's headers: apt install {name} (or use a Python of conda or uv, which have them)."
-        return Compiler(f"no Python.h in {include}", cc, remedy)
+    else:
+        problem, remedy = _compile(cc, include), "Name another C compiler in $CC."
+    if not problem:
+        return Line("compiler", "ok", f"{cc} compiles with {include / 'Python.h'}")
+    if needed:
+        return Line("compiler", "fail", f"{problem}: Triton compiles no kernel without", remedy)
+    return Line("compiler", "ok", f"{problem}; only machines with a GPU need it", remedy)
+
+
+def _compile(cc: str, include: Path) -> str:
+    """Returns what went wrong, or nothing."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "doctor.c")
         source.write_text(_C_PROGRAM)
@@ -202,21 +206,11 @@ def compiler() -> Compiler:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return Compiler(f"{cc}: {error}", cc, "Name a C compiler that works in $CC.")
-    if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
-        return Compiler(f"{cc} cannot compile a file with Python.h: {first}", cc, "Name another compiler in $CC.")
-    return Compiler(None, f"{cc} compiles with {include / 'Python.h'}", "")
-
-
-def compiler_line(needed: bool) -> Line:
-    """needed: there is a GPU."""
-    found = compiler()
-    if found.problem is None:
-        return Line("compiler", "ok", found.found)
-    if needed:
-        return Line("compiler", "fail", f"{found.problem}: Triton compiles no kernel without", found.remedy)
-    return Line("compiler", "ok", f"{found.problem}; only machines with a GPU need it", found.remedy)
+            return f"{cc}: {error}"
+    if done.returncode == 0:
+        return ""
+    first = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
+    return f"{cc} cannot compile a file with Python.h: {first}"
 
 
 def triton_cache(needed: bool) -> Line:
