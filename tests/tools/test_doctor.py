@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import re
 import signal
 import stat
@@ -105,26 +104,6 @@ def test_the_overrides_choose_what_is_tried(tmp_path: Path) -> None:
     found = lines(run(tmp_path, "comm.schedule=symmetric").stdout)
     assert found["transport"][0] == "fail" and "this machine has 0" in found["transport"][1]
     assert found["reduction"][0] == "ok"
-
-
-@pytest.mark.full
-def test_a_terminal_gets_colours(tmp_path: Path) -> None:
-    leader, follower = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
-    process = subprocess.Popen([sys.executable, "-m", "kfuse", "doctor"], cwd=tmp_path, env=env, stdout=follower)
-    os.close(follower)
-    shown = b""
-    while True:
-        try:
-            part = os.read(leader, 2**16)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(leader)
-    assert process.wait(60) == 0
-    assert b"\x1b[32mok" in shown
 
 
 def test_in_a_worker_of_a_job_its_processes_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from witness import seen
 import kfuse as kf
 from kfuse.cli.app import main
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.policies import BasePolicy, GNSPolicy, SchedulePolicy
+from kfuse.policies import BasePolicy, SchedulePolicy
 from kfuse.policies.signals import DECISION_LAG, Bounds, Decision, Signals
 from kfuse.tools.replay.decisions import began_at, decisions
 from kfuse.tools.replay.recorded import Recorded, signals_of
@@ -216,12 +216,6 @@ def test_sync_topology_and_tree_are_reported_where_they_are_new() -> None:
     ]
 
 
-def test_a_policy_that_returns_no_decision_is_an_error() -> None:
-    policy = types.SimpleNamespace(initial=lambda: None, decide=lambda signals: 7)
-    with pytest.raises(TypeError, match=r"must be a kf\.Decision or None"):
-        run(policy, RecordedSteps(course([1.0])), DecidedSettings(32, 1), BOUNDS)  # type: ignore[arg-type]
-
-
 # -- what is recorded, and read back ------------------------------------------------------------------------------
 
 
@@ -355,15 +349,6 @@ def test_what_cannot_be_replayed_is_one_clear_line(
         captured = capsys.readouterr()
         assert told in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("kfuse: error: ")
         assert captured.out == "" and sorted(path.name for path in recorded.iterdir()) == before
-
-
-def test_a_line_that_is_being_written_is_left_out(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with (recorded / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 48, "los')
-    assert replay(monkeypatch, recorded, "policy=none", "plot=null") == 0
-    assert "48" in capsys.readouterr().out
 
 
 def test_settings_of_the_rate_that_do_not_suit_the_policy_are_said(
@@ -512,12 +497,6 @@ DIGITS = words(
     "model=mlp data=digits model.hidden=[24] batch.size=16 batch.micro=4 batch.max=128 train.epochs=6 lr.base=0.003",
     "workers.max=3 train.eval_every=20",
 )
-PHASES = [
-    {"step": 0, "batch_size": 24},
-    {"step": 20, "workers": 2, "lr_scale": 0.3},
-    {"step": 60, "batch_size": 48},
-    {"step": 100, "batch_size": 999, "workers": 1},
-]
 
 
 def assert_replayed(
@@ -565,12 +544,6 @@ def test_the_bare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     (job.directory / "events.jsonl").write_text(changed)
     assert replay(monkeypatch, job.directory, "plot=null") == 0
     assert "not as recorded from decision 1 on" in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [*DIGITS, "lr.scaling=adascale", "policy=schedule", override("policy.phases", PHASES)]
-    assert_replayed(finished(Job(tmp_path / "run"), overrides), monkeypatch, capsys, least=4)
 
 
 @pytest.mark.full
@@ -642,13 +615,3 @@ def test_a_fixed_number_of_workers_and_lines_of_some_steps(
     assert "metrics.jsonl lacks steps" in capsys.readouterr().out
     text = (job.directory / "metrics.jsonl").read_text().splitlines()
     assert json.loads(text[-1])["step"] == job.summary["steps"] - 1
-
-
-def test_gns_on_its_own_steps_takes_the_recorded_ones() -> None:
-    """Another course, the same settings: a policy that decides as the run's did makes the run's steps."""
-    recorded = course([100.0] * 300)
-    policy = GNSPolicy(factor=0.32)
-    followed = run(policy, RecordedSteps(recorded), DecidedSettings(32, 1), BOUNDS)
-    carried = run(policy, SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
-    assert followed.changes == carried.changes == [] and carried.steps == followed.steps == 300
-    assert (carried.samples, carried.seconds) == (followed.samples, followed.seconds) == (9600, 150.0)

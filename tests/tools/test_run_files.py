@@ -132,6 +132,7 @@ def without(name: str) -> Callable[[Lines], None]:
 DAMAGES: list[tuple[Callable[[Lines], None], str]] = [
     (fifth(step_time_s=float("nan")), "line 5: step_time_s=nan: must be a number"),
     (fifth(step_time_s=0.0), "line 5: step_time_s=0.0: must be a number"),
+    (lambda lines: lines[0].pop("signals"), "line 1: signals: missing: another version of kfuse"),
     (without("noise_scale_low"), "line 5: noise_scale_low: missing: another version of kfuse"),
     (each("batch_size", "x"), "line 1: batch_size=x: must be a whole number"),
     (fifth(workers=True), "line 5: workers=true: must be a whole number, 1 to "),
