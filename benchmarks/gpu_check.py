@@ -60,7 +60,6 @@ def calls(small: bool) -> Iterator[tuple[str, Call]]:
             yield f"{update.__name__} {name}", lambda *to, f=update, dtype=dtype: f(*to, numel, dtype)  # type: ignore[misc]
         for width in (48, 1024, *(() if small else (5000, 12288))):
             yield f"norm, width {width} {name}", lambda *to, w=width, dtype=dtype: norm(*to, w, dtype)  # type: ignore[misc]
-    yield "measures", lambda *to: measures(*to, 4, numel)
     yield "pull", lambda *to: pull(*to, 3, numel)
     yield "lamb", lambda *to: lamb(*to, [n for n in ragged if n])
 
@@ -85,18 +84,12 @@ def block_sumsq(device: torch.device, draw: Callable[..., Tensor], numel: int, d
 def reduce(
     device: torch.device, draw: Callable[..., Tensor], count: int, numel: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    out = _empty(numel, device, dtype)
-    k.reduce(draw(count, numel, dtype=dtype), k.balanced(count), out)
-    return [out]
-
-
-def measures(device: torch.device, draw: Callable[..., Tensor], count: int, numel: int) -> list[Tensor]:
-    shares, blocks = draw(count).abs() + 0.1, num_blocks(numel)
-    of_blocks = {name: _empty(blocks, device) for name in ("sumsq", "variance", "noise")}
-    of_rows = {name: _empty(count * blocks, device).view(count, blocks) for name in ("row_sumsq", "row_dot")}
-    kinds = k.Measures(**of_blocks, **of_rows, shares=shares / shares.sum(), exp_avg_sq=draw(numel).square(), eps=0.1)
-    k.reduce(draw(count, numel), k.balanced(count), out := _empty(numel, device), measures=kinds)
-    return [out, *of_blocks.values(), *of_rows.values()]
+    """With and without sums of squares."""
+    rows, sumsq = draw(count, numel, dtype=dtype), _empty(num_blocks(numel), device)
+    plain, measured = _empty(numel, device, dtype), _empty(numel, device, dtype)
+    k.reduce(rows.clone(), k.balanced(count), plain)
+    k.reduce(rows, k.balanced(count), measured, sumsq=sumsq)
+    return [plain, measured, sumsq]
 
 
 def pull(device: torch.device, draw: Callable[..., Tensor], count: int, numel: int) -> list[Tensor]:

@@ -27,8 +27,8 @@ from kfuse import session
 from kfuse.comm import measurement
 from kfuse.comm import step as steps
 from kfuse.comm.plan import StepPlan
-from kfuse.comm.transports import all_to_all
-from kfuse.kernels import Measures, PackTable
+from kfuse.comm.transports import all_to_all, two_workers
+from kfuse.kernels import Merges, PackTable, reduce
 from kfuse.models import GPT
 
 VOCABULARY, POOL = 256, 16
@@ -282,9 +282,15 @@ def statistics_off() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(steps, "pack", pack_only))
         stack.enter_context(patch.object(measurement, "block_sumsq", lambda flat, out: None))
-        stack.enter_context(patch.object(all_to_all, "Measures", lambda sumsq: Measures()))
+        for module in (all_to_all, two_workers):
+            stack.enter_context(patch.object(module, "reduce", reduce_only))
         stack.enter_context(patch.object(measurement, "sum_partials", lambda partials, out: None))
         yield
+
+
+def reduce_only(rows: Any, merges: Merges, out: Tensor, *, sumsq: Tensor | None) -> None:
+    """kfuse.kernels.reduce without the sums of squares."""
+    reduce(rows, merges, out)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ Importing this package needs torch alone; Triton is imported when the first GPU 
 """
 
 from kfuse.kernels.packing import pack
-from kfuse.kernels.reduction import Measures, Merges, balanced, block_sumsq, pull, reduce, sum_partials
+from kfuse.kernels.reduction import Merges, balanced, block_sumsq, pull, reduce, sum_partials
 from kfuse.kernels.table import BLOCK, CHUNK, PackTable, num_blocks
 from kfuse.kernels.updates import AdamOptions, SGDOptions, adamw, lamb, lamb_trust, sgd
 
@@ -12,7 +12,6 @@ __all__ = [
     "BLOCK",
     "CHUNK",
     "AdamOptions",
-    "Measures",
     "Merges",
     "PackTable",
     "SGDOptions",

@@ -27,9 +27,6 @@ Merges = tuple[tuple[int, int], ...]
 ADD = -1
 """The operator in a postfix expression of row numbers."""
 
-MAX_MEASURED_ROWS = 16
-"""Most contributions whose own norms and dot products are kept: two sums each, in registers."""
-
 PIECE = 2**19
 """Elements, 2 MiB of fp32. Smaller pieces fit a second-level cache and are slower all the same: each operation has a
 fixed cost of a few microseconds, and below 2**15 elements torch uses one thread."""
@@ -46,6 +43,13 @@ def check_merges(name: str, merges: Merges, count: int) -> None:
     for dst, src in merges:
         if not (0 <= dst < count and 0 <= src < count and dst != src):
             raise ValueError(f"{name}: merge ({dst}, {src}) must name two different rows of {count}")
+
+
+def check_sumsq(name: str, sumsq: Tensor | None, out: Tensor) -> None:
+    """Raises ValueError where `sumsq` is given and is not what the sums of squares of `out` are written to."""
+    blocks = num_blocks(out.numel())
+    if sumsq is not None and (sumsq.shape != (blocks,) or sumsq.dtype != torch.float32):
+        raise ValueError(f"{name}: sumsq must be float32 [{blocks}], got {sumsq.dtype} {list(sumsq.shape)}")
 
 
 @cache
@@ -67,71 +71,6 @@ def balanced(count: int) -> Merges:
 
 
 @dataclass(frozen=True)
-class Measures:
-    """Where `reduce` writes partial sums, one per BLOCK of the output; `sum_partials` adds them up. None: not measured.
-
-    Contribution k is taken as `rows[k] = shares[k] * g_k`, a weighted gradient, so that `out` is the mean gbar of the
-    g_k. All tensors are fp32 and on the rows' device; with n elements and K rows there are b = num_blocks(n) blocks.
-
-    Args:
-        sumsq: [b]: |gbar|^2. With fp32 rows the bits are those of `block_sumsq(out)`.
-        variance: [b]: sum_k shares[k] |g_k - gbar|^2, each difference taken before it is squared: nothing cancels.
-        noise: [b]: the same, each element divided by (sqrt(exp_avg_sq) + eps)^2: the noise that Adam's preconditioner
-            leaves. To correct exp_avg_sq by c = 1 - beta2^t, give eps * sqrt(c) and multiply the sum by c.
-        row_sumsq: [K, b]: |rows[k]|^2.
-        row_dot: [K, b]: rows[k] . gbar; divided by both norms it is the cosine between a contribution and the mean.
-        shares: [K], for variance and noise: each contribution's part of the samples; 0 for a row of zeros without any.
-        exp_avg_sq: [n], for noise.
-    """
-
-    sumsq: Tensor | None = None
-    variance: Tensor | None = None
-    noise: Tensor | None = None
-    row_sumsq: Tensor | None = None
-    row_dot: Tensor | None = None
-    shares: Tensor | None = None
-    exp_avg_sq: Tensor | None = None
-    eps: float = 0.0
-
-    @property
-    def centred(self) -> bool:
-        """Whether differences from the mean are measured."""
-        return self.variance is not None or self.noise is not None
-
-    @property
-    def of_rows(self) -> bool:
-        """Whether each contribution has sums of its own."""
-        return self.row_sumsq is not None or self.row_dot is not None
-
-    @property
-    def any(self) -> bool:
-        """Whether anything is measured."""
-        return self.sumsq is not None or self.centred or self.of_rows
-
-    def check(self, rows: Tensor | Sequence[Tensor]) -> None:
-        """Raises ValueError where a tensor is missing, does not fit `rows` ([K, n]), or K is too large."""
-        count, numel, device = len(rows), rows[0].numel(), rows[0].device
-        of_blocks = dict.fromkeys(("sumsq", "variance", "noise"), (num_blocks(numel),))
-        of_rows = dict.fromkeys(("row_sumsq", "row_dot"), (count, num_blocks(numel)))
-        for name, shape in (of_blocks | of_rows | {"shares": (count,), "exp_avg_sq": (numel,)}).items():
-            tensor: Tensor | None = getattr(self, name)
-            if tensor is None:
-                continue
-            if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"reduce: {name} must be contiguous float32 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
-                )
-            if tensor.device != device:
-                raise ValueError(f"reduce: {name} is on {tensor.device}, the rows on {device}")
-        if self.centred and self.shares is None:
-            raise ValueError("reduce: variance and noise need shares")
-        if self.noise is not None and self.exp_avg_sq is None:
-            raise ValueError("reduce: noise needs exp_avg_sq")
-        if self.of_rows and count > MAX_MEASURED_ROWS:
-            raise ValueError(f"reduce: row_sumsq and row_dot take at most {MAX_MEASURED_ROWS} rows, got {count}")
-
-
-@dataclass(frozen=True)
 class ReduceArguments(Arguments):
     """Add contributions in a given order: `x[dst] = x[dst] + x[src]` for each merge, then `out = x[0]`.
 
@@ -142,8 +81,8 @@ class ReduceArguments(Arguments):
             On the CPU they may be K tensors [n] of one dtype, wherever they lie.
         merges: pairs (dst, src) of different row numbers.
         out: [n], contiguous, fp32, bf16 or fp16; may be one of the rows: of several tensors any, of [K, n] the first.
-        measures: what to measure in the same pass, from the rows as they came in and from `out` as it is stored. An
-            output's bits depend on its block alone: a shard that starts at a multiple of BLOCK yields its part.
+        sumsq: fp32 [num_blocks(n)]: the squares of `out` as it is stored, summed in the same pass, one sum per BLOCK.
+            With fp32 rows its bits are those of `block_sumsq(out)`. None: not measured.
 
     Raises ValueError when a merge names no row, or adds a row to itself, or shapes or dtypes differ.
     """
@@ -152,7 +91,7 @@ class ReduceArguments(Arguments):
     merges: Merges
     out: Tensor
     _: KW_ONLY
-    measures: Measures = Measures()
+    sumsq: Tensor | None = None
 
     def check(self) -> None:
         """Raises ValueError or TypeError where an argument does not fit the class's description."""
@@ -163,7 +102,7 @@ class ReduceArguments(Arguments):
         if len({row.dtype for row in rows}) > 1:
             raise ValueError(f"reduce: rows must have one dtype, got {[row.dtype for row in rows]}")
         check_merges("reduce", self.merges, len(rows))
-        self.measures.check(rows)
+        check_sumsq("reduce", self.sumsq, out)
 
 
 @dataclass(frozen=True)
@@ -177,8 +116,7 @@ class PullArguments(Arguments):
             (`.device` is that of `out`). They stay as they are, but for one that is `out`.
         merges: the order of additions, as `reduce` takes it.
         out: fp32 [n], contiguous, on this worker's device; may be one of the rows.
-        sumsq: fp32 [num_blocks(n)], where the sum's squares are written as `Measures.sumsq` has them; n elements must
-            start at a multiple of BLOCK of the bucket. None: not measured.
+        sumsq: as `reduce` takes it; n elements must start at a multiple of BLOCK of the bucket.
 
     Raises ValueError where they do not fit each other.
     """
@@ -190,7 +128,7 @@ class PullArguments(Arguments):
 
     def check(self) -> None:
         """Raises ValueError where an argument does not fit the class's description."""
-        out, blocks = self.out, num_blocks(self.out.numel())
+        out = self.out
         if not self.rows:
             raise ValueError("pull: there must be at least one contribution")
         for row in (*self.rows, out):
@@ -204,8 +142,7 @@ class PullArguments(Arguments):
         if out.device.type != "meta" and any(row.numel() and row.data_ptr() % 16 for row in self.rows):
             raise ValueError("pull: each contribution must be 16-byte aligned")
         check_merges("pull", self.merges, len(self.rows))
-        if (sumsq := self.sumsq) is not None and (sumsq.shape != (blocks,) or sumsq.dtype != torch.float32):
-            raise ValueError(f"pull: sumsq must be float32 [{blocks}], got {sumsq.dtype} {list(sumsq.shape)}")
+        check_sumsq("pull", self.sumsq, out)
 
 
 @dataclass(frozen=True)
@@ -256,19 +193,14 @@ class SumPartialsArguments(Arguments):
 
 def reduce_by_torch(given: ReduceArguments) -> None:
     """`reduce` in PyTorch."""
-    rows, merges, out, measures = given.rows, given.merges, given.out, given.measures
-    if not measures.any:
+    rows, merges, out, sumsq = given.rows, given.merges, given.out, given.sumsq
+    if sumsq is None:
         _add_rows(list(rows), merges, out)
         return
-    needs_rows = measures.centred or measures.of_rows
     for at in range(0, out.numel(), REDUCE_PIECE):  # what has just been added is measured while it is in the cache
         elements = slice(at, min(at + REDUCE_PIECE, out.numel()))
-        parts = [row[elements] for row in rows]
-        contributions = [part.float() for part in parts] if needs_rows else []
-        # One of them may be about to be overwritten.
-        contributions = [c.clone() if c.data_ptr() == out[elements].data_ptr() else c for c in contributions]
-        _add_rows(parts, merges, out[elements])
-        _measure(contributions, out[elements], measures, elements)
+        _add_rows([row[elements] for row in rows], merges, out[elements])
+        block_sumsq(out[elements], sumsq[at // BLOCK : num_blocks(elements.stop)])
 
 
 def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
@@ -299,45 +231,9 @@ def _add_rows(rows: Sequence[Tensor], merges: Merges, out: Tensor) -> None:
             target.copy_(stack[0])
 
 
-def _measure(rows: Sequence[Tensor], out: Tensor, measures: Measures, elements: slice) -> None:
-    """Fill the partial sums of these elements' blocks. `rows` are the contributions in fp32."""
-    blocks = slice(elements.start // BLOCK, num_blocks(elements.stop))
-    mean = out.float()
-    if measures.sumsq is not None:
-        block_sumsq(out, measures.sumsq[blocks])
-    if measures.shares is not None and measures.centred:
-        spread = torch.zeros_like(mean)
-        for row, share in zip(rows, measures.shares, strict=True):
-            factor = torch.where(share == 0, 0, 1.0 / share)
-            spread.add_((row * factor).sub_(mean).square_().mul_(share))
-        if measures.variance is not None:
-            _block_sums(spread, measures.variance[blocks])
-        if measures.noise is not None and measures.exp_avg_sq is not None:
-            denominator = measures.exp_avg_sq[elements].sqrt().add_(measures.eps)
-            _block_sums(spread.div_(denominator).div_(denominator), measures.noise[blocks])
-    for k, row in enumerate(rows):
-        if measures.row_sumsq is not None:
-            block_sumsq(row, measures.row_sumsq[k, blocks])
-        if measures.row_dot is not None:
-            _block_sums(row * mean, measures.row_dot[k, blocks])
-
-
-def _block_sums(values: Tensor, out: Tensor) -> None:
-    """Write the sum of each BLOCK elements of `values` (1-D, fp32), the last one perhaps ragged, to `out`."""
-    full = values.numel() // BLOCK
-    torch.sum(values[: full * BLOCK].view(full, BLOCK), dim=1, out=out[:full])
-    if full < out.numel():
-        torch.sum(values[full * BLOCK :], dim=0, keepdim=True, out=out[full:])
-
-
 def pull_by_torch(given: PullArguments) -> None:
     """`pull` in PyTorch."""
-    out, sumsq = given.out, given.sumsq
-    for at in range(0, out.numel(), REDUCE_PIECE):
-        elements = slice(at, min(at + REDUCE_PIECE, out.numel()))
-        squares = None if sumsq is None else sumsq[at // BLOCK : num_blocks(elements.stop)]
-        rows = torch.stack([row[elements] for row in given.rows])
-        reduce(rows, given.merges, out[elements], measures=Measures(sumsq=squares))
+    reduce_by_torch(ReduceArguments(given.rows, given.merges, given.out, sumsq=given.sumsq))
 
 
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:

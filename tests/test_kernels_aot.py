@@ -125,16 +125,6 @@ def test_sum_of_squares_is_laid_out_alike_in_all_cases_of_pack(reports: Reports)
     assert len([name for name, target in reports if name.startswith("pack fp32") and target == "sm_90"]) == 2
 
 
-def test_norm_is_laid_out_alike_in_reduce_and_block_sumsq(reports: Reports) -> None:
-    """Their bits are promised to be the same for any number of rows, whatever else is measured."""
-    kernel = reports["block_sumsq fp32", "sm_90"].sums
-    measured = [r for r in reports.values() if r.name.startswith("reduce") and "rows fp32" in r.name and r.sums]
-    assert len(measured) > 4
-    for report in measured:
-        expected = kernel if report.target == "sm_90" else reports["block_sumsq fp32", report.target].sums
-        assert set(report.sums) == set(expected), report.name
-
-
 def order_of_sum(layout: str, lanes: int) -> tuple[str, ...]:
     """Of a layout's description: what decides the order in which a sum over it is formed.
 
@@ -151,9 +141,11 @@ def order_of_sum(layout: str, lanes: int) -> tuple[str, ...]:
 LAYOUT = ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
 
 
-def test_what_pull_measures_is_added_up_as_by_block_sumsq(reports: Reports) -> None:
-    name = next(name for name in CASES if name.startswith("pull") and name.endswith("norm"))
-    for target in aot.TARGETS:
+@pytest.mark.parametrize("kernel", ["pull", "reduce"])
+def test_squares_are_added_up_as_by_block_sumsq(reports: Reports, kernel: str) -> None:
+    """Their bits are promised to be the same for any number of rows."""
+    names = [name for name in CASES if name.startswith(kernel) and name.endswith("fp32->fp32 norm")]
+    for name, target in itertools.product(names, aot.TARGETS):
         ours, theirs = (
             {order_of_sum(layout, 4) for layout in reports[case, target].sums} for case in (name, "block_sumsq fp32")
         )
@@ -195,7 +187,7 @@ def compile_only(self, *args, grid, warmup, **options):
 
 JITFunction.run = compile_only
 
-from kfuse.kernels import AdamOptions, Measures, PackTable, SGDOptions, adamw, block_sumsq, dispatch
+from kfuse.kernels import AdamOptions, PackTable, SGDOptions, adamw, block_sumsq, dispatch
 from kfuse.kernels import lamb, pack, pull, reduce, sgd, sum_partials
 dispatch.INTERPRETED = True  # sends CPU tensors to the Triton code
 for numel in (1, 96):  # 1 is a size that Triton turns into a constant
@@ -205,10 +197,8 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant
     pack([misaligned, None], torch.zeros(99), table, scale=1.0, accumulate=True, sumsq=sumsq)
     block_sumsq(torch.ones(numel), torch.zeros(1))
     sum_partials(torch.ones(numel), torch.zeros((), dtype=torch.float64))
-    rows, v, one = torch.ones(3, numel), torch.ones(numel), torch.ones(1)
-    every = Measures(one, one, one, torch.ones(3, 1), torch.ones(3, 1), torch.ones(3), v, 1e-8)
-    for measures in (Measures(), Measures(sumsq=one), every):
-        reduce(rows, ((1, 2), (0, 1)), torch.zeros(numel), measures=measures)
+    for squares in (torch.zeros(1), None):
+        reduce(torch.ones(3, numel), ((1, 2), (0, 1)), torch.zeros(numel), sumsq=squares)
     p, g, m, v = torch.ones(4, numel)
     one = torch.ones(())
     adam = AdamOptions(lr=1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0)
@@ -221,8 +211,8 @@ for numel in (1, 96):  # 1 is a size that Triton turns into a constant
         for buffer in (m, None):
             momentum = SGDOptions(lr=1, momentum=0 if buffer is None else 0.9)
             sgd(p, g, buffer, momentum, first_step=False, grad_scale=guard, found_inf=guard)
-assert len(compiled) == 40 and {registers for _, registers in compiled} == {128}, compiled
-later = [*["sum_rows_kernel"] * 2, *["pull_kernel"] * 4]  # what later launches need
+assert len(compiled) == 38 and {registers for _, registers in compiled} == {128}, compiled
+later = [*["sum_rows_kernel"] * 4, *["pull_kernel"] * 4]  # what later launches need
 assert [name for name, _ in ahead] == ["pack_kernel", *later, *later], ahead
 """
 

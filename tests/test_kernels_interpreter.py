@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton")
 TESTS = Path(__file__).parent
-FAMILIES = ["pack", "partials", "reduce", "measures", "optimizers", "fused", "symmetric", "lamb", "norm"]
+FAMILIES = ["pack", "partials", "reduce", "optimizers", "fused", "symmetric", "lamb", "norm"]
 Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
 
 pytestmark = pytest.mark.full

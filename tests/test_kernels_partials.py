@@ -73,6 +73,13 @@ def test_sum_partials_matches_exact_sum(device: str, dtype: torch.dtype) -> None
         assert total(partials).item() == pytest.approx(math.fsum(partials.tolist()), rel=1e-12)
 
 
+def test_sum_partials_adds_each_row_alike(device: str) -> None:
+    partials = torch.rand(5, 3000, generator=torch.Generator().manual_seed(0)).to(device)
+    together = torch.empty(5, dtype=torch.float64, device=device)
+    sum_partials(partials, together)
+    assert all(torch.equal(total(row.contiguous()), value) for row, value in zip(partials, together, strict=True))
+
+
 def test_bits_do_not_depend_on_threads(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     flat = torch.randn(300 * BLOCK + 5 if not INTERPRETED else 3 * BLOCK, generator=generator).to(device)

@@ -8,7 +8,6 @@ import torch
 from kfuse.kernels import (
     BLOCK,
     CHUNK,
-    Measures,
     PackTable,
     block_sumsq,
     num_blocks,
@@ -41,7 +40,7 @@ def everything(dtype: torch.dtype) -> list[torch.Tensor]:
     out = torch.empty(rows.shape[1], dtype=dtype)
     reduce(rows.clone(), ((0, 1), (2, 3), (0, 2), (0, 4)), out)
     mean, measured = torch.empty(rows.shape[1]), torch.empty(num_blocks(rows.shape[1]))
-    reduce(rows, ((0, 1), (2, 3), (0, 2), (0, 4)), mean, measures=Measures(sumsq=measured))
+    reduce(rows, ((0, 1), (2, 3), (0, 2), (0, 4)), mean, sumsq=measured)
     pulled, sumsq = torch.empty_like(mean), torch.empty_like(measured)
     pull([row.float().clone() for row in rows], ((0, 1), (2, 3)), pulled, sumsq)
     return [*found, partials, out, mean, measured, pulled, sumsq]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kfuse.kernels import balanced, reduce
+from kfuse.kernels import BLOCK, balanced, block_sumsq, num_blocks, reduce
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXAMPLES = 15 if INTERPRETED else 80
@@ -91,6 +91,40 @@ def test_16_bit_rows_are_added_in_fp32(device: str, out_dtype: torch.dtype) -> N
             assert torch.equal(out.cpu(), expected)
 
 
+@settings(max_examples=EXAMPLES)
+@given(count=st.integers(1, 20), numel=st.integers(1, 3 * BLOCK), dtype=st.sampled_from(DTYPES), data=st.data())
+def test_squares_are_those_of_block_sumsq_in_whatever_shards(
+    device: str, count: int, numel: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """A shard that starts at a multiple of BLOCK has its part of the whole buffer's; the sum has the same bits."""
+    rows = contributions(count, numel, dtype, device)
+    plain, out = torch.empty(2, numel, device=device)
+    sumsq, expected = torch.full((2, num_blocks(numel)), torch.nan, device=device)
+    reduce(rows.clone(), tree(count), plain)
+    first = data.draw(st.integers(0, num_blocks(numel) - 1)) * BLOCK
+    for part in (slice(0, first), slice(first, numel)):
+        blocks = slice(part.start // BLOCK, num_blocks(part.stop))
+        reduce(rows[:, part].clone(), tree(count), out[part], sumsq=sumsq[blocks])
+    block_sumsq(plain, expected)
+    assert torch.equal(out, plain)
+    if dtype == torch.float32 or (device == "cpu" and not INTERPRETED):
+        assert torch.equal(sumsq, expected)
+    torch.testing.assert_close(sumsq, expected, rtol=5e-6, atol=0.0)
+
+
+def test_bits_do_not_depend_on_threads_or_place_and_out_may_be_the_first_row(device: str) -> None:
+    numel = (33 if not INTERPRETED else 1) * BLOCK + 21
+    rows, results = contributions(3, numel, torch.float32, device), []
+    for threads, offset in ((1, 0), (2, 1), (3, 5), (1, 16)):
+        torch.set_num_threads(threads)
+        buffer = torch.zeros(3, numel + offset, device=device)
+        buffer[:, offset:] = rows
+        sumsq = torch.empty(num_blocks(numel), device=device)
+        reduce(buffer[:, offset:], tree(3), buffer[0, offset:], sumsq=sumsq)
+        results.append((buffer[0, offset:], sumsq))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
 def test_rows_of_a_larger_buffer_and_out_in_place(device: str) -> None:
     buffer = contributions(3, 500, torch.float32, device)
     before = buffer.clone()
@@ -114,6 +148,8 @@ def test_errors_name_what_is_wrong(device: str) -> None:
         reduce(rows, (), out[:3])
     with pytest.raises(ValueError, match="K >= 1"):
         reduce(rows[:0], (), out)
+    with pytest.raises(ValueError, match=r"sumsq must be float32 \[1\]"):
+        reduce(rows, (), out, sumsq=torch.zeros(2, device=device))
     for merge in ((0, 2), (-1, 0), (1, 1)):
         with pytest.raises(ValueError, match="two different rows of 2"):
             reduce(rows, (merge,), out)

@@ -16,9 +16,7 @@ from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
-from kfuse.kernels import Measures, reduce
-
-_NOTHING_MEASURED = Measures()
+from kfuse.kernels import reduce
 
 
 @dataclass
@@ -92,8 +90,7 @@ class AllToAll:
         self._device.keep(used, self._device.current_stream())
         width = message.shard.stop - message.shard.start
         rows = message.received[: self._count * width].view(self._count, width)
-        measures = _NOTHING_MEASURED if sumsq is None else Measures(sumsq=sumsq)
-        reduce(rows, self._merges, flat[message.shard], measures=measures)
+        reduce(rows, self._merges, flat[message.shard], sumsq=sumsq)
         self._free.append(message.received)  # a later exchange writes there: `launch` is called behind this reduction
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:

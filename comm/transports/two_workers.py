@@ -16,7 +16,7 @@ from torch import Tensor
 from kfuse.comm.buckets import ALIGN
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.sum_tree import Merge
-from kfuse.kernels import Measures, num_blocks, reduce
+from kfuse.kernels import num_blocks, reduce
 
 PART = 2**20
 """Elements, whole blocks of the sums of squares: 4 MiB of fp32."""
@@ -86,5 +86,5 @@ class TwoWorkers:
                 exchange.wait()
             rows = [*part.own, *part.brought] if self._group.rank == 0 else [*part.brought, *part.own]
             first, last = last, last + num_blocks(part.elements.stop - part.elements.start)
-            measures = Measures() if sumsq is None else Measures(sumsq=sumsq[first:last])
-            reduce(rows, self._merges, flat[part.elements], measures=measures)
+            squares = None if sumsq is None else sumsq[first:last]
+            reduce(rows, self._merges, flat[part.elements], sumsq=squares)

@@ -24,7 +24,6 @@ from kfuse.comm.sum_tree import plan_merges, plan_range
 from kfuse.data.sampler import worker_range
 from kfuse.kernels import (
     AdamOptions,
-    Measures,
     Merges,
     PackTable,
     SGDOptions,
@@ -61,7 +60,7 @@ def call_reduce() -> None:
 
 
 def call_measured_reduce() -> None:
-    reduce(torch.ones(2, 64), ((0, 1),), torch.zeros(64), measures=Measures(sumsq=torch.zeros(1)))
+    reduce(torch.ones(2, 64), ((0, 1),), torch.zeros(64), sumsq=torch.zeros(1))
 
 
 def call_pull(count: int = 2, merges: Merges = ((0, 1),), numel: int = 64) -> None:
@@ -82,7 +81,7 @@ def call_lamb() -> None:
 CALLS: dict[str, tuple[Callable[[], Any], Sequence[str]]] = {
     "pack": (call_pack, ["pack_kernel"]),
     "reduce": (call_reduce, ["sum_rows_kernel"]),
-    "reduce that measures": (call_measured_reduce, ["reduce_kernel"]),
+    "reduce that measures": (call_measured_reduce, ["sum_rows_kernel"]),
     "block_sumsq": (lambda: block_sumsq(torch.ones(64), torch.zeros(num_blocks(64))), ["block_sumsq_kernel"]),
     "sum_partials": (
         lambda: sum_partials(torch.ones(64), torch.zeros((), dtype=torch.float64)),
