@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from kfuse.comm.buckets import ALIGN
-from kfuse.comm.group import SLICE_S, CommError, Group, Pending, all_reduce_by, broadcast_from, first_line
+from kfuse.comm.collective_options import all_reduce_by, broadcast_from
+from kfuse.comm.group import SLICE_S, CommError, Group, Pending, first_line
 
 if TYPE_CHECKING:
     from kfuse.comm.topology import Links

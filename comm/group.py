@@ -11,26 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
+from kfuse.comm.roll_call import RollCall, StoreLost
 
 if TYPE_CHECKING:
     from kfuse.comm.cost import Costs
     from kfuse.comm.topology import Links
 
 SLICE_S = 0.02  # between two looks of a wait
-_LATE_GRACE_S = 5.0  # ranks that wait for the same one time out at about the same time
-
-OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 
 Made = TypeVar("Made")
 
@@ -119,7 +111,7 @@ class Group:
         self.under_way = {}
         self.links, self.numbers = None, range(size)
         self._store = store
-        self._meetings: dict[str, int] = {}
+        self._roll_call = None if store is None or size == 1 else RollCall(store, rank, size)
 
     @property
     def others(self) -> str:
@@ -187,19 +179,16 @@ class Group:
         """All lanes that any rank's `count` asks for, on every rank at the same point. Raises CommError."""
 
     def finish(self) -> None:
-        """Before a planned change of the view, on every rank at the same step boundary: no message follows.
-
-        Returns when what this rank sent has arrived. Raises CommError if a worker is lost meanwhile.
+        """Before a planned change of the view, on every rank at the same step boundary: no message follows. Returns when
+        what this rank sent has arrived. Raises CommError if a worker is lost meanwhile.
         """
 
     def abort(self) -> None:
         """After a loss, before the next group is formed: ends messages that would hold the device for ever (NCCL)."""
 
     def retire(self) -> None:
-        """Drops this group as soon as possible (see `drop_retired`): while a message is under way, dropping it blocks.
-
-        A message to a lost peer fails at once; one between survivors fails when the other side drops its group, or
-        after the timeout.
+        """Drops this group once no message is under way (see `drop_retired`): dropping it would block. A message to a lost
+        peer fails at once; one between survivors when the other side drops its group, or after the timeout.
         """
         _RETIRED.append(self)
         drop_retired()
@@ -309,10 +298,8 @@ class Group:
         act()
 
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
-        """Sends `sent` to rank `peer`, and receives `received` from it; no other rank takes part.
-
-        Inside `in_pairs` only. 1-D, of one dtype. Returns when both have come through. Raises CommError or RuntimeError
-        on failure.
+        """Sends `sent` to rank `peer` and receives `received` from it, both 1-D and of one dtype. Inside `in_pairs` only.
+        Returns when both have come through. Raises CommError or RuntimeError on failure.
         """
 
     def take_links(self, links: Links) -> None:
@@ -324,53 +311,28 @@ class Group:
         self.all_reduce(torch.zeros(1, device=self.device), what).wait()
 
     def meet(self, what: str) -> None:
-        """Returns when every rank has called it with this `what`. The store alone is used, no message.
+        """Returns when every rank has called it with this `what`; it sends no message. Before a collective of the user's
+        code: a rank that starts one alone would get the others' messages as its own.
 
-        Before a collective that the user's code starts: where one rank alone does, the others' messages would be taken
-        for those of this one. Raises CommError after the timeout, which names the ranks that did not come, and where
-        the store is gone: the supervisor has opened another one, as a worker was lost.
+        Raises CommError after the timeout, and where the store is gone, as the supervisor opens another one after a loss.
         """
-        if self._store is None or self.size == 1:
+        if self._roll_call is None:
             return
-        number = self._meetings.get(what, 0)
-        self._meetings[what] = number + 1
-        deadline = time.monotonic() + self.timeout_s
-        while missing := self._not_there(self._store, what, number):
-            self.check()
-            if time.monotonic() > deadline:
-                whom = ", ".join(f"rank {rank}" for rank in missing)
-                raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it")
-            time.sleep(SLICE_S / 10)
-
-    def _not_there(self, store: Store, what: str, number: int) -> list[int]:
-        """The ranks that have not come to this meeting, the `number`-th of its kind. This rank has."""
-        keys = [f"meet/{what}/{number}/{rank}" for rank in range(self.size)]
+        number, deadline = self._roll_call.next(what), time.monotonic() + self.timeout_s
         try:
-            store.set(keys[self.rank], "1")
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if number and not missing:
-                store.delete_key(f"meet/{what}/{number - 1}/{self.rank}")  # all have seen it, as they are here
-        except RuntimeError as error:
+            while missing := self._roll_call.missing(what, number):
+                self.check()
+                if time.monotonic() > deadline:
+                    whom = ", ".join(f"rank {rank}" for rank in missing)
+                    raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it")
+                time.sleep(SLICE_S / 10)
+        except StoreLost as error:
             raise CommError(f"{what}: lost contact with the store of {self.others}: {first_line(error)}") from error
-        return missing
 
     def late_ranks(self, what: str) -> str:
         """After a timeout: text for the error message that names the ranks which did not report a timeout too."""
-        if self._store is None:
-            return ""
-        key = f"late/{what}"
-        try:
-            self._store.set(f"{key}/{self.rank}", "1")
-            deadline = time.monotonic() + _LATE_GRACE_S
-            late = set(range(self.size))
-            while late and time.monotonic() < deadline:
-                late = {r for r in late if not self._store.check([f"{key}/{r}"])}
-                time.sleep(0.05)
-        except RuntimeError:  # the store is lost too: the timeout is reported without names
-            return ""
-        if not late or len(late) == self.size:
-            return ""
-        return "; silent: " + ", ".join(f"rank {self.numbers[r]}" for r in sorted(late))
+        late = [] if self._roll_call is None else self._roll_call.silent(what)
+        return "; silent: " + ", ".join(f"rank {self.numbers[r]}" for r in late) if late else ""
 
 
 _RETIRED: list[Group] = []
@@ -381,27 +343,6 @@ def drop_retired() -> None:
     for group in [g for g in _RETIRED if all(pending.done() for pending in g.under_way)]:
         group.under_way.clear()  # each knows its group: a circle would keep both, and sockets and threads, for long
         _RETIRED.remove(group)
-
-
-def broadcast_from(source: int) -> Any:
-    """torch's options of a broadcast from this rank."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = source, 0
-    return options
-
-
-def reduce_to(rank: int) -> Any:
-    """torch's options of a sum that only this rank gets."""
-    options = dist.ReduceOptions()
-    options.rootRank = rank
-    return options
-
-
-def all_reduce_by(op: str) -> Any:
-    """torch's options of an all-reduce by "sum", "avg" (which sums), "min" or "max"."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = OPS[op]
-    return options
 
 
 def first_line(error: BaseException) -> str:

@@ -1,29 +1,23 @@
 """Groups of several workers on GPUs, over torch's ProcessGroupNCCL. Imported only where the device is a GPU.
 
-What torch and NCCL do (named by function, so that another version's line is found too; torch 2.13, NCCL 2.30):
+`nccl_library` makes and ends the process group. What torch and NCCL do (named by function, so that another version's
+line is found too; torch 2.13, NCCL 2.30):
 
 1) A work counts as completed when it failed (WorkNCCL::isCompleted), and after an abort it looks like one that came
    through. So an error is looked for before success is believed, and one of ours is kept before the abort.
-2) Only TORCH_NCCL_BLOCKING_WAIT, read as a process group is constructed, keeps torch from starting a watchdog and a
-   heartbeat monitor, which end the process (ProcessGroupNCCL's constructor, workEnqueue). All timeouts are ours here.
-3) work.synchronize() orders the current stream and never blocks the host; work.wait() blocks it, and aborts
+2) work.synchronize() orders the current stream and never blocks the host; work.wait() blocks it, and aborts
    (WorkNCCL::wait). abort() and shutdown() may block for ever (abort waits for a std::async, whose future joins it), so
    each runs in a thread of its own.
-4) A communicator that is made without blocking can be aborted while it waits for other ranks. The first message then
-   waits for it, at most TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes by default (NCCLComm::waitReady).
-5) A communicator takes messages in one order on all ranks, and two communicators at once are no way out.
+3) A communicator takes messages in one order on all ranks, and two communicators at once are no way out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,20 +27,18 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from kfuse.comm import devices
+from kfuse.comm import nccl_library as library
 from kfuse.comm.buckets import ALIGN
+from kfuse.comm.collective_options import all_reduce_by, broadcast_from, reduce_to
 from kfuse.comm.devices import Event
-from kfuse.comm.group import CommError, Group, Pending, all_reduce_by, broadcast_from, first_line, reduce_to
-from kfuse.comm.options import CTA_POLICIES, CommOptions
+from kfuse.comm.group import CommError, Group, Pending, first_line
+from kfuse.comm.options import CommOptions
 
 _LOG = logging.getLogger("kfuse")
 
 _SLICE_S = 50e-6  # between two looks of the host's wait
 _WATCH_S = 0.1  # between two looks of the thread
 _END_S = 10.0  # for an abort, or a shutdown: it may hang
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_READY_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-_CONFIG = ("min_ctas", "max_ctas", "cga_cluster_size", "cta_policy")
-_CONSTRUCTING = threading.Lock()
 
 
 class NcclPending(Pending):
@@ -144,9 +136,9 @@ class NcclGroup(Group):
         self._device = devices.of(device)
         self._lock, self._over = threading.RLock(), threading.Event()
         self._failure, self._ending = "", None
-        nccl = _options(options or CommOptions(), timeout_s)
-        connection = PrefixStore("main", store)
-        self._pg, first = self.connect(lambda: self._make(connection, nccl), lambda made: _abort(made[0]))
+        nccl = library.options_of(options or CommOptions(), timeout_s)
+        make = partial(library.connected, PrefixStore("main", store), rank, size, self._device, nccl, timeout_s)
+        self._pg, first = self.connect(make, lambda made: library.abort(made[0]))
         threading.Thread(target=self._watch, name="kfuse-nccl", daemon=True).start()
         try:
             self.barrier("connecting")
@@ -154,23 +146,6 @@ class NcclGroup(Group):
             self.abort()
             raise
         del first  # it holds the first message's tensor, which has come through only now
-
-    def _make(self, store: Store, options: Any) -> tuple[Any, Any]:
-        """The process group, connected, and its first work, which may be under way.
-
-        It is for kfuse alone, and not registered in torch.distributed.
-        """
-        self._device.make_current()
-        os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(self.timeout_s)))
-        with _CONSTRUCTING, _environment(_BLOCKING_WAIT, "1"):
-            group: Any = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-        try:
-            group.eager_connect_single_device(self.device)  # returns at once, with a communicator that can be aborted
-            first = group.allreduce([torch.zeros(1, device=self.device)], all_reduce_by("sum"))  # waits: 4) above
-        except BaseException:
-            _abort(group)
-            raise
-        return group, first
 
     def lane(self, number: int) -> Group:
         self.in_one_order = self.in_one_order or number > 0
@@ -240,7 +215,7 @@ class NcclGroup(Group):
                         failed.wait()
                 except RuntimeError as error:
                     self._failure += f": {first_line(error)}"
-            _abort(group)
+            library.abort(group)
 
         self._end("abort", end, _END_S)
 
@@ -285,7 +260,7 @@ class NcclGroup(Group):
         self._failure = self._failure or "the group was closed"
         ended = self._end("shutdown", lambda: group.shutdown(), seconds)
         if not ended:
-            self._in_thread("abort", lambda: _abort(group))
+            self._in_thread("abort", lambda: library.abort(group))
         return ended
 
     def retire(self) -> None:
@@ -415,40 +390,3 @@ class NcclGroup(Group):
         mine = tensor.reshape(-1).contiguous()
         self._start(what, lambda pg: [(pg._allgather_base(out.view(-1), mine), None)]).wait()
         return list(out.unbind(0))
-
-
-def _options(comm: CommOptions, timeout_s: float) -> Any:
-    """torch's options. Raises ValueError for a setting that this torch's NCCL does not have."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options.is_high_priority_stream = comm.nccl_high_priority
-    options.config.blocking = False
-    for name in _CONFIG:
-        value = getattr(comm, f"nccl_{name}")
-        if value is None:
-            continue
-        if not hasattr(options.config, name):
-            raise ValueError(f"comm.nccl_{name}={value}: must be null with this torch, whose NCCL has no such option")
-        setattr(options.config, name, CTA_POLICIES.index(value) if name == "cta_policy" else value)
-    return options
-
-
-def _abort(group: Any) -> None:
-    try:
-        group.abort()
-    except RuntimeError as error:
-        _LOG.warning("NCCL's abort: %s", first_line(error))
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Context: the variable has this value."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
