@@ -179,16 +179,16 @@ class Group:
         """All lanes that any rank's `count` asks for, on every rank at the same point. Raises CommError."""
 
     def finish(self) -> None:
-        """Before a planned change of the view, on every rank at the same step boundary: no message follows. Returns when
-        what this rank sent has arrived. Raises CommError if a worker is lost meanwhile.
+        """Before a planned change of the view, on every rank at the same step boundary: no message follows.
+        Returns when what this rank sent has arrived. Raises CommError if a worker is lost meanwhile.
         """
 
     def abort(self) -> None:
         """After a loss, before the next group is formed: ends messages that would hold the device for ever (NCCL)."""
 
     def retire(self) -> None:
-        """Drops this group once no message is under way (see `drop_retired`): dropping it would block. A message to a lost
-        peer fails at once; one between survivors when the other side drops its group, or after the timeout.
+        """Drops this group once no message is under way (see `drop_retired`): dropping it would block. A message to a
+        lost peer fails at once; one between survivors when the other side drops its group, or after the timeout.
         """
         _RETIRED.append(self)
         drop_retired()
@@ -298,7 +298,7 @@ class Group:
         act()
 
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
-        """Sends `sent` to rank `peer` and receives `received` from it, both 1-D and of one dtype. Inside `in_pairs` only.
+        """Sends `sent` to rank `peer` and receives `received` from it, both 1-D, of one dtype. Inside `in_pairs` only.
         Returns when both have come through. Raises CommError or RuntimeError on failure.
         """
 
@@ -311,10 +311,10 @@ class Group:
         self.all_reduce(torch.zeros(1, device=self.device), what).wait()
 
     def meet(self, what: str) -> None:
-        """Returns when every rank has called it with this `what`; it sends no message. Before a collective of the user's
-        code: a rank that starts one alone would get the others' messages as its own.
+        """Returns when every rank has called it with this `what`; it sends no message. Before a collective of the
+        user's code: a rank that starts one alone would get the others' messages as its own.
 
-        Raises CommError after the timeout, and where the store is gone, as the supervisor opens another one after a loss.
+        Raises CommError after the timeout, and where the store is gone: the supervisor opens another after a loss.
         """
         if self._roll_call is None:
             return
