@@ -234,20 +234,14 @@ def test_several_backwards_are_the_sum_of_their_losses_on_one_worker_and_two() -
             assert pair == pytest.approx(other, rel=1e-3)
 
 
-def test_a_second_backward_names_several_backwards() -> None:
-    model = network()
-    opt = kf.FusedSGD(model.parameters(), lr=0.5)
-    x, y = problem(8)
-    with pytest.raises(RuntimeError, match=r"received a second gradient: .*several_backwards=True"):  # noqa: SIM117
-        with opt.micro_batch(samples=8):
-            for loss in losses(model, x, y):
-                loss.backward()
-
-
 def test_an_aborted_micro_batch_of_several_backwards_leaves_no_gradient() -> None:
     model, twin = network(), network()
     x, y = problem(8)
     opt, plain = kf.FusedSGD(model.parameters(), lr=0.5), torch.optim.SGD(twin.parameters(), lr=0.5)
+    with pytest.raises(RuntimeError, match=r"received a second gradient: .*several_backwards=True"):  # noqa: SIM117
+        with opt.micro_batch(samples=8):
+            for loss in losses(model, x, y):
+                loss.backward()
     with pytest.raises(KeyError):  # noqa: SIM117
         with opt.micro_batch(samples=8, several_backwards=True):
             losses(model, x, y)[0].backward()

@@ -14,7 +14,6 @@ from distributed import run_workers
 from problems import network, problem
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import TensorDataset
 
 import kfuse as kf
 from kfuse.data import NestedData, as_dataset
@@ -156,19 +155,6 @@ def test_the_loader_yields_the_structure_of_the_data_set(wrap: Any) -> None:
         opt.step()
         opt.zero_grad()
     same(ours, plain_torch(network(), lambda model: F.cross_entropy(model(x), y)))
-
-
-def test_three_tensors_are_a_tensor_dataset() -> None:
-    x, y = problem()
-    weight = torch.rand(len(x))
-    ours = network()
-
-    def step(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        x, y, weight = batch
-        return (F.cross_entropy(model(x), y, reduction="none") * weight).mean()
-
-    fit(ours, TensorDataset(x, y, weight), step_fn=step)
-    same(ours, plain_torch(network(), lambda model: step(model, (x, y, weight))))
 
 
 @dataclass

@@ -50,15 +50,6 @@ def test_the_sum_is_measured_before_it_is_rounded() -> None:
         assert transports.program(name, False, dtype="bf16") == transports.program(name, False)
 
 
-def test_measure_shards_refuses_what_it_is_not_for() -> None:
-    plain = schedule.all_reduce("allreduce")
-    with pytest.raises(ValueError, match="the program has no share gradient"):
-        schedule.measure_shards(plain)
-    measured = schedule.measure_shards(schedule.split(plain, "x", reduces=True))
-    with pytest.raises(ValueError, match="measure_shards: a measure of its own must follow the share"):
-        schedule.measure_shards(measured)
-
-
 # -- values and bits ---------------------------------------------------------------------------------------------------
 
 
@@ -153,65 +144,6 @@ def of_two_parts(name: str) -> float:
     opt.step()
     assert opt.stats is not None and opt.stats.grad_norm is not None
     return opt.stats.grad_norm
-
-
-def clipped(name: str, state: str) -> list[Tensor]:
-    """Steps clipped by the norm of all shards, one without work for rank 1, and one that stays local."""
-    kf.init(kf.CommOptions(schedule=name, dtype="bf16", state=state, bucket_mb=0.02))
-    bag = Bag()
-    opt = kf.FusedSGD(bag.parameters(), lr=0.1, clip_norm=0.5)
-    for ranges in ((range(0, 1), range(1, 2)), (range(0, 2), range(2, 2))):
-        opt.begin(StepPlan(2, ranges))
-        mine = ranges[kf.rank()]
-        for j in mine:
-            with opt.micro_batch(samples=1, last=j == mine[-1]):
-                bag.backward(gradients(j))
-        opt.step()
-        opt.zero_grad()
-    return [p.detach().clone() for p in bag.tensors]
-
-
-def test_clipping_and_a_worker_without_work() -> None:
-    ours, theirs = run_workers(2, clipped, "all_to_all", "sharded")
-    plain = run_workers(2, fp32_clipped)[0]
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), "ranks disagree"
-    for a, b in zip(ours, plain, strict=True):
-        assert float((a - b).norm()) <= 2**-8 * float(b.norm())
-
-
-def fp32_clipped() -> list[Tensor]:
-    kf.init()
-    bag = Bag()
-    opt = kf.FusedSGD(bag.parameters(), lr=0.1, clip_norm=0.5)
-    for _ in range(2):
-        with opt.micro_batch(samples=1, last=True):
-            bag.backward(gradients(kf.rank()))
-        opt.step()
-        opt.zero_grad()
-    return [p.detach().clone() for p in bag.tensors]
-
-
-def local_steps() -> list[tuple[float, str]]:
-    """Each worker's own norm is measured, of all of its gradient, and nothing but the tail travels."""
-    kf.init(kf.CommOptions(schedule="all_to_all", dtype="bf16", bucket_mb=0.02))
-    bag = Bag()
-    opt = kf.FusedSGD(bag.parameters(), lr=1.0, clip_norm=0.5)
-    out = []
-    for _ in range(2):
-        opt.begin(StepPlan(2, (range(0, 1), range(1, 2)), local=True))
-        with opt.micro_batch(samples=1, last=True):
-            bag.backward(gradients(kf.rank()))
-        before = torch.cat([p.detach().reshape(-1).clone() for p in bag.tensors])
-        opt.step()
-        after = torch.cat([p.detach().reshape(-1) for p in bag.tensors])
-        out.append(float((after - before).norm()))
-        opt.zero_grad()
-    return out
-
-
-def test_local_steps_are_clipped_by_the_workers_own_norm() -> None:
-    for lengths in run_workers(2, local_steps):
-        assert lengths == pytest.approx([0.5, 0.5], rel=1e-5)
 
 
 # -- bytes on the wire -------------------------------------------------------------------------------------------------

@@ -108,19 +108,6 @@ def test_micro_batches_are_those_of_torchs_adamw() -> None:
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-def test_parameters_that_some_steps_do_not_use() -> None:
-    """Each parameter is then updated by a call of its own."""
-    net, twin = network(), network(torch.contiguous_format)
-    opt, other = fused("adamw", net), fused("adamw", twin)
-    for step in range(4):
-        for each in (net, twin):
-            for k, (p, g) in enumerate(zip(each.parameters(), random_gradients(net, step), strict=True)):
-                p.grad = g if (step + k) % 3 else None
-        opt.step(), other.step()
-        opt.zero_grad(), other.zero_grad()
-    assert all(torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters(), strict=True))
-
-
 def test_a_wrapped_optimizer() -> None:
     """The same bits as torch alone: gradients have the parameters' strides, which fused updates take for granted."""
     net = network()
@@ -197,19 +184,6 @@ def test_state_goes_to_torch_and_back_whatever_the_layouts() -> None:
         back.step(), plain.step()
         for r, q in zip(again.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(r, q, rtol=1e-6, atol=1e-7)
-
-
-def test_fit_resumes_bit_by_bit(tmp_path: Path) -> None:
-    def train(steps: int, folder: str, resume: str = "never") -> str:
-        net = network()
-        more = {"checkpoint": tmp_path / folder, "checkpoint_every": 3, "resume": resume}
-        summary = kf.fit(net, problem(), fused("adamw", net), steps=steps, epochs=9, batch_size=8, **more)
-        assert summary is not None and net[0].weight.is_contiguous(memory_format=LAST)
-        return str(summary["params_sha256"])
-
-    whole = train(6, "whole")
-    train(3, "parts")
-    assert train(6, "parts", "auto") == whole
 
 
 # -- a layout that changes after the optimizer was made ---------------------------------------------------------------

@@ -86,14 +86,6 @@ def test_no_other_ranges_are_better(workers: int, most: int) -> None:
         assert bytes_a_parameter(found) == min(needed for load, needed in tried.items() if load <= enough[0])
 
 
-def test_all_workers_find_the_same_and_find_it_once() -> None:
-    assert aligned_ranges(100, 8) is aligned_ranges(100, 8)
-    first = aligned_ranges(10_000, 4096)
-    aligned_ranges.cache_clear()
-    assert aligned_ranges(10_000, 4096) == first
-    assert largest(first) == 3 and bytes_a_parameter(first) <= bound(10_000, 4096)
-
-
 @given(steps, st.integers(0, 2**32 - 1))
 def test_the_sum_has_the_canonical_bits(step: tuple[int, int], seed: int) -> None:
     total, workers = step

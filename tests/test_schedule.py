@@ -34,6 +34,7 @@ from kfuse.comm.schedule import (
     Program,
     all_reduce,
     fuse,
+    measure_shards,
     mirror,
     reorder,
     split,
@@ -240,6 +241,10 @@ def test_a_transformation_refuses_what_it_is_not_for() -> None:
         reorder(reorder(SPLIT[True]))
     with pytest.raises(ValueError, match="the program has no reduce"):
         fuse(PLAIN)
+    with pytest.raises(ValueError, match="the program has no share gradient"):
+        measure_shards(PLAIN)
+    with pytest.raises(ValueError, match="measure_shards: a measure of its own must follow the share"):
+        measure_shards(measure_shards(SPLIT[True]))
     for program in (SPLIT[True], fuse(reorder(SPLIT[True]))):
         with pytest.raises(ValueError, match="fuse: a measure must follow the reduce"):
             fuse(program)
