@@ -257,7 +257,7 @@ class NoiseScale:
         now = self._now()
         if now is None:
             return unknown
-        low, high = _fieller(*now)
+        low, high = fieller(*now, _T_LOW, _T_HIGH)
         if low is None:
             return unknown
         low *= 1 - rounding / variance
@@ -312,18 +312,21 @@ def _is_straight(mean: float, rise: float, curve: float, last: float, block_vari
     return not (steep or curved or last * last > _LAST * block_variance)
 
 
-def _fieller(numerator: float, denominator: float, covariance: Covariance) -> tuple[float | None, float | None]:
-    """The lower and upper end of the values r >= 0 that a t-test of numerator - r * denominator = 0 does not reject.
+def fieller(
+    numerator: float, denominator: float, covariance: Covariance, t_low: float, t_high: float
+) -> tuple[float | None, float | None]:
+    """Returns both ends of the values r >= 0 that a t-test of numerator - r * denominator = 0 does not reject.
 
-    covariance: variance of the numerator, covariance, variance of the denominator. The upper end is None where there
-    is none, both are None where nothing can be said. The ends are the roots of a r^2 - 2 b r + c.
+    covariance: variance of the numerator, covariance, variance of the denominator. t_low, t_high: for either end, the
+    quantile of Student's t. The upper end is None where there is none, both are None where nothing can be said. The ends are
+    the roots of a r^2 - 2 b r + c.
     """
     low = high = None
-    a, b, c = _quadratic(numerator, denominator, covariance, _T_LOW)
+    a, b, c = _quadratic(numerator, denominator, covariance, t_low)
     divisor = b + math.sqrt(max(b * b - a * c, 0.0))
     if numerator > 0 and divisor > 0:
         low = max(c, 0.0) / divisor
-    a, b, c = _quadratic(numerator, denominator, covariance, _T_HIGH)
+    a, b, c = _quadratic(numerator, denominator, covariance, t_high)
     if low is not None and denominator > 0 and a > 0:
         high = (b + math.sqrt(max(b * b - a * c, 0.0))) / a
     return low, high

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kfuse.statistics.noise_scale import fieller
 from kfuse.statistics.student import MOST_VALUES, t_of_mean
 
 Floats = NDArray[np.float64]
@@ -237,14 +238,11 @@ def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
     if not all(each.size for each in moments):
         return None
     means = np.array([each.mean(axis=1) for each in moments])
-    s, g = means.mean(axis=0)
-    error = t_of_mean(len(means)) ** 2 * np.cov(means.T) / len(means)
-    leading, middle, last = g * g - error[1, 1], s * g - error[0, 1], s * s - error[0, 0]
-    root = middle * middle - leading * last
-    if not (leading > 0 and g > 0 and s > 0 and root >= 0):
-        return None
-    half = math.sqrt(root)
-    return float(s / g), float((middle - half) / leading), float((middle + half) / leading)
+    s, g = map(float, means.mean(axis=0))
+    (ss, sg), (_, gg) = (np.cov(means.T) / len(means)).tolist()
+    t = t_of_mean(len(means))
+    low, high = fieller(s, g, (ss, sg, gg), t, t)
+    return None if low is None or high is None else (s / g, low, high)
 
 
 def estimate(losses: Sequence[Sequence[float]], plan: Plan) -> CriticalBatch:

@@ -38,9 +38,7 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     except (HydraException, OmegaConfBaseException) as error:  # of overrides that it cannot read
         raise ConfigError(explain(error)) from error
     console, recorded = report.console(), request.recorded
-    source: StepSource = (
-        RecordedSteps(recorded) if request.is_own else SimulatedSteps(recorded, request.gain, request.bounds)
-    )
+    source = RecordedSteps(recorded) if request.is_own else SimulatedSteps(recorded, request.gain, request.bounds)
     try:
         result = run(request.policy, source, request.begin, request.bounds, request.sync)
     except (Exception, SystemExit):  # the user's class may raise anything

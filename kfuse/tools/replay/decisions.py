@@ -57,7 +57,8 @@ def compared(
     found = [each for each in decisions(events) if each[0] >= since]
     replayed = [each for each in _as_events(changes, gain) if each[0] >= since]
     if not with_rates:
-        found, replayed = ([(step, _without_rate(what)) for step, what in both] for both in (found, replayed))
+        for _, changed in (*found, *replayed):
+            changed.pop("lr", None)
     for number, (ours, theirs) in enumerate(zip_longest(replayed, found), 1):
         if ours is None or theirs is None or not _same_decision(ours, theirs):
             return f"not as recorded from decision {number} on: replayed {ours}, recorded {theirs}"
@@ -74,10 +75,6 @@ def _as_events(changes: Sequence[Change], gain: Gain) -> list[Event]:
         rest = {name: [value] for name, value in each.others.items() if name != "replace"}
         out += [(each.step, fields) for fields in (pairs, *({name: value} for name, value in rest.items())) if fields]
     return out
-
-
-def _without_rate(changed: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changed.items() if name != "lr"}
 
 
 def _same_decision(replayed: Event, recorded: Event) -> bool:

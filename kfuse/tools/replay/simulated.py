@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kfuse.policies.signals import Bounds, Signals
 from kfuse.tools.replay.recorded import Recorded, progress_of
@@ -28,29 +28,11 @@ class DecidedSettings:
     lr_scale: float = 1.0
 
 
-class StepSource(Protocol):
-    """Where a replay's steps come from."""
-
-    next_step: int
-    """The number of the step that comes."""
-    samples: int
-    """Samples used before it."""
-
-    @property
-    def cut_off(self) -> bool:
-        """Whether the steps have ended before the recorded run's end, since they were too many."""
-
-    def step(self, now: DecidedSettings) -> Signals | None:
-        """Makes the step, and returns its signals; None where the recorded run ends."""
-
-    def seconds(self) -> float | None:
-        """How long the step that was made last takes; None where that is unknown."""
-
-
 class RecordedSteps:
     """The steps that the run made, with what it made them with."""
 
     cut_off = False
+    """The steps have not ended before the recorded run's end."""
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded, self._line = recorded, 0
@@ -58,7 +40,7 @@ class RecordedSteps:
         self.next_step, self.samples = first.step, first.samples - first.batch_size
 
     def step(self, now: DecidedSettings) -> Signals | None:
-        """The next recorded step; what the policy has decided changes nothing."""
+        """Returns the next step's signals, None at the end. What the policy has decided changes nothing."""
         if self._line == len(self._recorded.signals):
             return None
         seen = self._recorded.signals[self._line]
@@ -68,7 +50,7 @@ class RecordedSteps:
         return seen
 
     def seconds(self) -> float | None:
-        """As recorded."""
+        """Returns how long the step that was made last took; None where that is unknown."""
         return self._recorded.seconds[self._line - 1]
 
 
@@ -115,7 +97,7 @@ class SimulatedSteps:
         return self._done >= self._reached[-1] * (1 - 1e-12)
 
     def step(self, now: DecidedSettings) -> Signals | None:
-        """A step with these settings."""
+        """Makes a step with these settings, and returns its signals; None where the recorded run ends."""
         if self._is_over or self.cut_off:
             return None
         count, epoch = now.batch_size, None
@@ -174,10 +156,13 @@ class SimulatedSteps:
         return Signals(**{**vars(there), **changed})
 
     def seconds(self) -> float | None:
-        """The median of the recorded steps with this batch size and these workers."""
+        """Returns the median of the recorded steps with the last step's batch size and workers."""
         assert self._made is not None
         return self._times.get((self._made.batch_size, self._made.workers))
 
+
+StepSource = RecordedSteps | SimulatedSteps
+"""Where a replay's steps come from."""
 
 _UNKNOWN_ELSEWHERE: dict[str, Any] = {
     "corrupt_workers": (),
