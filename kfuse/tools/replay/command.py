@@ -15,7 +15,7 @@ from kfuse.tools.replay import report
 from kfuse.tools.replay.decisions import compared
 from kfuse.tools.replay.request import read_request
 from kfuse.tools.replay.run import run
-from kfuse.tools.replay.simulated import RecordedSteps, SimulatedSteps, StepSource
+from kfuse.tools.replay.simulated import RecordedSteps, SimulatedSteps
 
 USAGE = """\
 kfuse replay RUN_DIR [policy=...] [policy.NAME=VALUE ...] [plot=PATH]
