@@ -317,9 +317,9 @@ def fieller(
 ) -> tuple[float | None, float | None]:
     """Returns both ends of the values r >= 0 that a t-test of numerator - r * denominator = 0 does not reject.
 
-    covariance: variance of the numerator, covariance, variance of the denominator. t_low, t_high: for either end, the
-    quantile of Student's t. The upper end is None where there is none, both are None where nothing can be said. The ends
-    are the roots of a r^2 - 2 b r + c.
+    covariance: variance of the numerator, covariance, variance of the denominator. t_low, t_high: the quantile of
+    Student's t for either end. The upper end is None where there is none, both are None where nothing can be said. The
+    ends are the roots of a r^2 - 2 b r + c.
     """
     low = high = None
     a, b, c = _quadratic(numerator, denominator, covariance, t_low)
