@@ -244,8 +244,8 @@ A policy of your own says what it does not go with: `lr_settings()`, `modes` and
 ## On several GPUs
 
 `comm.schedule=symmetric` needs several GPUs, and is not in the table. It goes with what `all_to_all` goes with, but not
-with elastic workers, nor with bf16 messages: [schedules.md](schedules.md#symmetric-memory). Experimental: no GPU has run it;
-`tests/gpu/test_symmetric.py` compares combinations with `all_to_all`, over doubles.
+with elastic workers, nor with bf16 messages: [schedules.md](schedules.md#symmetric-memory).
+Experimental: no GPU has run it; `tests/gpu/test_symmetric.py` compares combinations with `all_to_all`, over doubles.
 
 ## What has no effect
 

@@ -129,7 +129,8 @@ class Comm:
     schedule: str = setting(
         "auto",
         "how gradients are reduced; auto: allreduce or all_to_all, by measured messages; with comm.reproducible=true "
-        "all_to_all, with comm.state=sharded reduce_scatter; symmetric (experimental): GPUs read each other's memory, under torchrun",
+        "all_to_all, with comm.state=sharded reduce_scatter; symmetric (experimental): GPUs read each other's memory, "
+        "under torchrun",
         choices=("auto", "allreduce", "reduce_scatter", "all_to_all", "tree", "symmetric"),
     )
     state: str = setting(
