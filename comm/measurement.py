@@ -93,7 +93,7 @@ class Measurement:
         own = None
         if not now.told:
             vote = 0.0 if self.voter is None else self.voter.vote
-            of_leader = (now.plan.announcement, now.plan.times, now.plan.fisher) if now.plan and self._leads else ()
+            of_leader = (now.plan.decision, now.plan.times, now.plan.fisher) if now.plan and self._leads else ()
             own = Own(self.stopwatch.seconds_before, vote, digest, *of_leader)
         place = bucket.slot(now.leaf.slot)[bucket.body :]
         weight, loss, figures = float(now.current.weight), now.current.loss, now.current.figures

@@ -10,7 +10,6 @@ from typing import Protocol
 from torch import Tensor
 
 from kfuse.comm.sum_tree import WRITE, LeafStep
-from kfuse.comm.tail import NOTHING_ANNOUNCED, Announcement
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, iterate over a step of kf.DataLoader, or wrap each in "
@@ -29,8 +28,8 @@ class StepPlan:
     """By rank, the micro-batches that the worker is to run."""
     local: int | None = None
     """This worker's own samples, if each worker is to update with its own mean gradient (local SGD)."""
-    announcement: Announcement = NOTHING_ANNOUNCED
-    """What this worker would announce; only rank 0's is sent."""
+    decision: int = 0
+    """The number of the decision that this worker announces with the step; 0: none. Only rank 0's is sent."""
     times: tuple[float, float] = (0.0, 0.0)
     """Seconds that the step before took this worker, and the part of them that it waited for data; 0.0: unknown. Only
     rank 0's are sent."""
@@ -143,7 +142,7 @@ class StepState:
     done: int = 0
     """Micro-batches finished."""
     told: bool = False
-    """The tail has what only this rank writes, and the announcement."""
+    """The tail has what only this rank writes."""
     weight: float = 0.0
     """Sum of their weights."""
     closed: bool = False

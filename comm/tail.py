@@ -2,9 +2,9 @@
 
 First one flag per parameter (how many micro-batches gave it a gradient), then the slots named below, then RANK_SLOTS
 for each rank. Only that rank writes them: its seconds for a micro-batch of the step before, in some steps the digest of
-its parameters, and its vote on interference. Where a list of parents is announced, the leader alone writes the rank's
-parent. The leader alone writes how long the step before took it, and in some steps what its optimizer's state tells of
-the Fisher information. Last come the figures of a step function, if there is one, each times the micro-batch's samples.
+its parameters, and its vote on interference. The leader alone writes the number of its decision, how long the step
+before took it, and in some steps what its optimizer's state tells of the Fisher information. Last come the figures of a
+step function, if there is one, each times the micro-batch's samples.
 
 Sums over all micro-batches come out of the same reduction as the gradients. Where the leader alone writes, the sum is
 what it wrote: integers up to 2^24, and all fp32 values, stay exact when zeros are added.
@@ -13,7 +13,6 @@ what it wrote: integers up to 2^24, and all fp32 values, stay exact when zeros a
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -31,68 +30,20 @@ STEP_TIME = 4  # seconds that the step before took on the leader; 0.0: unknown
 DATA_WAIT = 5  # the part of it that the leader waited for data
 FISHER_TRACE = 6  # of the diagonal Fisher information, by the leader's optimizer state before the step; 0.0: unknown
 FISHER_MAX = 7  # its largest entry
-ANNOUNCEMENT = 8
-TAIL_SLOTS = 16
+DECISION = 8  # number of the leader's decision that this step announces; 0.0: none
+TAIL_SLOTS = 9
 
 GRAD_SQ = TAIL_SLOTS  # in a step's record, after the slots: |gbar|^2
 SKIPPED = TAIL_SLOTS + 1  # 1 if the update was left out
 RECORD_SLOTS = TAIL_SLOTS + 2
 
-RANK_SLOTS = 6  # of each rank: seconds a micro-batch (0.0: unknown), the three slots of a digest, and these two:
+RANK_SLOTS = 5  # of each rank: seconds a micro-batch (0.0: unknown), the three slots of a digest, and this one:
 VOTE = 4  # on interference: see `kfuse.comm.interference`
-PARENT = 5  # 1 + its parent in the announced tree
-_LISTED = -1  # in the announcement's slot of the tree: it is a list of parents
 _LOW, _MIDDLE, _HIGH = 0xFFFFFF, 0xFFFFFF, 0xFFFF  # a digest's 64 bits, from the lowest
 _PRESENT = 1 << 16  # in a digest's third slot: tells a digest of zero from none
 _ROW = 1024  # elements of a tensor whose bits a digest adds up first
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd factors of splitmix64 (Steele, Lea, Flood 2014), as signed integers: a product with one can be undone."""
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """What the leader (rank 0) announces to all workers with a step. A field that is 0 or empty announces nothing."""
-
-    batch_size: int = 0
-    lr_scale: float = 0.0
-    generation: int = 0  # of the view to switch to at the step boundary
-    stop: int = 0  # reason code: see kfuse.train.decisions
-    transport: int = 0  # 1 + index in kfuse.comm.transport_names.NAMES
-    tree: int = 0  # 1 + index in kfuse.comm.transport_names.TREES
-    sync: int = 0  # kfuse.comm.sync.Sync.code
-    parents: tuple[int, ...] = ()  # by rank, in a tree; they travel in the ranks' slots. Then `tree` is 0
-    lr: float = 0.0  # the rate of the first step it applies to; in lr_scale's slots, below zero. Then lr_scale is 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parents", tuple(self.parents))  # plain formats know lists only
-
-    def slots(self) -> tuple[float, ...]:
-        """Eight fp32 values; lr_scale takes the last one too, for what fp32 rounds away: 48 of its 53 bits arrive."""
-        whole = vars(self) | {"tree": _LISTED if self.parents else self.tree}
-        values = [float(value) for name, value in whole.items() if name not in ("parents", "lr")]
-        rate = self.lr_scale or -self.lr
-        values[1] = _fp32(rate)
-        return (*values, _fp32(rate - values[1]))
-
-    @staticmethod
-    def from_slots(values: Sequence[float]) -> Announcement:
-        """The announcement in a step's record (values by the slots named above, without a step function's figures)."""
-        batch_size, rate, *whole, rest = values[ANNOUNCEMENT:TAIL_SLOTS]
-        generation, stop, transport, tree, sync = map(int, whole)
-        parents: tuple[int, ...] = ()
-        if tree == _LISTED:
-            tree, parents = 0, tuple(int(each) - 1 for each in values[RECORD_SLOTS + PARENT :: RANK_SLOTS])
-        rate = float(rate) + float(rest)
-        of_rate = (max(0.0, rate), generation, stop, transport, tree, sync, parents, max(0.0, -rate))
-        return Announcement(int(batch_size), *of_rate)
-
-
-NOTHING_ANNOUNCED = Announcement()
-"""What every rank but 0 writes."""
-
-
-def _fp32(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 @dataclass(frozen=True)
@@ -105,8 +56,8 @@ class Own:
     """On interference."""
     digest: Tensor | None = None
     """In some steps, of the rank's parameters."""
-    announcement: Announcement = NOTHING_ANNOUNCED
-    """This and what follows: the leader's."""
+    decision: int = 0
+    """The number of the decision that it announces; 0: none. This and what follows: the leader's."""
     times: tuple[float, float] = (0.0, 0.0)
     """How long the step before took it, and the part that it waited for data."""
     fisher: Tensor | None = None
@@ -154,10 +105,7 @@ class Tail:
         if own is not None:
             values[slots + STEP_TIME : slots + FISHER_TRACE] = own.times
             values[self._own], values[self._own + VOTE] = own.seconds, own.vote
-            if own.announcement is not NOTHING_ANNOUNCED:
-                values[slots + ANNOUNCEMENT : self._of_ranks] = own.announcement.slots()
-                for rank, parent in enumerate(own.announcement.parents):
-                    values[self._of_ranks + RANK_SLOTS * rank + PARENT] = 1.0 + parent
+            values[slots + DECISION] = float(own.decision)
             numbers.update(enumerate(() if own.digest is None else digest_slots(own.digest), self._own + 1))
             numbers.update(enumerate(() if own.fisher is None else own.fisher, slots + FISHER_TRACE))
         if (device := devices.of(place.device)).asynchronous:

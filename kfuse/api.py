@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kfuse.optim.base import latest_optimizer
+from kfuse.policies.signals import Decision
 from kfuse.session import Session, current
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def set_batch_size(samples: int) -> None:
     decisions = _in_training("kf.set_batch_size")
     if samples < 1:
         raise ValueError(f"kf.set_batch_size({samples}): must be at least 1")
-    decisions.request(batch_size=samples)
+    decisions.request_within_bounds(Decision(batch_size=samples))
 
 
 def set_lr(lr: float) -> None:

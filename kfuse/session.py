@@ -273,9 +273,17 @@ class Session:
         assert met is not None
         return met
 
-    def announce(self, announcement: dict[str, float]) -> None:
+    def announce(self, announcement: dict[str, Any]) -> None:
         """Sends all workers, this one too, what the leader announces, by the supervisor: `ControlClient.announced`."""
         self._send("announce", announcement=announcement)
+
+    def publish(self, number: int, decision: dict[str, Any]) -> None:
+        """Sends all other workers, by the supervisor, a decision of rank 0."""
+        self._send("decision", number=number, decision=decision)
+
+    def published(self, worker: int, number: int) -> dict[str, Any]:
+        """The decision that `worker` has published. Raises TimeoutError, and ControlError if the supervisor is lost."""
+        return self._client().decision(worker, number, self.group.timeout_s)
 
     def finish(self) -> bool:
         """Waits until the supervisor has the job's results; False if a worker was lost before that."""

@@ -16,7 +16,6 @@ from problems import network, problem
 from torch import Tensor
 
 import kfuse as kf
-from kfuse.comm.tail import Announcement
 from kfuse.policies import SchedulePolicy
 from kfuse.policies.signals import Bounds
 from kfuse.statistics.figures import StepContext
@@ -189,7 +188,6 @@ def deciding(policy: kf.BasePolicy, waits: Sequence[float]) -> tuple[list[int], 
             micro_batches=4,
             unit="samples",
             skipped=False,
-            control=Announcement(),
             previous_step_time_s=0.1,
             previous_data_wait_s=wait_s,
             **figures,

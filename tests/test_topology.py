@@ -24,7 +24,7 @@ from problems import network, problem
 import kfuse as kf
 from kfuse.comm import transports
 from kfuse.comm.latency import measure
-from kfuse.comm.tail import RANK_SLOTS, RECORD_SLOTS, VOTE, Announcement, Own, Tail
+from kfuse.comm.tail import DECISION, RANK_SLOTS, RECORD_SLOTS, VOTE, Own, Tail
 from kfuse.comm.topology import (
     SAME,
     Links,
@@ -347,7 +347,7 @@ def test_a_list_of_parents_applies_on_all_workers_at_one_step() -> None:
     assert list(dict.fromkeys(trees)) == [None, (1, 1, 1), (0, 2, 0), "latency"]
     assert trees.index((1, 1, 1)) == 4 and trees.index((0, 2, 0)) == 8 + 4
     decided = [tree for kind, tree in events if kind == "decision" and tree is not None]
-    assert decided == [(1, 1, 1), (0, 2, 0), "latency"]
+    assert decided == [[1, 1, 1], [0, 2, 0], "latency"]
     [note] = [note for kind, note in events if kind == "clipped"]
     assert str(note).startswith("tree [0, 1, 2]: must have one root") and str(note).endswith("; it stays as it is")
 
@@ -382,21 +382,18 @@ class SetsTree(kf.BasePolicy):
         kf.set_tree(self.tree)  # type: ignore[arg-type]
 
 
-@given(st.lists(st.integers(0, 63), max_size=64), st.integers(0, 3), st.integers(0, 2**20))
-def test_a_list_arrives_in_the_tail_as_it_was_sent(parents: list[int], transport: int, batch_size: int) -> None:
-    sent = Announcement(batch_size=batch_size, lr_scale=0.75, transport=transport, parents=tuple(parents))
-    ranks = max(1, len(parents))
+@given(st.integers(1, 64), st.integers(0, 2**24))
+def test_what_one_rank_writes_arrives_in_the_tail_as_it_was_sent(ranks: int, decision: int) -> None:
     totals = torch.zeros(2, dtype=torch.float64)
     place = torch.zeros(Tail(3, 0, ranks, figures=2).numel)
     for rank in range(ranks):
         tail = Tail(3, rank, ranks, figures=2)
-        told = sent if rank == 0 else Announcement()
         of_rank = torch.zeros_like(place)
         for first in (True, False):  # two micro-batches
-            own = Own(0.5 + rank, 2.0, announcement=told) if first else None
+            own = Own(0.5 + rank, 2.0, decision=decision * (rank == 0)) if first else None
             tail.write(of_rank, not first, 1.0, totals[0], loss=1.0, figures=[7.0, 8.0], own=own)
         place += of_rank
     values = Tail(3, 0, ranks, figures=2).record(place, totals).tolist()[:-2]
-    assert Announcement.from_slots(values) == sent
+    assert values[DECISION] == decision
     assert values[RECORD_SLOTS + VOTE :: RANK_SLOTS] == [2.0] * ranks
     assert values[RECORD_SLOTS::RANK_SLOTS] == [0.5 + rank for rank in range(ranks)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MODES = ("ssgd", "local", "sma", "pair")
 EVERY_MAX = 2**20
-"""Most steps between synchronisations. The code of a `Sync` is below 2^23 then: fp32 holds it exactly."""
+"""Most steps between synchronisations. """
 _FORMS = "ssgd, local:N, sma, pair"
 
 
@@ -42,13 +42,3 @@ class Sync:
     def __str__(self) -> str:
         """The text that `parse` takes."""
         return f"{self.mode}:{self.every}" if self.mode == "local" else self.mode
-
-    @property
-    def code(self) -> int:
-        """Mode and steps as one whole number, 4 to 2^22 + 3, for the leader's announcement."""
-        return len(MODES) * self.every + MODES.index(self.mode)
-
-    @staticmethod
-    def from_code(code: int) -> Sync:
-        """The mode that `code` gave this number."""
-        return Sync(MODES[code % len(MODES)], code // len(MODES))

@@ -69,6 +69,7 @@ class ControlClient:
         self._stop: str | None = None
         self._over = False
         self._announced: dict[int, dict[str, Any]] = {}
+        self._decisions: dict[tuple[int, int], dict[str, Any]] = {}  # by the worker that sent it, and its number
         self._met: Met | None = None
         self._moving_at = 0.0  # when the last "moving" came, or this worker stood still
         self.step = self.doing = None
@@ -148,6 +149,19 @@ class ControlClient:
         self._await(lambda: True if self._over else self.recovery(current), None, "the job's end")
         over, self._over = self._over, False
         return over
+
+    def decision(self, worker: int, number: int, timeout_s: float) -> dict[str, Any]:
+        """The decision of this number that `worker` has sent; earlier ones of it are dropped.
+
+        Raises TimeoutError where it does not come, ControlError if the supervisor is lost.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or (worker, number) in self._decisions, timeout_s)
+            if (worker, number) not in self._decisions:
+                raise ControlError(self._lost) if self._lost else TimeoutError(f"nothing in {timeout_s:g} s")
+            found = self._decisions[worker, number]
+            self._decisions = {key: it for key, it in self._decisions.items() if key[0] != worker or key[1] >= number}
+            return found
 
     def announced(self, after: int) -> dict[int, dict[str, Any]]:
         """The leader's announcements that came over this connection, by number, those above `after`, in order."""
@@ -230,6 +244,8 @@ class ControlClient:
                             self._over = True
                         case "announce":
                             self._announced[message["number"]] = message["announcement"]
+                        case "decision":
+                            self._decisions[message["worker"], message["number"]] = message["decision"]
                         case "met":
                             self._met = Met(**{each.name: message[each.name] for each in fields(Met)})
                         case "moving":

@@ -193,6 +193,11 @@ class Supervisor:
                 await self.views.replace(message["worker"])
             case "announce":
                 self._meetings.announce(message["announcement"])
+            case "decision":
+                for other in self.processes.alive():
+                    if other is not worker:
+                        decided = {"number": message["number"], "decision": message["decision"]}
+                        other.send("decision", worker=worker.number, **decided)
             case "meet":
                 generation, step, applied = message["generation"], message["step"], message["applied"]
                 self._meetings.stand(worker, generation, step, message["members"], applied)

@@ -13,7 +13,6 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm import tail as t
 from kfuse.comm.devices import Event
-from kfuse.comm.tail import Announcement
 from kfuse.statistics.figures import Measured
 from kfuse.statistics.noise_scale import NoiseScale, moments, rounding_error
 
@@ -33,8 +32,8 @@ class StepStats(Measured):
     unit: str
     skipped: bool
     """The update was left out because a gradient was not finite."""
-    control: Announcement
-    """What rank 0 announced with this step."""
+    decision: int = 0
+    """The number of the decision that rank 0 announced with this step; 0: none."""
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """By rank, seconds per micro-batch in the step before; 0.0 is unknown. Not reproducible."""
     previous_step_time_s: float | None = field(default=None, compare=False)
@@ -149,6 +148,19 @@ class Statistics:
         self._unread = self._unread[len(ready) :]
         return ready
 
+    def decisions(self, lag: int) -> list[tuple[int, int]]:
+        """Step and number of each decision that was announced with a step not yet read, but for the newest `lag` ones.
+
+        Waits for their records.
+        """
+        in_flight = list(self._in_flight)[: max(0, len(self._in_flight) - lag)]
+        for item in in_flight:
+            if item.arrived is not None:
+                item.arrived.synchronize()
+        numbers = [(stats.step, stats.decision) for stats in self._unread]
+        numbers += [(item.step, int(item.host[t.DECISION])) for item in in_flight]
+        return [(step, number) for step, number in numbers if number]
+
     def carry_figures(self, count: int) -> None:
         """The records of the coming steps end in so many sums of a step function's figures."""
         self._receive(0)
@@ -196,10 +208,7 @@ class Statistics:
                 record = record[: len(record) - theirs] + [math.nan] * self._figures
             self._in_flight.append(_InFlight(step, unit, torch.tensor(record, dtype=torch.float64), None))
         self._unread = [
-            StepStats(
-                **stats | {"control": Announcement(**stats["control"])} | {name: tuple(stats[name]) for name in _TUPLES}
-            )
-            for stats in state["unread"]
+            StepStats(**stats | {name: tuple(stats[name]) for name in _TUPLES}) for stats in state["unread"]
         ]
         names = state["figure_names"]
         self.figure_names = None if names is None else tuple(names)
@@ -265,7 +274,7 @@ class Statistics:
             fisher_trace=_known(values[t.FISHER_TRACE]),
             fisher_max=_known(values[t.FISHER_MAX]),
             skipped=bool(values[t.SKIPPED]),
-            control=Announcement.from_slots(values),
+            decision=int(values[t.DECISION]),
             previous_step_time_s=_known(values[t.STEP_TIME]),
             previous_data_wait_s=values[t.DATA_WAIT] if values[t.STEP_TIME] else None,
             seconds=tuple(values[t.RECORD_SLOTS :: t.RANK_SLOTS]),

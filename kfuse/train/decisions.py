@@ -1,8 +1,9 @@
 """Decisions: from what a step measured, to a request, to rank 0's announcement, to the settings of later steps.
 
 Every worker runs this with the same values and reaches the same result. Only rank 0's requests are sent; other ranks'
-are dropped. They travel as an announcement (`comm.tail.Announcement`) in the tail of the next step's gradients, so that
-every worker applies them at the same step.
+are dropped. What is announced is a dictionary of plain values, by the names of `request`. Its number travels in the
+tail of the next step's gradients, so that every worker applies it at the same step; its content goes by
+`train.published`.
 
     step s      is measured
     step s + 1  runs; afterwards the policy sees the figures of step s (they have reached the host without a wait)
@@ -21,14 +22,12 @@ import contextlib
 import logging
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from kfuse.comm import interference, transport_names
 from kfuse.comm.latency import measure
-from kfuse.comm.sync import Sync
-from kfuse.comm.tail import Announcement
 from kfuse.comm.topology import Links, check_parents
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies.signals import FP32_MAX, FP32_MIN, FP32_RANGE, Decision, Signals
@@ -39,6 +38,7 @@ from kfuse.train import input_bound, load_balance
 from kfuse.train.lr_schedule import BatchChange, LRSchedule
 from kfuse.train.policy_calls import PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Progress
+from kfuse.train.published import Published
 from kfuse.train.refusals import refuse_pair_alone
 from kfuse.train.reporter import Reporter
 from kfuse.train.settings import Settings
@@ -61,13 +61,18 @@ class Decisions:
     ) -> None:
         self._session, self._calls, self._opt, self._schedule = session, calls, opt, schedule
         self._settings, self._progress, self._reporter = settings, progress, reporter
-        self._requested, self._announced = Announcement(), Announcement()
-        """Requested: not announced yet, or announced with the step under way. Announced: what that step carries."""
+        self._requested: dict[str, Any] = {}
+        """What is not announced yet, or announced with the step under way."""
+        self._announced: dict[str, Any] = {}
+        """What the step under way announces of it."""
+        self._published = Published(session)
+        self._under_way: dict[int, dict[str, Any]] = {}
+        """By step: what it announced, where that has arrived here and is not applied yet."""
         self.lr = 0.0
         """The learning rate of the step under way."""
         self.topology: str | None = None
         """The transport that a decision chose; None: the configured one."""
-        self.tree: str | tuple[int, ...] | None = None
+        self.tree: str | list[int] | None = None
         """The shape that a decision chose for the transport `tree`; None: the configured one. A list of parents is of
         the present view."""
         self._reported_links: Links | None = None
@@ -95,9 +100,11 @@ class Decisions:
         """Applies the policy's initial settings. On rank 0, before the first step: all workers start from its state."""
         decision = self._calls.initial()
         if decision is not None:
-            self._request_within_bounds(decision)
-            requested, self._requested = self._requested, Announcement(parents=self._requested.parents)
-            self.apply(replace(requested, parents=()))  # the others learn of a list by the first step's tail
+            self.request_within_bounds(decision)
+            requested, self._requested = self._requested, {}
+            if isinstance(requested.get("tree"), list):  # the others learn of a list by the first step's announcement
+                self._requested["tree"] = requested.pop("tree")
+            self.apply(requested)
 
     def decide(self, stats: StepStats, context: StepContext, signals: Signals) -> None:
         """The policy decides on a finished step; then what rank 0 announced with that step is applied.
@@ -107,12 +114,12 @@ class Decisions:
         at = self._progress
         decision = self._calls.decide(signals)
         if decision is not None:
-            self._request_within_bounds(decision)
-        if stats.control != Announcement():
-            self.apply(stats.control, context.members)
+            self.request_within_bounds(decision)
+        announced = self._under_way.pop(stats.step, {})
+        self.apply(announced, context.members)
         if stats.step >= at.resumed_at:
-            at.generation = stats.control.generation or at.generation
-            at.stop = stats.control.stop or at.stop
+            at.generation = announced.get("generation", at.generation)
+            at.stop = announced.get("stop", at.stop)
 
     def update_progress(self, stats: StepStats, context: StepContext) -> None:
         """Writes what a step measured into `Progress`. Reports interference, and each worker that becomes a straggler.
@@ -158,27 +165,29 @@ class Decisions:
         synchronisation, topology or tree that does not exist, and for one that comm.reproducible=true or
         comm.state=sharded rules out.
         """
-        asked: dict[str, Any] = {"batch_size": batch_size}
-        if lr_scale is not None:
-            asked |= {"lr_scale": lr_scale, "lr": 0.0}
-        elif lr is not None:
-            asked |= {"lr_scale": 0.0, "lr": lr}
-            # The same rate may be under way already, without the batch size that is requested with this one.
-            self._announced = replace(self._announced, lr=0.0)
         if topology is not None:
-            name = self._session.comm.transport(topology)
-            if name == "symmetric" and self._session.comm.schedule != "symmetric":
-                raise ValueError(f"topology {name!r}: must be named at the start, as comm.schedule")
-            asked["transport"] = 1 + _index("topology", name, transport_names.NAMES)
+            topology = self._session.comm.transport(topology)
+            if topology == "symmetric" and self._session.comm.schedule != "symmetric":
+                raise ValueError(f"topology {topology!r}: must be named at the start, as comm.schedule")
+            _check_name("topology", topology, transport_names.NAMES)
         if isinstance(tree, str):
-            asked |= {"tree": 1 + _index("tree", tree, transport_names.TREES), "parents": ()}
+            _check_name("tree", tree, transport_names.TREES)
         elif tree is not None:
-            asked |= {"tree": 0, "parents": _whole_numbers(tree)}
-            check_parents(asked["parents"], self._session.group.size)
+            tree = _whole_numbers(tree)
+            check_parents(tree, self._session.group.size)
         if sync is not None:
-            asked["sync"] = replace(self._session.comm, sync=sync).synchronisation.code
+            sync = str(replace(self._session.comm, sync=sync).synchronisation)
             refuse_pair_alone(sync, self._session.elastic)
-        self._requested = replace(self._requested, **{name: it for name, it in asked.items() if it is not None})
+        if lr_scale is not None or lr is not None:
+            self._requested.pop("lr", None)
+            self._requested.pop("lr_scale", None)
+            # The same rate may be under way already, without the batch size that is requested with this one.
+            self._announced.pop("lr", None)
+        asked: dict[str, Any] = {"batch_size": None if batch_size is None else int(batch_size)}
+        asked |= {"lr_scale": None if lr_scale is None else float(lr_scale)}
+        asked |= {"lr": None if lr is None or lr_scale is not None else float(lr)}
+        asked |= {"topology": topology, "tree": tree, "sync": sync}
+        self._requested |= {name: value for name, value in asked.items() if value is not None}
         if workers is not None:
             self.workers_requested = operator.index(workers)
             self._session.ask_supervisor("resize", workers=self.workers_requested)
@@ -223,8 +232,8 @@ class Decisions:
             **{each.name: getattr(stats, each.name) for each in fields(Measured)},
         )
 
-    def _request_within_bounds(self, decision: Decision) -> None:
-        """Requests what a policy decided, within the bounds. An event records what is clipped or refused."""
+    def request_within_bounds(self, decision: Decision) -> None:
+        """Requests what a policy or a script decided, within the bounds. An event records what is changed."""
         if decision.workers is not None and not self._session.elastic:
             self._report_fixed_workers(decision.workers)
             decision = replace(decision, workers=None)
@@ -318,17 +327,31 @@ class Decisions:
 
     # -- announced ------------------------------------------------------------------------------------------------
 
-    def announcement(self) -> Announcement:
-        """The announcement of the coming step. Every rank makes one; only rank 0's is sent."""
-        self._announced = self._requested
+    def announce(self) -> int:
+        """On rank 0: sends what the coming step announces, and returns its number; 0 on the others, and for nothing.
+
+        Raises CommError.
+        """
+        self._announced = dict(self._requested)
+        if self._session.group.rank != 0:
+            return 0
         stop = self._session.stop_reason() or (self.stop_requests or [""])[-1]
         index = STOP_REASONS.index(stop) if stop in STOP_REASONS else 0
-        return replace(self._announced, generation=self._session.proposed_generation(), stop=index)
+        of_the_job = {"generation": self._session.proposed_generation(), "stop": index}
+        content = self._announced | {name: value for name, value in of_the_job.items() if value}
+        return self._published.send(content) if content else 0
 
-    def take_requested(self) -> Announcement:
-        """What is requested, which is no longer so: it goes over the control channel (pair averaging)."""
-        requested, self._requested = self._requested, Announcement()
+    def take_requested(self) -> dict[str, Any]:
+        """Returns what is requested, which is no longer so: it goes over the control channel (pair averaging)."""
+        requested, self._requested = self._requested, {}
         return requested
+
+    def receive(self, lag: int) -> None:
+        """Waits for what was announced with the steps not yet read, but for the newest `lag` ones. Raises CommError."""
+        for step, number in self._opt.statistics.decisions(lag):
+            context = self._progress.contexts.get(step)  # None: its update was interrupted, and the step comes again
+            if context is not None and step not in self._under_way:
+                self._under_way[step] = self._published.receive(context.members[0], number)
 
     def announcement_sent(self) -> None:
         """The step that carried the announcement is complete: what was announced is no longer requested.
@@ -336,50 +359,49 @@ class Decisions:
         `lr` is now what the update had: a loop's body may set group["lr"] before opt.step().
         """
         self.lr = self._opt.last_lr
-        requested, announced = vars(self._requested), vars(self._announced)
-        self._requested = Announcement(**{name: it for name, it in requested.items() if it != announced[name]})
-        self._announced = Announcement()
+        self._requested = {name: it for name, it in self._requested.items() if it != self._announced.get(name)}
+        self._announced = {}
 
     # -- applied --------------------------------------------------------------------------------------------------
 
-    def apply(self, announced: Announcement, members: Sequence[int] | None = None) -> None:
-        """Applies rank 0's announcement, on every worker, from the next step on.
+    def apply(self, announced: Mapping[str, Any], members: Sequence[int] | None = None) -> None:
+        """Applies what rank 0 announced, on every worker, from the next step on.
 
         members: the workers' numbers as it was made, in rank order; None: the present ones.
         """
-        at, bounds, workers = self._progress, self._settings.bounds, self._session.workers
-        parents = announced.parents
-        if parents and (len(parents) != len(workers) or list(members or workers) != workers):
-            self._report_clipped(f"tree {list(parents)} dropped: the workers have changed since")
-            announced = replace(announced, parents=())
+        if not announced:
+            return
+        at = self._progress
         batch_size, lr, gain = at.batch_size, self._opt.base_lr * self._lr_factor(), self._gain()
-        if announced.batch_size:
-            at.batch_size = min(max(announced.batch_size, bounds.batch_min), bounds.batch_max)
-            note = f"batch_size {announced.batch_size} clipped to {at.batch_size}"
-            self._report_if_clipped("set_batch_size", note if announced.batch_size != at.batch_size else None)
+        at.batch_size = announced.get("batch_size", at.batch_size)
         if at.batch_size != batch_size and self._settings.change_warmup_steps:
             at.batch_change = (at.schedule, gain)
-        before, at.lr_scale = at.lr_scale, announced.lr_scale or at.lr_scale
-        if announced.lr:
-            self._apply_lr(announced.lr)
+        before, at.lr_scale = at.lr_scale, announced.get("lr_scale", at.lr_scale)
+        if "lr" in announced:
+            self._apply_lr(announced["lr"])
         if at.lr_scale != before or at.batch_size != batch_size:
             pairs: dict[str, list[float]] = {
                 "batch_size": [batch_size, at.batch_size],
                 "lr": [lr, self._opt.base_lr * self._lr_factor()],
             }
             self._report_change(**{name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
-        if announced.transport and (topology := transport_names.NAMES[announced.transport - 1]) != self.topology:
+        if (topology := announced.get("topology", self.topology)) != self.topology:
             self.topology = topology
             self._report_change(topology=self.topology)
             _LOG.info("step %d: transport %s from here on, as decided", self._progress.step, self.topology)
-        tree = announced.parents or (transport_names.TREES[announced.tree - 1] if announced.tree else self.tree)
-        if tree != self.tree:
-            self.tree = tree
-            self._report_change(tree=self.tree)
+        self._apply_tree(announced.get("tree", self.tree), members)
         self.use_transport()
-        if announced.sync and (sync := str(Sync.from_code(announced.sync))) != at.sync:
+        if (sync := announced.get("sync", at.sync)) != at.sync:
             self._report_change(sync=[at.sync, sync])
             at.sync = sync
+
+    def _apply_tree(self, tree: str | list[int] | None, members: Sequence[int] | None) -> None:
+        workers = self._session.workers
+        if isinstance(tree, list) and (len(tree) != len(workers) or list(members or workers) != workers):
+            self._report_clipped(f"tree {tree} dropped: the workers have changed since")
+        elif tree != self.tree:
+            self.tree = tree
+            self._report_change(tree=self.tree)
 
     def _apply_lr(self, lr: float) -> None:
         """The coming step has this rate, whatever its batch size is. What is left of a change's warm-up is dropped."""
@@ -403,7 +425,9 @@ class Decisions:
         While workers are apart their engines have none: each reduces alone.
         """
         if not self._session.apart:
-            self._opt.engine.use_transport(self.topology, self.tree)
+            self._opt.engine.use_transport(
+                self.topology, tuple(self.tree) if isinstance(self.tree, list) else self.tree
+            )
 
     def leave_view(self) -> None:
         """The workers have changed: drops a list of parents, in use or requested, for the configured shape.
@@ -411,9 +435,11 @@ class Decisions:
         Whether there is interference is unknown again.
         """
         self._progress.interference = None
-        if isinstance(self.tree, tuple) or self._requested.parents:
-            self.tree = None if isinstance(self.tree, tuple) else self.tree
-            self._requested = replace(self._requested, parents=())
+        requested_list = isinstance(self._requested.get("tree"), list)
+        if isinstance(self.tree, list) or requested_list:
+            self.tree = None if isinstance(self.tree, list) else self.tree
+            if requested_list:
+                del self._requested["tree"]
             self._report_change(tree=self.tree or self._session.comm.tree, why="the workers have changed")
 
     def measure_links(self) -> None:
@@ -476,11 +502,14 @@ class Decisions:
 
     def state_dict(self) -> dict[str, Any]:
         """What applies, and what is requested and not yet applied: a resumed run must make the same decisions."""
+        self.receive(lag=0)
+        listed = isinstance(self._requested.get("tree"), list)
         return {
             "topology": self.topology,
-            "tree": None if isinstance(self.tree, tuple) else self.tree,  # a list is of this view only
+            "tree": None if isinstance(self.tree, list) else self.tree,  # a list is of this view only
             "workers_requested": self.workers_requested,
-            "requested": asdict(replace(self._requested, generation=0, stop=0, parents=())),
+            "requested": {name: it for name, it in self._requested.items() if not (listed and name == "tree")},
+            "under_way": dict(self._under_way),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -488,9 +517,10 @@ class Decisions:
         have it.
         """
         self.topology = state["topology"]
-        if state["tree"] is not None or not isinstance(self.tree, tuple):
+        if state["tree"] is not None or not isinstance(self.tree, list):
             self.tree = state["tree"]
-        self.workers_requested, self._requested = state["workers_requested"], Announcement(**state["requested"])
+        self.workers_requested = state["workers_requested"]
+        self._requested, self._under_way = dict(state["requested"]), dict(state["under_way"])
         self.use_transport()
 
 
@@ -502,16 +532,15 @@ def running() -> Decisions | None:
     return _RUNNING[-1] if _RUNNING else None
 
 
-def _whole_numbers(tree: object) -> tuple[int, ...]:
+def _whole_numbers(tree: object) -> list[int]:
     """A list of parents. Raises ValueError for what is none."""
     try:
-        return tuple(map(operator.index, tree))  # type: ignore[call-overload]
+        return list(map(operator.index, tree))  # type: ignore[call-overload]
     except TypeError:
         what = f"must be one of {', '.join(transport_names.TREES)}, or a list with each rank's parent, a whole number"
         raise ValueError(f"tree {tree!r}: {what}") from None
 
 
-def _index(what: str, name: str, allowed: Sequence[str]) -> int:
+def _check_name(what: str, name: str, allowed: Sequence[str]) -> None:
     if name not in allowed:
         raise ValueError(f"{what} {name!r}: must be one of {', '.join(allowed)}")
-    return allowed.index(name)

@@ -28,7 +28,6 @@ from typing import Any
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.sync.pair import Pair, random_peer
-from kfuse.comm.tail import Announcement
 from kfuse.elastic.client import ControlClient, Met
 from kfuse.elastic.rendezvous import own_address
 from kfuse.optim import DistributedOptimizer
@@ -122,8 +121,8 @@ class PairAveraging:
     def _pass_on(self) -> None:
         """Sends what is requested on rank 0. Each worker gets it from the supervisor, this one too."""
         requested = self._decisions.take_requested()
-        if requested != Announcement() and self._session.group.rank == 0:
-            self._session.announce({name: value for name, value in vars(requested).items() if value})
+        if requested and self._session.group.rank == 0:
+            self._session.announce(requested)
 
     def _apply_at_once(self) -> bool:
         """Applies factors of the learning rate that have arrived. Returns whether more has, which needs a meeting."""
@@ -131,7 +130,7 @@ class PairAveraging:
         for number, announced in self._client.announced(at.announced).items():
             if announced.keys() != {"lr_scale"}:  # the factor that leads to a rate differs from step to step
                 return True
-            self._decisions.apply(Announcement(**announced))
+            self._decisions.apply(announced)
             at.announced = number
         return False
 
@@ -177,7 +176,7 @@ class PairAveraging:
         at = self._progress
         for number, announced in self._client.announced(at.announced).items():
             if number <= until:
-                self._decisions.apply(Announcement(**announced))
+                self._decisions.apply(announced)
         at.announced = until
         self._client.forget_announced(until)
 

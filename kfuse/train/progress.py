@@ -15,7 +15,7 @@ from kfuse.train.load_balance import Throughput
 from kfuse.train.settings import Settings
 
 STOP_REASONS = ("", "interrupted", "terminated")
-"""Why training is told to stop; "": it is not. `Announcement.stop` is an index into these."""
+"""Why training is told to stop; "": it is not. A decision to stop is an index into these."""
 
 
 class Stage(IntEnum):

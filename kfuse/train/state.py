@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.nn import Parameter
 
 from kfuse.comm.chunks import cut, dense, gather, memory, scatter
 from kfuse.comm.group import Group
-from kfuse.comm.tail import Announcement
 from kfuse.optim import DistributedOptimizer
 
 _TRANSFER = "state of the most advanced worker"
@@ -162,7 +160,7 @@ def with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, se
     """What `TrainingState.capture` returned of a training without a scheduler, with other settings, nothing pending.
 
     batch_size, lr_scale, seed (of the data order): hold from the next step on. Left out is what the training had
-    decided, or was about to report: records of its last steps have announcements in them. The policy's state is empty.
+    decided, or was about to report: its last steps may have announced decisions. The policy's state is empty.
     The state that is given does not change; both share tensors.
     """
     silent: dict[str, Any] = {"in_flight": [], "unread": []}
@@ -173,7 +171,7 @@ def with_settings(state: Mapping[str, Any], batch_size: int, lr_scale: float, se
         "progress": {**at, **settings, "contexts": {}, "best": None},
         "optimizer": {**optimizer, "kfuse": {**optimizer["kfuse"], **silent}},
         "statistics": {**state["statistics"], **silent},
-        "decisions": {**state["decisions"], "workers_requested": 0, "requested": asdict(Announcement())},
+        "decisions": {**state["decisions"], "workers_requested": 0, "requested": {}, "under_way": {}},
         "policy": {},
         "records": {"recent": [], "told_before": {}},
     }

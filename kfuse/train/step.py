@@ -21,7 +21,6 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import StepPlan
-from kfuse.comm.tail import Announcement
 from kfuse.data.batch import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, random_key, seed_host
 from kfuse.data.sampler import micro_batch_sizes, worker_range
@@ -70,21 +69,23 @@ class StepSamples:
 
     def plan(
         self,
-        announcement: Announcement,
+        decision: int,
         local_rank: int | None = None,
         by_weight: bool = False,
         audited: int | None = None,
         times: tuple[float, float] = (0.0, 0.0),
         fisher: Tensor | None = None,
     ) -> StepPlan:
-        """The step's plan for the engine. local_rank: this worker's rank in a local step (local SGD); else None.
+        """The step's plan for the engine. decision: its number; 0: none.
+
+        local_rank: this worker's rank in a local step (local SGD); else None.
 
         by_weight: micro-batches have weights of their own. audited: the micro-batch that is run again; None: none.
         times, fisher: as in `StepPlan`.
         """
         ranges = tuple(self.range_of(rank) for rank in range(self.workers))
         local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, announcement, times, fisher, by_weight, audited)
+        return StepPlan(len(self.indices), ranges, local, decision, times, fisher, by_weight, audited)
 
     def plan_alone(self, rank: int, by_weight: bool) -> StepPlan:
         """The step's plan for an engine that has worker `rank` alone (pair averaging): its own micro-batches."""

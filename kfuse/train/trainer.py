@@ -322,7 +322,7 @@ class Trainer:
         else:
             local_rank = group.rank if group.size > 1 and at.is_local else None
             own = self._sampling.times_before(), self._fisher() if local_rank is None else None
-            plan = samples.plan(self.decisions.announcement(), local_rank, weigh is not None, audited, *own)
+            plan = samples.plan(self.decisions.announce(), local_rank, weigh is not None, audited, *own)
         self.opt.begin(plan)
         self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         self._members = tuple(self.session.workers)
@@ -411,6 +411,7 @@ class Trainer:
 
     def _report_and_decide(self, lag: int = 1) -> None:
         """For each step whose statistics have arrived, but not the newest `lag`: reports it, decides, applies."""
+        self.decisions.receive(lag)
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
             self.decisions.update_progress(stats, context)
