@@ -157,22 +157,23 @@ def test_it_may_be_loaded_in_before_train() -> None:
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a decision under way": ({}, {}),
     "adascale": ({}, {"lr_scaling": "adascale"}),
-    "DiLoCo": ({"sync": "local:4", "outer_momentum": 0.9, "outer_lr": 0.7}, {}),
+    "DiLoCo": ({"sync": "local:3", "outer_momentum": 0.9, "outer_lr": 0.7}, {}),
     "sma": ({"sync": "sma", "sma_momentum": 0.5}, {}),
 }
 
 
-def in_mode(mode: str, keep: str, state: dict[str, Any] | None = None, steps: int = 20) -> tuple[Weights, Any]:
-    """Weights at the end, and the state after step 11, where the policy asks for another batch size at that moment.
+def in_mode(mode: str, keep: str, state: dict[str, Any] | None = None, steps: int = 9) -> tuple[Weights, Any]:
+    """Weights at the end, and the state after step 5, where the policy asks for another batch size at that moment.
 
-    keep: "body", "break", "end": where it is taken; training goes on after "body" only.
+    keep: "body", "break", "end": where it is taken; training goes on after "body" only. All of it is shorter than the steps
+    after which slow workers get fewer micro-batches.
     """
     options, arguments = MODES[mode]
     kf.init(kf.CommOptions(**options))
     net = network()
     opt = kf.FusedSGD(net.parameters(), lr=0.05, momentum=0.9)
-    arguments = {"batch_size": 8, "micro_batch": 2, "epochs": 9, "steps": 12 if keep == "end" else steps, **arguments}
-    loader = kf.DataLoader(problem(), net, opt, policy=Growing(at=11), **arguments)
+    arguments = {"batch_size": 8, "micro_batch": 2, "epochs": 9, "steps": 6 if keep == "end" else steps, **arguments}
+    loader = kf.DataLoader(problem(), net, opt, policy=Growing(at=5), **arguments)
     if state is not None:
         loader.load_state_dict(state)
     kept = None
@@ -181,9 +182,9 @@ def in_mode(mode: str, keep: str, state: dict[str, Any] | None = None, steps: in
             F.cross_entropy(net(x), y).backward()
         opt.step()
         opt.zero_grad()
-        if step.number == 11 and keep == "body":
+        if step.number == 5 and keep == "body":
             kept = loader.state_dict()
-        if step.number == 11 and keep == "break":
+        if step.number == 5 and keep == "break":
             break
     return weights(net), kept if kept is not None else loader.state_dict()
 

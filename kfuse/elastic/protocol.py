@@ -6,8 +6,8 @@ supervisor sends; the second one, whose hello has `messages`, has all else that 
 worker -> supervisor: hello (token, worker, pid, host, messages), ready, joined (generation), left (as a planned view
 says), alive (a heartbeat; step; doing, for_s: code that is not kfuse's, and for how long), broken (generation, why),
 fatal (why: no worker can go on; event, lines), resize (workers), replace (worker), record (kind, data), loop_ended
-(training, failed_at), decision (number, decision: of rank 0, for all others), goodbye (nothing follows, and no heartbeat
-is due any more).
+(training, failed_at), decision (number, decision: of rank 0, for all others), goodbye (nothing follows, and no
+heartbeat is due any more).
 supervisor -> worker: welcome (job, silence_s), view, stop (reason), over, decision (worker, number, decision).
 
 While each worker is at a step of its own (pair averaging), the leader's announcements come this way too. worker ->
