@@ -165,8 +165,8 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def in_mode(mode: str, keep: str, state: dict[str, Any] | None = None, steps: int = 9) -> tuple[Weights, Any]:
     """Weights at the end, and the state after step 5, where the policy asks for another batch size at that moment.
 
-    keep: "body", "break", "end": where it is taken; training goes on after "body" only. All of it is shorter than the steps
-    after which slow workers get fewer micro-batches.
+    keep: "body", "break", "end": where it is taken; training goes on after "body" only. It has fewer steps than
+    those after which slow workers get fewer micro-batches.
     """
     options, arguments = MODES[mode]
     kf.init(kf.CommOptions(**options))
