@@ -32,7 +32,7 @@ class AuditedGradient:
         self._digests[bucket.index] = self._digest_of(bucket.grads)
 
     def digest(self) -> Tensor:
-        """Of the plan's audited micro-batch, once that is over, until the next step begins.
+        """Returns the digest of the plan's audited micro-batch, once that is over, until the next step begins.
 
         int64 scalar on the device, without a wait.
         """

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kfuse.comm.sharded_gradient import ShardedGradient, Unscale
 from kfuse.comm.sum_tree import LeafStep
 from kfuse.kernels import PackTable, pack
-
-if TYPE_CHECKING:
-    from kfuse.comm.sharded_gradient import Unscale
 
 ALIGN = 64  # elements: keeps every tensor's place in a flat buffer 128-byte aligned, for 16-bit buffers too
 
@@ -61,7 +58,7 @@ def plan_buckets(numels: Sequence[int], kinds: Sequence[object], capacity: int) 
 
 
 def plan_parameters(params: Sequence[Tensor], kinds: Sequence[object], capacity: int) -> list[BucketLayout]:
-    """As `plan_buckets`, and each bucket's parameters have one dtype.
+    """Cuts parameters as `plan_buckets` does, and each bucket's parameters have one dtype.
 
     Dtypes that alternate (16-bit matrices, fp32 normalisation) do not cut buckets short: each dtype has buckets of its
     own. The buckets are in the order in which backward completes them.
@@ -77,7 +74,7 @@ def plan_parameters(params: Sequence[Tensor], kinds: Sequence[object], capacity:
 
 
 def _unusual_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Its strides where they are not those of a fresh tensor of its shape, be it in a dimension of one element."""
+    """Returns its strides, None where a fresh tensor of its shape has the same ones in every dimension."""
     usual, step = [], 1
     for size in reversed(tensor.shape):
         usual.append(step)
@@ -181,8 +178,6 @@ class Bucket:
         self.assign(self.shard, self.mirrored)
         self.visible = self.mean
         if self.sharded:
-            from kfuse.comm.sharded_gradient import ShardedGradient  # when used: `import kfuse` is quick
-
             kinds = self.view(torch.empty(self.body, dtype=self.layout.dtype, device="meta"))
             self.views = [ShardedGradient(self, k, kind) for k, kind in enumerate(kinds)]
             return
@@ -197,7 +192,7 @@ class Bucket:
         return self.sum[self.body :]
 
     def assign(self, shard: slice, mirrored: slice) -> None:
-        """Between steps: this worker's parts."""
+        """Sets this worker's parts. Between steps."""
         self.shard, self.mirrored = shard, mirrored
         self.own, self.before = self.mean[shard], self.mean[mirrored]
 
@@ -209,7 +204,7 @@ class Bucket:
         return self.slots[k]
 
     def replace_slots(self, first: int) -> None:
-        """Between steps: slot `first`, which is not slot 0, and those behind it are to lie elsewhere from now on."""
+        """Has slot `first`, which is not slot 0, and those behind it lie elsewhere from now on. Between steps."""
         del self.slots[first:]
 
     def place(self, flat: Tensor, k: int) -> Tensor:
@@ -236,7 +231,7 @@ class Bucket:
             self.visible.copy_(self.mean)
 
     def displaced(self) -> list[int]:
-        """Which of `views` are views no more, since `p.grad.data = tensor` gave them other memory. Every step asks."""
+        """Returns which of `views` are views no more, since `p.grad.data = tensor` gave them other memory."""
         if self.sharded:
             return []  # they refuse it
         if list(map(Tensor.data_ptr, self.views)) == self._addresses and all(map(Tensor.is_contiguous, self.views)):

@@ -117,7 +117,7 @@ class Engine:
         self.set_group(self.group)
 
     def carry_figures(self, count: int) -> None:
-        """Between steps: so many numbers of each micro-batch are averaged with its loss (`MicroBatch.figures`)."""
+        """Has so many numbers of each micro-batch averaged with its loss (`MicroBatch.figures`). Between steps."""
         if count != self.figures:
             self.figures = self.measurement.figures = count
             self.set_group(self.group)
@@ -139,7 +139,7 @@ class Engine:
         self._gradients_set = False  # whether `p.grad` may have the gradients of the last step
 
     def use_transport(self, topology: str | None, tree: str | tuple[int, ...] | None) -> None:
-        """Between steps: goes on with another transport or tree (None: as configured).
+        """Goes on with another transport or tree (None: the configured one). Between steps.
 
         Where nothing changes nothing happens: a step that another training has begun goes on.
         """
@@ -148,7 +148,7 @@ class Engine:
             self.set_group(self.group)
 
     def set_group(self, group: Group) -> None:
-        """Between steps: goes on with other workers. Raises ValueError if devices differ."""
+        """Goes on with other workers. Between steps. Raises ValueError if devices differ."""
         if group.size > 1 and devices.of(group.device).name != self.device:
             raise ValueError(f"parameters lie on {self.device}, this worker's device is {group.device}: move the model")
         before, self.group = self.group, group.lane(self.lane)
@@ -272,7 +272,7 @@ class Engine:
             self.on_last_micro_batch()
 
     def _digest(self) -> Tensor | None:
-        """Of the parameters, and of what else must be equal, in a step where the ranks compare theirs."""
+        """Returns the digest of what must be equal on all ranks, in a step where they compare it; else None."""
         every = self.options.check_every
         compared = every is not None and self.step % every == 0 and not self._now.is_local and self.group.size > 1
         if not compared:

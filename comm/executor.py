@@ -70,7 +70,7 @@ class Executor:
     """
 
     measured: dict[int, Measured]
-    """Of each bucket whose shard was measured as it was added up in this step, by index."""
+    """By a bucket's index, what was measured of its shard as this step added it up."""
     failed: CommError | None = None
     """Why this worker cannot continue with the others."""
 
@@ -210,7 +210,7 @@ class Executor:
         run.at += 1
 
     def _run_arrived(self) -> None:
-        """With gloo: runs the buckets whose messages have arrived to their pause. Does not wait."""
+        """Runs the buckets whose messages have arrived to their pause, with gloo. Does not wait."""
         for run in self._runs:
             if run.before_pause:
                 if not self._contributions(run.bucket).arrived(run.bucket.index):

@@ -72,7 +72,7 @@ class Measurement:
         self.norms, self._norms_of = norms, norms.split_with_sizes(blocks) if blocks else ()
 
     def set_group(self, rank: int, size: int) -> None:
-        """Between steps: goes on with other workers."""
+        """Goes on with other workers. Between steps."""
         self.tail, self._leads = Tail(self._params, rank, size, self.figures), rank == 0
         self.voter = None
         self._waiting.forget()
@@ -99,12 +99,6 @@ class Measurement:
         weight, loss, figures = float(now.current.weight), now.current.loss, now.current.figures
         self.tail.write(place, now.leaf.accumulate, weight, self._total, loss, now.missed, figures, own)
         now.told = True
-
-    def write_digest(self, bucket: Bucket, digest: Tensor) -> None:
-        """Writes the digest of the parameters to the last bucket's tail, which is zeros: of a worker that has no
-        micro-batch in the step.
-        """
-        self.tail.write_digest(bucket.slots[0][bucket.body :], digest)
 
     def own_part_ends(self) -> None:
         """The worker's last backward is over: from here on it waits for messages."""
@@ -191,7 +185,7 @@ class _Lap:
 
 
 class Stopwatch:
-    """From a step's first micro-batch's forward to its last one's backward, without waiting for other workers.
+    """Times a step from its first micro-batch's forward to its last one's backward, before it waits for other workers.
 
     On a CUDA device it times the stream, and never waits for it: the host may be some steps ahead of the device, so the
     last few steps are kept, and the newest one that the device has finished counts.
@@ -209,14 +203,14 @@ class Stopwatch:
         return _Lap(self._device.event(timing=True), self._device.event(timing=True))
 
     def start(self) -> None:
-        """At the first micro-batch's forward."""
+        """Begins a lap, at the first micro-batch's forward."""
         self.seconds_before = self._seconds_each()
         self._laps.insert(0, self._laps.pop())  # the oldest is used again
         self._laps[0].micro_batches = 0
         self._laps[0].began.record()
 
     def stop(self, micro_batches: int) -> None:
-        """At the end of the last one's backward; `micro_batches`: how many there were."""
+        """Ends the lap, at the end of the last micro-batch's backward. micro_batches: how many there were."""
         self._laps[0].ended.record()
         self._laps[0].micro_batches = micro_batches
 

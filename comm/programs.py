@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
 def choose(
     options: CommOptions, group: Group, plan: Callable[[float], Sequence[BucketLayout]], again: bool
 ) -> Choice | None:
-    """By measured messages, where the options leave a choice. Raises CommError.
+    """Returns what measured messages choose, None where the options leave no choice. Raises CommError.
 
     plan: lays out buckets of at most so many MiB. again: not for the first time.
 

@@ -113,7 +113,7 @@ def _split(first: int, stop: int, workers: int, total: int, largest: int, slots:
 
 @lru_cache(maxsize=256)
 def _solve(first: int, stop: int, workers: int, largest: int, slots: int, ends: bool) -> tuple[int, list[int]]:
-    """As `_split`, by dynamic programming over the workers. ends: no micro-batch comes after `stop`."""
+    """Returns what `_split` does, by dynamic programming over the workers. ends: no micro-batch comes after `stop`."""
     count = stop - first
     costs, needed = _table(first, stop, largest, ends)
     cost = np.where(needed <= slots, costs, _NEVER)

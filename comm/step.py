@@ -184,7 +184,7 @@ class Step(StepState):
             for bucket in work.buckets:
                 bucket.slot(0).zero_()
             if digest is not None:
-                work.measurement.write_digest(work.buckets[-1], digest)
+                work.measurement.tail.write_digest(work.buckets[-1].tail_sum, digest)
         work.executor.launch(work.buckets, number, self.is_local)
 
     def _warn_once(self, message: str, *values: object) -> None:

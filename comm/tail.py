@@ -172,7 +172,7 @@ def digest(tensors: Sequence[Tensor], salt: int = 0) -> Tensor:
 
 
 def _shifted(words: Tensor, count: int) -> Tensor:
-    """To the right, with zeros from the left, where torch's shift repeats the sign: a word and its complement would mix
+    """Shifts right with zeros from the left, where torch's shift repeats the sign: a word and its complement would mix
     to the same value.
     """
     return (words >> count) & ((1 << (64 - count)) - 1)
