@@ -65,7 +65,7 @@ class AutoscalePolicy(ConfiguredPolicy):
         self.value_per_hour, self.price_per_worker_hour = value_per_hour, price_per_worker_hour
         self.last_step = -1
         self.batch_size = self.workers = 0
-        """As of the last signals."""
+        """Batch size and workers of the last signals."""
         self.base = self.goal = 0
         """Workers that it goes back to, and that it asks for."""
         self.direction = 0

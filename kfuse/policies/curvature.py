@@ -49,7 +49,7 @@ class CurvaturePolicy(ConfiguredPolicy):
         self.reference: list[float] | None = None
         """Trace and largest entry."""
         self.batch_size = 0
-        """With which the reference was seen."""
+        """Batch size with which the reference was seen."""
         self.scale = 1.0
         """What it asks for."""
         self.last_step = -1

@@ -16,7 +16,7 @@ from kfuse.policies.step_time import Array, Point, StepTime, fit
 _KEPT_TIMES = 20
 """Step times that are kept of a setting: the newest ones."""
 _LEAST_TIMES = 5
-"""With fewer ones a setting is not measured yet."""
+"""Step times without which a setting is not measured yet."""
 _KEPT_SETTINGS = 64
 _CANDIDATES = 64
 """Batch sizes that are compared for a number of workers."""

@@ -44,13 +44,13 @@ class StepTime:
     gamma: float = 1.0
 
     def seconds(self, micro_batches: ArrayLike, workers: ArrayLike) -> Array:
-        """Of a step in which the worker that has most has so many micro-batches: float64, the arguments' shape."""
+        """Returns a step's seconds where the worker that has most has so many micro-batches: the arguments' shape."""
         k, n = np.asarray(micro_batches, np.float64), np.asarray(workers, np.float64)
         return _seconds(k, n, self.constant, self.micro_batch, self.sync, self.more, self.gamma)
 
 
 def _seconds(k: Array, n: Array, constant: Any, micro_batch: Any, sync: Any, more: Any, gamma: float) -> Array:
-    """As `StepTime.seconds`, also of several models at once: parameters [models, 1], the result [models, points]."""
+    """Computes `StepTime.seconds`, also of several models at once: parameters [models, 1], the result [models, points]."""
     t_grad = constant + micro_batch * k
     t_sync = np.where(n > 1, sync + more * np.maximum(n - 2, 0), 0.0)
     longer = np.maximum(t_grad, t_sync)  # powers of what is at most 1 do not overflow

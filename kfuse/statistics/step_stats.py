@@ -35,17 +35,17 @@ class StepStats(Measured):
     decision: int = 0
     """The number of the decision that rank 0 announced with this step; 0: none."""
     seconds: tuple[float, ...] = field(default=(), compare=False, repr=False)
-    """By rank, seconds per micro-batch in the step before; 0.0 is unknown. Not reproducible."""
+    """Seconds per micro-batch by rank in the step before; 0.0 is unknown. Not reproducible."""
     previous_step_time_s: float | None = field(default=None, compare=False)
     """On the leader: see `policies.Signals`. Not reproducible."""
     previous_data_wait_s: float | None = field(default=None, compare=False)
     """The part of it that the leader waited for data."""
     votes: tuple[float, ...] = field(default=(), compare=False, repr=False)
-    """By rank, on interference: see `kfuse.comm.interference`. Not reproducible either."""
+    """Votes on interference by rank: see `kfuse.comm.interference`. Not reproducible either."""
     digests: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """Of the parameters of each rank that sent its digest with this step (see `comm.check_every`), in rank order."""
+    """Digests of the parameters of each rank that sent one with this step (see `comm.check_every`), in rank order."""
     figures: dict[str, float] = field(default_factory=dict, compare=False)
-    """By name, what a step function returned beside the loss: means over the samples. One that is not finite is left
+    """What a step function returned beside the loss, by name: means over the samples. One that is not finite is left
     out; empty too on a worker that has run no micro-batch so far."""
 
 
@@ -97,7 +97,7 @@ class Statistics:
         self.at_fixed_lag = False
         """`push` waits for the record of the step before, so that all workers know it after the same step."""
         self.figure_names: tuple[str, ...] | None = None
-        """Of a step function's figures, in the order of their slots; None before the first forward."""
+        """Names of a step function's figures, in the order of their slots; None before the first forward."""
         self._figures = 0  # at the end of each record
         self.keep_unread = False
         """Steps are kept until `read` returns them."""

@@ -50,7 +50,7 @@ class Branch:
     """Steps of the run before the checkpoint."""
     batch_size: int
     seed: int
-    """Of the data order after the checkpoint."""
+    """Seed of the data order after the checkpoint."""
     lr_scaling: str
     steps: int
     """Optimizer steps of the branch."""
@@ -61,9 +61,9 @@ class Run:
     """A run of the command line, and what its branches need of it."""
 
     config: dict[str, Any]
-    """As the run had it, plain values."""
+    """The run's configuration, in plain values."""
     checkpoints: dict[int, Path]
-    """By step, ascending."""
+    """The run's checkpoints by step, ascending."""
     workers: int
     """Worker processes of a branch."""
     lr_scaling: Scaling
@@ -238,7 +238,7 @@ class Start:
             raise BranchError(f"a branch with batches of {branch.batch_size} has failed: {folder / 'output.log'}")
 
     def _figures(self, folder: Path) -> list[list[float | None]]:
-        """By step of a branch: samples since the checkpoint, loss, S and G2."""
+        """Returns for each step of a branch samples since the checkpoint, loss, S and G2."""
         first = self._state["progress"]["samples"]
         rows = read_metrics(folder)
         return [[row["samples"] - first, row["loss"], row["grad_variance"], row["grad_sq"]] for row in rows]

@@ -58,7 +58,7 @@ STEPS = 16
 
 _POINTS = 256  # of a curve, between two measured k
 _MOST_SAMPLES = 2**53
-"""Of a branch: float64 holds every whole number up to it."""
+"""Most samples of a branch: float64 holds every whole number up to it."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Plan:
     factors: tuple[float, ...] = FACTORS
     """The values of k, ascending. The first is the reference, which all others are compared with."""
     repetitions: int = REPETITIONS
-    """Of each branch, each with a data order of its own; 2 to 31."""
+    """Repetitions of each branch, each with a data order of its own; 2 to 31."""
     samples: int | None = None
     """Samples that each branch is to train on; None: 16 steps of the largest batch."""
     branch_samples: int = field(init=False)
     """Samples that each branch trains on."""
     tolerance: float = TOLERANCE
-    """By which part of the reference's smoothed loss that of a branch may be above it."""
+    """Part of the reference's smoothed loss by which that of a branch may be above it."""
     window: float = WINDOW
     """The part of the samples, at the end of a branch, whose mean loss is its smoothed loss; above 0, at most 1."""
 
@@ -181,7 +181,7 @@ class CriticalBatch:
         return self.critical / self.noise_scale[0] if self.critical and self.noise_scale else None
 
     def excess(self) -> list[tuple[float, float, float]]:
-        """By k: how far the smoothed loss is above the reference's, over the reference's, with its 95 % interval.
+        """Returns by k how far the smoothed loss is above the reference's, over the reference's, with its 95 % interval.
 
         (mean, low, high); NaN where a branch diverged, and all of them where the reference's loss is 0. Compare it with
         the tolerance.
@@ -295,7 +295,7 @@ def _over(losses: Sequence[Sequence[float]], tolerance: float) -> Floats:
 
 
 def _half_widths(values: Floats) -> Floats:
-    """Of the 95 % interval of each row's mean."""
+    """Returns half the width of the 95 % interval of each row's mean."""
     repetitions = values.shape[1]
     return np.asarray(t_of_mean(repetitions) * values.std(axis=1, ddof=1) / math.sqrt(repetitions))
 
@@ -321,5 +321,5 @@ def _crossing(grid: Floats, curve: Floats, i: int) -> float:
 
 
 def _list(values: Sequence[float]) -> str:
-    """As a setting's value is written: [1, 2, 4]."""
+    """Returns the values as a setting is written: [1, 2, 4]."""
     return "[" + ", ".join(f"{value:g}" for value in values) + "]"

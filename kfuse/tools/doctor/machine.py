@@ -46,7 +46,7 @@ class Line:
 
 
 def size() -> Line:
-    """Cores and memory that this process may use."""
+    """Returns the cores and memory that this process may use."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = page * os.sysconf("SC_PHYS_PAGES") / 2**30, page * os.sysconf("SC_AVPHYS_PAGES") / 2**30
@@ -65,7 +65,7 @@ def size() -> Line:
 
 
 def versions() -> Line:
-    """Of kfuse, Python, torch and Triton."""
+    """Returns the versions of kfuse, Python, torch and Triton."""
     import torch
 
     parts = [f"kfuse {__version__}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
@@ -77,7 +77,7 @@ def versions() -> Line:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None where it is not installed."""
+    """Returns the installed version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ def version(package: str) -> str | None:
 
 
 def gpu_lines(devices: Mapping[str, Any], problem: str | None) -> Iterator[Line]:
-    """The GPUs, the links between them, NCCL.
+    """Yields the lines of GPUs, the links between them, and NCCL.
 
     devices: what `self_test.devices` returned. problem: one line, where it returned nothing.
     """
@@ -137,7 +137,7 @@ def _no_gpu(built_for: str | None) -> Line:
 
 
 def _links(count: int, peers: Sequence[tuple[int, int]]) -> Line:
-    """How GPUs are connected, as nvidia-smi names it: NV4 (4 NVLinks), PIX, PHB, SYS, ..."""
+    """Returns how GPUs are connected, as nvidia-smi names it: NV4 (4 NVLinks), PIX, PHB, SYS, ..."""
     pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
     kinds = _topology() if "CUDA_VISIBLE_DEVICES" not in os.environ else {}  # it changes torch's numbers
     names = sorted({kinds[pair] for pair in pairs if pair in kinds})
@@ -151,7 +151,7 @@ def _links(count: int, peers: Sequence[tuple[int, int]]) -> Line:
 
 
 def _topology() -> dict[tuple[int, int], str]:
-    """What `nvidia-smi topo -m` names each pair of GPUs' connection; empty where it tells nothing."""
+    """Returns what `nvidia-smi topo -m` names each pair of GPUs' connection; empty where it tells nothing."""
     if shutil.which("nvidia-smi") is None:
         return {}
     try:
@@ -214,7 +214,7 @@ def _compile(cc: str, include: Path) -> str:
 
 
 def triton_cache(needed: bool) -> Line:
-    """Where Triton keeps compiled kernels (triton/knobs.py: TRITON_CACHE_DIR, else TRITON_HOME/.triton/cache).
+    """Checks where Triton keeps compiled kernels (triton/knobs.py: TRITON_CACHE_DIR, else TRITON_HOME/.triton/cache).
 
     needed: there is a GPU.
     """
@@ -239,7 +239,7 @@ def triton_cache(needed: bool) -> Line:
 
 
 def shared_memory(loaders: int) -> Line:
-    """/dev/shm, through which loader processes hand over samples, and gloo and NCCL their messages on one machine."""
+    """Checks /dev/shm, through which loader processes hand over samples, and gloo and NCCL their messages on one machine."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
@@ -252,7 +252,7 @@ def shared_memory(loaders: int) -> Line:
 
 
 def open_files(workers: int) -> Line:
-    """A worker is connected to each other one several times, and the supervisor to all of them."""
+    """Checks the limit on open files: a worker is connected to each other one several times."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max(LEAST_FILES, 64 * workers)
     found = f"{soft} (workers.max={workers})"

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 SAMPLES = (3, 5, 2, 4, 1)
 """Samples of each micro-batch of the reduction. Rank 0 has the first three micro-batches, rank 1 the others."""
 SHAPES = ((1000, 7), (257,), (64, 300), (1,))
-"""Of the parameters whose gradients are reduced."""
+"""Shapes of the parameters whose gradients are reduced."""
 BUCKET_MB = 0.05
-"""So that there are several buckets."""
+"""Bucket size that makes several buckets of them."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 """Largest error of a mean gradient, relative to its largest element. bf16: each contribution has 8 significant bits."""
 _BUDGET_S = 1.0

@@ -30,7 +30,7 @@ from kfuse.tools.plan.jobs import Option
 LEAST_GAIN = 0.1
 """What a worker must bring, over what each of the job's first ones brings. 0: all that help are used. Below 1."""
 _MOST_EFFICIENT = 1e6
-"""Of a worker over the job's first ones. More is a mistake of the figures; sums of larger values overflow int64."""
+"""Largest efficiency of a worker over the job's first ones. More is a mistake; larger sums overflow int64."""
 
 
 def service(options: Sequence[Option], samples_left: float) -> float:

@@ -26,7 +26,7 @@ worker-hours. docs/planning.md has an example of such a file."""
 MIN_STEPS = 5
 """A setting (workers, batch size) with fewer steps in a run counts as not measured."""
 _MOST = 1e15
-"""Of samples a second, their inverse, and seconds: larger ones are mistakes, and would overflow."""
+"""Largest samples a second, inverse of them, and seconds: more is a mistake, and would overflow."""
 
 
 def _numbers(values: Any, count: int, kind: Any = int | float, zero: bool = False) -> bool:

@@ -27,7 +27,7 @@ _NEEDED = [each.name for each in fields(Signals) if each.name in OTHER_SIGNALS a
 
 
 def signals_of(lines: Iterable[Mapping[str, Any]]) -> list[Signals]:
-    """The signals of each line of metrics.jsonl, in order. None is unknown.
+    """Returns the signals of each line of metrics.jsonl, in order. None is unknown.
 
     A running mean is unknown from the first line on that does not follow the step before: where lines of all steps are
     not there (`observe.every` above 1), and in a run that has its earlier steps in another directory. The learning
@@ -69,7 +69,7 @@ def _tuples(value: Any) -> Any:
 
 
 def progress_of(samples: float, noise_scale: float) -> float:
-    """Of a step with so many samples, in steps of the exact gradient: in (0, 1]."""
+    """Returns the progress of a step with so many samples, in steps of the exact gradient: in (0, 1]."""
     return samples / (samples + noise_scale)
 
 
@@ -88,7 +88,7 @@ class TradeOff:
         return self.least_samples / self.least_steps
 
     def predict(self, batch_size: float) -> tuple[float, float]:
-        """Steps and samples with this batch size from the first step to the last."""
+        """Returns steps and samples with this batch size from the first step to the last."""
         steps = self.least_steps + self.least_samples / batch_size
         return steps, steps * batch_size
 
@@ -100,7 +100,7 @@ class Recorded:
     signals: Sequence[Signals]
     """At least one."""
     seconds: Sequence[float | None]
-    """Of each step: its wall time; None where it is unknown."""
+    """The wall time of each step; None where it is unknown."""
 
     @property
     def is_whole(self) -> bool:
@@ -108,7 +108,7 @@ class Recorded:
         return self.signals[-1].step - self.signals[0].step == len(self.signals) - 1
 
     def counts(self) -> list[tuple[int, int]]:
-        """For each line, how many steps and samples there were since the line before."""
+        """Returns for each line how many steps and samples there were since the line before."""
         first = self.signals[0]
         before = (first.step - 1, first.samples - first.batch_size)
         out = []
@@ -123,7 +123,7 @@ class Recorded:
         return sum(steps), sum(samples)
 
     def noise_scales(self) -> list[float] | None:
-        """The noise scale to reckon with at each line; None where nothing was known of it.
+        """Returns the noise scale to reckon with at each line; None where nothing was known of it.
 
         Where it is unknown it is the last one that was known, or the interval's low end, where that is known to be
         above it. Before the first line that knows one of them it is the one there.
@@ -138,7 +138,7 @@ class Recorded:
         return None if first is None else [first if value is None else value for value in out]
 
     def progress(self) -> list[float]:
-        """Of each line's steps, in steps of the exact gradient; in samples where the noise scale is never known."""
+        """Returns each line's progress in steps of the exact gradient; in samples where no noise scale is known."""
         noise = self.noise_scales()
         if noise is None:
             return [float(samples) for _, samples in self.counts()]
@@ -146,14 +146,14 @@ class Recorded:
         return [steps * progress_of(samples / steps, n) for (steps, samples), n in pairs]
 
     def trade_off(self) -> TradeOff | None:
-        """None where the noise scale is never known."""
+        """Returns the run's trade-off; None where the noise scale is never known."""
         noise, progress = self.noise_scales(), self.progress()
         if noise is None:
             return None
         return TradeOff(math.fsum(progress), math.fsum(map(math.prod, zip(noise, progress, strict=True))))
 
     def samples_an_epoch(self) -> int | None:
-        """None where it is not recorded, and no epoch was completed or lines are missing."""
+        """Returns them; None where they are not recorded, and no epoch was completed or lines are missing."""
         if (known := self.signals[0].epoch_samples) is not None:
             return known
         if not self.is_whole:

@@ -19,7 +19,7 @@ from kfuse.tools.replay.run import Change, ReplayResult
 from kfuse.tools.replay.simulated import Gain
 
 _MOST_ROWS = 60
-"""Of more decisions the first and the last ones are shown."""
+"""Rows of the table: of more decisions the first and the last ones are shown."""
 _WIDTH = 110
 """Characters of the tables: a narrower terminal wraps them."""
 

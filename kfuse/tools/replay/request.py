@@ -46,7 +46,7 @@ class ReplayRequest:
     """What the run was configured with."""
     bounds: Bounds
     gain: Gain
-    """As `lr.scaling` of the run."""
+    """The learning rate's factor, by `lr.scaling` of the run."""
     rates_follow_at_once: bool
     """A change of the batch size changes the learning rate at once: there is no warm-up after it."""
     sync: str | None

@@ -51,11 +51,11 @@ class ReplayResult:
     changes: list[Change] = field(default_factory=list)
     steps: int = 0
     samples: int = 0
-    """Of these steps."""
+    """Samples of these steps."""
     curve: list[tuple[int, int, int]] = field(default_factory=list)
     """(samples so far, batch size, workers) of the first step, and of each step where one of the two is another."""
     seconds: float | None = 0.0
-    """Of all steps; None where some have a batch size and worker count that the run did not have."""
+    """Time of all steps; None where some have a batch size and worker count that the run did not have."""
     cut_off: bool = False
     """The recorded run's end was not reached: the replay would take too many steps."""
 

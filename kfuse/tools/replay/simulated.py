@@ -13,7 +13,7 @@ from kfuse.policies.signals import Bounds, Signals
 from kfuse.tools.replay.recorded import Recorded, progress_of
 
 Gain = Callable[[int, float | None, float | None], float]
-"""By batch size and the running means of G2 and S: the learning rate's factor, as `lr.scaling` says."""
+"""The learning rate's factor by batch size and the running means of G2 and S, as `lr.scaling` says."""
 
 _MOST_STEPS = 10
 """A replayed run that takes more than so many times the recorded steps is cut off."""
