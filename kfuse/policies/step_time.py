@@ -50,7 +50,7 @@ class StepTime:
 
 
 def _seconds(k: Array, n: Array, constant: Any, micro_batch: Any, sync: Any, more: Any, gamma: float) -> Array:
-    """Computes `StepTime.seconds`, also of several models at once: parameters [models, 1], the result [models, points]."""
+    """Computes `StepTime.seconds`, also of several models: parameters [models, 1], the result [models, points]."""
     t_grad = constant + micro_batch * k
     t_sync = np.where(n > 1, sync + more * np.maximum(n - 2, 0), 0.0)
     longer = np.maximum(t_grad, t_sync)  # powers of what is at most 1 do not overflow

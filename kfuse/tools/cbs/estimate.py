@@ -181,7 +181,7 @@ class CriticalBatch:
         return self.critical / self.noise_scale[0] if self.critical and self.noise_scale else None
 
     def excess(self) -> list[tuple[float, float, float]]:
-        """Returns by k how far the smoothed loss is above the reference's, over the reference's, with its 95 % interval.
+        """Returns by k how far the smoothed loss is above the reference's, as a part of it, with its 95 % interval.
 
         (mean, low, high); NaN where a branch diverged, and all of them where the reference's loss is 0. Compare it with
         the tolerance.

@@ -239,7 +239,7 @@ def triton_cache(needed: bool) -> Line:
 
 
 def shared_memory(loaders: int) -> Line:
-    """Checks /dev/shm, through which loader processes hand over samples, and gloo and NCCL their messages on one machine."""
+    """Checks /dev/shm, by which loader processes hand over samples, and gloo and NCCL messages on one machine."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:

@@ -40,7 +40,7 @@ def decisions(events: Iterable[Mapping[str, Any]]) -> list[Event]:
 
 
 def began_at(events: Iterable[Mapping[str, Any]]) -> int:
-    """Returns the step from which on events.jsonl has the run's events: 0, or that of the checkpoint of another directory."""
+    """Returns the first step of which events.jsonl has events: 0, or that of the checkpoint of another directory."""
     first = next((event for event in events if event["kind"] in ("view", "resumed", "decision")), None)
     return first["step"] if first is not None and first["kind"] == "resumed" else 0
 
@@ -48,7 +48,7 @@ def began_at(events: Iterable[Mapping[str, Any]]) -> int:
 def compared(
     changes: Sequence[Change], gain: Gain, events: Sequence[Mapping[str, Any]], first: int, with_rates: bool
 ) -> str:
-    """Says what the run's own policy decides in a replay, beside what its events say that it has decided, in a sentence.
+    """Compares what the run's own policy decides in a replay with what its events have, in a sentence.
 
     first: the step of the first line of metrics.jsonl. with_rates: the changes of the learning rate are compared too.
     """
@@ -66,7 +66,7 @@ def compared(
 
 
 def _as_events(changes: Sequence[Change], gain: Gain) -> list[Event]:
-    """Returns the changes as the decisions of events.jsonl: (step, fields), one for each. `lr` has factors, not rates."""
+    """Returns the changes as decisions of events.jsonl: (step, fields) of each. `lr` has factors, not rates."""
     out: list[Event] = []
     for each in changes:
         sizes = [each.before.batch_size, each.after.batch_size]
@@ -78,7 +78,7 @@ def _as_events(changes: Sequence[Change], gain: Gain) -> list[Event]:
 
 
 def _same_decision(replayed: Event, recorded: Event) -> bool:
-    """Returns whether they are the same: at the same step, of the same fields, with the same values; rates in proportion."""
+    """Returns whether step, fields and values are the same, rates in proportion."""
     (step, ours), (at, theirs) = replayed, recorded
     if step != at or ours.keys() != theirs.keys():
         return False
