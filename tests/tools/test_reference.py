@@ -26,7 +26,7 @@ def emitted() -> Iterator[tuple[str, set[str]]]:
             elif isinstance(node, ast.Dict):
                 keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
                 pairs = dict(zip(keys, node.values, strict=True))
-                if isinstance(kind := pairs.get("kind"), ast.Constant):
+                if isinstance(kind := pairs.get("kind"), ast.Constant) and "type" not in pairs:  # else a message
                     yield kind.value, {str(key) for key in keys if key}
 
 
