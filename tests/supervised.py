@@ -96,11 +96,11 @@ class StandIn:
 class Stage:
     """One job: its supervisor, the stand-ins that it has started, and what was recorded."""
 
-    def __init__(self, elasticity: Elasticity) -> None:
+    def __init__(self, elasticity: Elasticity, starts_fail: bool) -> None:
         self.workers: list[StandIn] = []
         self.records: list[tuple[str, dict[str, Any]]] = []
         self.supervisor = Supervisor(self, {}, self, elasticity)
-        self.starts_fail = False
+        self.starts_fail = starts_fail
 
     # -- the launcher and the recorder
 
@@ -165,13 +165,15 @@ class Stage:
             self.workers[number].end(0)
 
 
-def play(elasticity: Elasticity, script: Callable[[Stage], Awaitable[None]]) -> tuple[Stage, str | None]:
+def play(
+    elasticity: Elasticity, script: Callable[[Stage], Awaitable[None]], starts_fail: bool = False
+) -> tuple[Stage, str | None]:
     """Runs a job in which `script` acts for the workers: (what was seen, the error that ended it)."""
     error = None
 
     async def go() -> Stage:
         nonlocal error
-        stage = Stage(elasticity)
+        stage = Stage(elasticity, starts_fail)
         job = asyncio.create_task(stage.supervisor.run())
         await stage.settle()
         acting = asyncio.ensure_future(script(stage))

@@ -147,6 +147,8 @@ def test_without_the_token_a_host_is_refused(tmp_path: Path) -> None:
     right, wrong, port = tmp_path / "right", tmp_path / "wrong", free_port()
     right.write_text(TOKEN)
     wrong.write_text(TOKEN[::-1])
+    right.chmod(0o600)
+    wrong.chmod(0o600)
     listen = ["--listen", f"127.0.0.1:{port}", "--token-file", str(right), "--run-dir", str(tmp_path / "run")]
     with (
         started(tmp_path / "first.log", *listen, str(tmp_path / "train.py")),
@@ -164,6 +166,7 @@ def test_without_the_token_a_host_is_refused(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:0", "train.py"], "--token-file: needed with --listen and --join"),
         (["--join", "127.0.0.1:1", "--token-file", "absent"], "--token-file absent: cannot be read"),
         (["--join", "127.0.0.1:1", "--token-file", "short"], "must hold a secret of at least 16 characters"),
+        (["--join", "127.0.0.1:1", "--token-file", "open"], "--token-file open: must be readable by its owner alone"),
         (["--join", "127.0.0.1:1", "--token-file", "token", "train.py"], "--join: the supervisor has the script"),
         (["--slots", "0", "train.py"], "--slots 0: must be at least 1"),
         ([], "a Python script is needed"),
@@ -179,6 +182,9 @@ def test_wrong_arguments_end_in_one_line(
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     Path("short").write_text("secret")
+    Path("short").chmod(0o600)
+    Path("open").write_text(TOKEN)
+    Path("open").chmod(0o640)
     Path("token").write_text(TOKEN)
     Path("token").chmod(0o600)
     with pytest.raises(SystemExit) as stop:

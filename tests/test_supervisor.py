@@ -82,3 +82,123 @@ def test_workers_that_do_not_stop_are_killed() -> None:
         assert stage.workers[0].killed and stage.workers[1].killed
 
     play(TWO, script)
+
+
+def test_newcomers_alone_have_nothing_to_go_on_with() -> None:
+    """The only worker with the state is lost as it hands it over, and there are no checkpoints."""
+
+    async def script(stage: Stage) -> None:
+        await stage.train(0)
+        await stage.supervisor.views.resize(2)
+        await stage.boot(1)
+        await stage.join(0, 1)
+        stage.workers[0].end(-9)
+        await stage.settle()
+        await stage.join(1)
+        start = {"step": 0, "training": 1, "goes_back": False, "restarts": False}
+        await stage.says(1, "record", kind="start", data=start)
+
+    _, error = play(Elasticity(1, 1, 2), script)
+    assert error == "the workers that had the training's state are lost; with checkpoints, training would go on"
+
+
+@pytest.mark.parametrize("booted", [True, False])
+def test_a_newcomer_that_comes_too_late_is_sent_away(booted: bool) -> None:
+    """The others never come to its view, and their end is its end. No failure is reported."""
+
+    async def script(stage: Stage) -> None:
+        await stage.train(0)
+        await stage.supervisor.views.resize(2)
+        if booted:
+            await stage.boot(1)
+        await stage.end_well(0)
+
+    stage, error = play(Elasticity(1, 1, 2), script)
+    assert error is None and stage.workers[1].killed and not stage.events("failure")
+    assert len(stage.events("ready")) == booted
+
+
+def test_newcomers_that_nobody_wants_any_more_do_not_block_a_restart() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0)
+        await stage.supervisor.views.resize(3)
+        await stage.supervisor.views.resize(1)
+        await stage.boot(1, 2)
+        stage.workers[0].end(-9)
+        await stage.settle()
+        assert stage.workers[1].view == [1]
+        await stage.join(1)
+        await stage.end_well(1)
+
+    _, error = play(Elasticity(1, 1, 3, restart=True), script)
+    assert error is None
+
+
+def test_a_replacement_that_dies_as_it_boots_is_tried_again() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1)
+        await stage.supervisor.views.replace(1)
+        stage.workers[2].end(-9)
+        await stage.settle()
+        await stage.boot(3)
+        assert stage.workers[0].view == [0, 3]
+        await stage.join(0, 3)
+        await stage.says(1, "left")
+        stage.workers[1].end(0)
+        await stage.end_well(0, 3)
+
+    stage, error = play(TWO, script)
+    assert error is None and len(stage.events("failure")) == 1
+
+
+def test_where_a_worker_cannot_be_started_the_others_go_on() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0)
+        stage.starts_fail = True
+        await stage.supervisor.views.resize(3)
+        await stage.end_well(0)
+
+    stage, error = play(Elasticity(1, 1, 3), script)
+    assert error is None
+    [clipped] = stage.events("clipped")
+    assert clipped["note"] == "workers 3 clipped to 1: the launcher cannot start another: no machine has room"
+
+
+def test_where_no_worker_can_be_started_the_job_ends_in_one_line() -> None:
+    _, error = play(TWO, lambda stage: stage.settle(), starts_fail=True)
+    assert error == "the launcher cannot start workers: no machine has room"
+
+
+def test_newcomers_that_cannot_boot_do_not_end_the_training() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0)
+        await stage.supervisor.views.resize(2)
+        for number in (1, 2, 3):
+            stage.workers[number].end(-9)
+            await stage.settle()
+        await stage.end_well(0)
+
+    stage, error = play(Elasticity(1, 1, 2, max_failures=3), script)
+    assert error is None and len(stage.workers) == 4 and len(stage.events("failure")) == 3
+    [left] = stage.events("quit")
+    assert left["how"].endswith("as others did before they could join: no other is started")
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_workers_lost_again_and_again_end_the_job_unless_steps_are_made_between(progress: bool) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1)
+        for number in range(1, 4):
+            stage.workers[number].end(-9)
+            await stage.settle()
+            if stage.supervisor.job.over.is_set():
+                return
+            await stage.join(0)
+            await stage.boot(number + 1)
+            await stage.join(0, number + 1)
+            if progress:
+                await stage.steps(0, number)
+        await stage.end_well(0, 4)
+
+    _, error = play(Elasticity(2, 1, 2, max_failures=3), script)
+    assert error == (None if progress else "3 workers were lost in a row, the last one was ended by SIGKILL")
