@@ -60,8 +60,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["fused", "wrapped"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [("fused", "warm-up from 0"), ("wrapped", "steps"), ("fused", "one cycle")]
+)
 def test_a_scheduler_stepped_in_the_loops_body_has_its_effect(kind: str, schedule: str) -> None:
     net, (x, y) = network(), problem()
     opt = make(kind, net)
@@ -259,30 +260,22 @@ def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
     ("scheduler", "arguments", "error", "message"),
     [
         (lambda opt: None, {"scheduler": 3}, TypeError, "scheduler=int: must be a torch"),
-        (lambda opt: None, {"scheduler_interval": "batch"}, None, ""),
         (lambda opt: StepLR(opt, 1), {"scheduler_interval": "batch"}, ValueError, "must be one of step, epoch"),
         (ReduceLROnPlateau, {}, ValueError, "ReduceLROnPlateau: needs heldout="),
         (lambda opt: StepLR(make("fused", network()), 1), {}, ValueError, "belongs to another optimizer"),
-        (lambda opt: None, {"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
         (lambda opt: None, {"decay": "step"}, ValueError, "decay=step: must be one of none, cosine"),
-        (lambda opt: None, {"lr_scaling": "cubic"}, ValueError, "scaling=cubic"),
         (lambda opt: None, {"clip_norm": 0.0}, ValueError, "clip_norm"),
-        (lambda opt: None, {"steps": -1}, ValueError, "steps=-1"),
-        (lambda opt: None, {"eval_every": 0}, ValueError, "eval_every=0"),
         (lambda opt: None, {"target_accuracy": 1.5}, ValueError, "target_accuracy=1.5"),
     ],
 )
 def test_wrong_arguments_are_refused_before_training(
-    scheduler: Any, arguments: dict[str, Any], error: type[Exception] | None, message: str
+    scheduler: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     net = network()
     opt = make("fused", net)
     given = {"scheduler": scheduler(opt), **arguments}
-    if error is None:
-        assert kf.fit(net, problem(), opt, **given) is not None
-    else:
-        with pytest.raises(error, match=message):
-            kf.fit(net, problem(), opt, **given)
+    with pytest.raises(error, match=message):
+        kf.fit(net, problem(), opt, **given)
 
 
 def test_a_scheduler_that_nobody_would_step_is_refused() -> None:

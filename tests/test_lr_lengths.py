@@ -89,12 +89,11 @@ class Run:
         return self.progress if self.schedule.scaling == "adascale" else steps
 
 
-@pytest.mark.parametrize("decay", get_args(Decay))
 @pytest.mark.parametrize("scaling", get_args(Scaling))
-def test_every_pair_ends_with_the_run(decay: Decay, scaling: Scaling) -> None:
+def test_every_pair_ends_with_the_run(scaling: Scaling) -> None:
     tried = 0
-    for by_steps, (name, sizes), warmup, change_warmup in itertools.product(
-        [True, False], CHANGES.items(), [0.0, 6.0], [0.0, 12.0]
+    for decay, by_steps, (name, sizes), warmup, change_warmup in itertools.product(
+        get_args(Decay), [True, False], CHANGES.items(), [0.0, 6.0], [0.0, 12.0]
     ):
         tried += 1
         length: dict[str, Any] = {"steps": STEPS} if by_steps else {"samples": SAMPLES}
@@ -128,7 +127,7 @@ def test_every_pair_ends_with_the_run(decay: Decay, scaling: Scaling) -> None:
         if not change_warmup:
             goals = [gain(scaling, sizes(step), BASE, GRAD_SQ, VARIANCE) for step in range(len(run.done))]
             assert run.gains == goals, what
-    assert tried == 2 * len(CHANGES) * 2 * 2
+    assert tried == len(get_args(Decay)) * 2 * len(CHANGES) * 2 * 2
 
 
 REAL = [
@@ -136,6 +135,7 @@ REAL = [
     for number, (decay, by_steps, name) in enumerate(
         itertools.product(["cosine", "linear", "wsd"], [True, False], ["up", "down", "late"])
     )
+    if number % 2 == 0 or name == "late"
 ]
 
 

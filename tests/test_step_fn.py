@@ -165,20 +165,12 @@ def test_figures_are_in_the_run_directorys_metrics(tmp_path: Path) -> None:
     assert first["figures"] == {"kl": 0.5, "size": None} and "figures" not in second
 
 
-def number(model: nn.Module, batch: Any) -> Any:
-    return model(batch["x"]).mean().item()
-
-
 def vector(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
 def detached(model: nn.Module, batch: Any) -> Any:
     return model(batch["x"]).mean().detach()
-
-
-def triple(model: nn.Module, batch: Any) -> Any:
-    return model(batch["x"]).mean(), 1, 2
 
 
 def unnamed(model: nn.Module, batch: Any) -> Any:
@@ -202,15 +194,12 @@ def words(model: nn.Module, batch: Any) -> Any:
     ("step_fn", "message"),
     [
         (lambda model, batch: None, "step_fn returned NoneType: must return the mean loss, a scalar tensor"),
-        (number, "step_fn returned float: must return the mean loss"),
         (vector, r"step_fn returned a loss of shape \[16\]: must be its mean"),
         (detached, "step_fn returned a loss without a gradient"),
-        (triple, r"step_fn returned tuple: must return the mean loss, a scalar tensor, or \(loss, \{name: number\}\)"),
         (changing, r"step_fn returned the figures \['b'\], and \['a'\] before"),
         (seventeen, "step_fn returned 17 figures: must be at most 16"),
         (words, "step_fn's figure 'a' is a str: must be a number"),
         (unnamed, r"step_fn returned \(loss, float\): must be"),
-        ("loss", "step_fn='loss': must be a function"),
     ],
 )
 def test_a_step_function_without_a_loss_is_refused_before_an_update(step_fn: Any, message: str) -> None:
@@ -237,13 +226,10 @@ def one_score(output: Tensor, target: Tensor) -> Tensor:
         ({"loss_fn": F.cross_entropy}, "loss_fn= and step_fn=: pass one of them"),
         ({"target_accuracy": 0.9}, r"target_accuracy=0\.9: needs loss_fn="),
         ({"metrics": {"top": broken}}, r"metrics\['top'\] with step_fn="),
-        ({"metrics": [broken]}, "metrics=.*: must be a dictionary"),
         ({"step_fn": None, "target_accuracy": 0.9, "loss_fn": one_score}, r"target_accuracy=0\.9: the accuracy is unk"),
-        ({"step_fn": None, "metrics": {"top": 1}}, r"metrics\['top'\]=1: must be a function"),
         ({"step_fn": None, "metrics": {"top": broken}, "heldout": None}, r"metrics\['top'\]: pass heldout="),
         ({"step_fn": None, "metrics": {"top": broken}}, r"metrics\['top'\] raised KeyError: 'logits'"),
         ({"step_fn": None, "metrics": {"top": lambda o, t: o}}, r"metrics\['top'\] is of shape \[64, 3\] for 64"),
-        ({"step_fn": None, "metrics": {"top": lambda o, t: "much"}}, r"metrics\['top'\] is a str: must be"),
         ({"step_fn": lambda m, b: (m(b["x"]).mean(), {"a": b["x"]})}, "step_fn's figure 'a' is of shape"),
     ],
 )
