@@ -365,18 +365,12 @@ def test_the_same_signals_give_the_same_decisions(name: str, data: st.DataObject
 
 
 @each_policy(max_examples=40)
-def test_it_survives_unknown_signals(name: str, data: st.DataObject) -> None:
-    world = data.draw(worlds(scatter=True))
-    world.unknown = data.draw(st.sampled_from([frozenset(OPTIONAL), *(frozenset([each]) for each in OPTIONAL)]))
-    play(data.draw(factories(name))(), world, 80)
-
-
-@each_policy(max_examples=20)
-def test_it_survives_signals_that_are_unknown_now_and_then(name: str, data: st.DataObject) -> None:
+def test_it_survives_signals_that_are_unknown_always_or_now_and_then(name: str, data: st.DataObject) -> None:
     policy, world = data.draw(factories(name))(), data.draw(worlds(scatter=True))
-    chance = random.Random(data.draw(st.integers(0, 99)))
-    for _ in range(150):
-        world.unknown = frozenset(each for each in OPTIONAL if chance.random() < 0.3)
+    unknown = data.draw(st.sampled_from([OPTIONAL, *([each] for each in OPTIONAL)]))
+    chance, share = random.Random(data.draw(st.integers(0, 99))), data.draw(st.sampled_from([0.3, 1.0]))
+    for _ in range(100):
+        world.unknown = frozenset(each for each in unknown if chance.random() < share)
         play(policy, world, 1, begins=False)
 
 
