@@ -39,9 +39,10 @@ from kfuse.api import (
 )
 from kfuse.comm.group import CommError
 from kfuse.comm.options import CommOptions
+from kfuse.membership import Session
 from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer
 from kfuse.policies.signals import BasePolicy, Bounds, Decision, NoPolicy, Signals
-from kfuse.session import Session, init
+from kfuse.session import init
 from kfuse.statistics.step_stats import StepStats
 from kfuse.version import __version__
 

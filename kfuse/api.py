@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kfuse.membership import Session
 from kfuse.optim.base import latest_optimizer
 from kfuse.policies.signals import Decision
-from kfuse.session import Session, current
+from kfuse.session import current
 
 if TYPE_CHECKING:
     from kfuse.comm.group import Group

@@ -18,7 +18,7 @@ from kfuse.comm.group import Pending
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.schedule import ALL, GRADIENT, SHARD, Op
 from kfuse.kernels import BLOCK
-from kfuse.session import Session
+from kfuse.membership import Session
 
 ADDED_IN_FP32 = ["all_to_all", "reduce_scatter"]
 STATES = ["replicated", "sharded"]

@@ -15,8 +15,9 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm.group import CommError, Group
+from kfuse.membership import Session
 from kfuse.optim.sharding import ShardsLost, plan_moves
-from kfuse.session import Session, reset
+from kfuse.session import reset
 
 UNIT = 8
 

@@ -14,7 +14,7 @@ from kfuse.elastic.lost_workers import LostWorkers
 from kfuse.elastic.processes import Processes, State, Worker
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.views import Views
-from kfuse.session import Session
+from kfuse.membership import Session
 
 
 class Supervised:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest
-from kfuse.session import Record, Session
+from kfuse.membership import Record, Session
 
 _log = logging.getLogger("kfuse")
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from kfuse.checkpoint.format import fsync_directory, load_plain, one_line
 from kfuse.checkpoint.snapshot import snapshot
+from kfuse.membership import Record, Session
 from kfuse.observe.whole_file import write_whole
-from kfuse.session import Record, Session
 
 _MODEL, _SAFE, _BEST = "model.pt", "model.safetensors", "best.pt"
 

@@ -17,9 +17,9 @@ from kfuse.comm.options import CommOptions
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.logs import set_up_logging
+from kfuse.membership import Record
 from kfuse.observe.recorder import Recorder
 from kfuse.optim import ConsistencyError
-from kfuse.session import Record
 from kfuse.train.build import build_trainer, set_threads
 
 

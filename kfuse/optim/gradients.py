@@ -19,10 +19,10 @@ from kfuse.comm.engine import Engine
 from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
+from kfuse.membership import Session
 from kfuse.optim.parameters import ParameterGroups
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.scaling import squared_norm_of, squared_norm_of_gradients, squared_norm_of_shards
-from kfuse.session import Session
 
 _LOG = logging.getLogger("kfuse")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from kfuse.session import Session
+from kfuse.membership import Session
 
 _OWN_LOOP = "this job is elastic: kf.fit or kf.DataLoader must drive its training loop"
 _REMEDY = "give kfuse the inner model ({inner}) and do not wrap it"

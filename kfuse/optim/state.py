@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kfuse.comm.engine import Engine
+from kfuse.membership import Session
 from kfuse.optim.consistency import average
 from kfuse.optim.parameters import ParameterGroups
-from kfuse.session import Session
 from kfuse.statistics.step_stats import Statistics
 
 _KFUSE = "kfuse"  # a key of state_dict

@@ -32,8 +32,8 @@ from kfuse.comm.group import Group
 from kfuse.data import Dataset, Stream
 from kfuse.data.fetching import random_key
 from kfuse.data.streams import IterableStream
+from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
-from kfuse.session import Session
 from kfuse.train.forward import Forward
 from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter

@@ -29,9 +29,9 @@ from typing import Any
 from kfuse.comm import interference, transport_names
 from kfuse.comm.latency import measure
 from kfuse.comm.topology import Links, check_parents
+from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies.signals import FP32_MAX, FP32_MIN, FP32_RANGE, Decision, Signals
-from kfuse.session import Session
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train import input_bound, load_balance

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT
-from kfuse.session import Session
+from kfuse.membership import Session
 from kfuse.train.settings import whole
 
 _LOG = logging.getLogger("kfuse")

@@ -30,8 +30,8 @@ from kfuse.comm.group import CommError, Group
 from kfuse.comm.sync.pair import Pair, random_peer
 from kfuse.elastic.client import ControlClient, Met
 from kfuse.elastic.rendezvous import own_address
+from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
-from kfuse.session import Session
 from kfuse.train.decisions import Decisions
 from kfuse.train.progress import STOP_REASONS, Progress
 

@@ -15,9 +15,9 @@ from typing import Any, NoReturn, TypeVar
 from kfuse.checkpoint.snapshot import plain_copy
 from kfuse.comm.group import CommError
 from kfuse.elastic.client import ControlError
+from kfuse.membership import Session
 from kfuse.policies import BasePolicy
 from kfuse.policies.signals import Decision, Signals, checked_decision
-from kfuse.session import Session
 from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter
 

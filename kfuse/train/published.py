@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from kfuse.comm.group import CommError
-from kfuse.session import Session
+from kfuse.membership import Session
 
 _NUMBERS = itertools.count(1)  # of this process: a number is never used again, in another training neither
 _KEPT = 64  # more than the steps that any worker can be behind rank 0

@@ -21,10 +21,10 @@ import torch
 from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.client import ControlError
+from kfuse.membership import Session
 from kfuse.optim import ConsistencyError, DistributedOptimizer
 from kfuse.optim.flat import FlatOptimizer
 from kfuse.optim.sharding import ShardsLost
-from kfuse.session import Session
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
 from kfuse.train.progress import Progress, Stage

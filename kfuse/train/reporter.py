@@ -7,8 +7,8 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from kfuse.elastic.protocol import View
+from kfuse.membership import Session
 from kfuse.policies.signals import OTHER_SIGNALS, Bounds, Signals
-from kfuse.session import Session
 from kfuse.statistics.figures import METRICS, StepContext
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train.settings import Settings

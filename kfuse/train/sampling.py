@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from kfuse.data import EpochSampler, StreamSampler
-from kfuse.session import Session
+from kfuse.membership import Session
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train import load_balance

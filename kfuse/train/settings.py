@@ -8,10 +8,10 @@ from typing import Any
 
 from kfuse.data.fetching import Loading
 from kfuse.data.given import TrainingData
+from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.optim.scaling import check_clip_norm
 from kfuse.policies.signals import BATCH_MAX, BasePolicy, Bounds
-from kfuse.session import Session
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
 from kfuse.train.precision import PRECISIONS
 from kfuse.train.refusals import Spelling, refuse_fisher, refuse_modes, refuse_pair_alone, refuse_rates

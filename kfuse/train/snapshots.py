@@ -14,9 +14,9 @@ import torch
 
 from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, Pending
+from kfuse.membership import Session
 from kfuse.optim.flat import FlatOptimizer
 from kfuse.optim.layout import Held
-from kfuse.session import Session
 from kfuse.train.state import TrainingState
 
 

@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from kfuse.comm.sync import Sync
 from kfuse.comm.sync.central import CentralModel
 from kfuse.comm.sync.outer import OuterMomentum
+from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
-from kfuse.session import Session
 from kfuse.train.progress import Progress
 
 

@@ -17,7 +17,7 @@ from test_nccl_group import connect, others_stay
 import kfuse as kf
 from kfuse import session
 from kfuse.comm.options import CommOptions
-from kfuse.session import Session
+from kfuse.membership import Session
 
 pytestmark = pytest.mark.full
 

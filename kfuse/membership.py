@@ -1,0 +1,322 @@
+"""One worker's place in a job: its group, its view, and its connection to the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec
+
+from kfuse.comm.group import CommError, Group
+from kfuse.comm.options import CommOptions
+
+if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
+    from kfuse.elastic.client import ControlClient, Met
+    from kfuse.elastic.protocol import View
+
+Record = Callable[[str, dict[str, Any]], None]
+
+_LOG = logging.getLogger("kfuse")
+
+_MOST_LANES = 8  # only optimizers that take part in the same backward need different lanes
+
+
+class ViewChanged(CommError):
+    """A worker of this group was lost, and the supervisor has formed another view."""
+
+
+_Given = ParamSpec("_Given")
+
+
+class _Listeners(Generic[_Given]):
+    """Bound methods that are called together, in the order of registration, until their objects are deleted."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[_Given, None]]] = []
+
+    def add(self, method: Callable[_Given, None]) -> None:
+        self._methods = [*(known for known in self._methods if known() is not None), weakref.WeakMethod(method)]
+
+    def call(self, *given: _Given.args, **named: _Given.kwargs) -> None:
+        for known in self._methods:
+            if (method := known()) is not None:
+                method(*given, **named)
+
+
+class Session:
+    """One worker of a job: its group, its view and its supervisor. Made by `init`."""
+
+    def __init__(
+        self, group: Group, comm: CommOptions, control: ControlClient | None = None, record: Record | None = None
+    ) -> None:
+        """comm: how gradients are reduced. control: the connection to the supervisor; None: there is no supervisor.
+
+        record: called with each record that is reported, on rank 0 of a job without a supervisor.
+        """
+        self.group, self.comm, self.control_client, self._record = group, comm, control, record
+        self.view: View | None = None
+        self._listeners: _Listeners[[Group]] = _Listeners()
+        self._leave_takers: _Listeners[[Sequence[int | None], int]] = _Listeners()
+        self.lanes_used = self._optimizers_made = 0
+        """How many of the group's lanes (`Group.lane`) this worker's optimizers use."""
+        self.lost = False
+        """Training has failed because a worker or the supervisor was lost: nothing is waited for at exit."""
+        self.left = False
+        """A view was formed without this worker, which therefore ends."""
+        self._generation = 0  # of the active view, or of the one being entered
+        self.apart = False
+        """Each worker of the group is at a step of its own (pair averaging): no collective can be made."""
+        self.training = 0
+        """Which training of this process is under way, from 1: a script may train more than once."""
+        self.in_training = False
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its machine."""
+        if self.view is None:
+            return int(os.environ.get("LOCAL_RANK", self.group.rank))
+        here = self.view.members[self.group.rank].host
+        return sum(member.host == here for member in self.view.members[: self.group.rank])
+
+    @property
+    def worker(self) -> int:
+        """This worker's number."""
+        return self.group.rank if self.control_client is None else self.control_client.worker
+
+    @property
+    def workers(self) -> list[int]:
+        """The numbers of the view's workers, in rank order."""
+        return list(range(self.group.size)) if self.view is None else [member.worker for member in self.view.members]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers can change."""
+        return self.control_client is not None
+
+    @property
+    def mirrors(self) -> bool:
+        """Whether the next worker repeats a worker's updates of sharded state, in case that one is lost."""
+        return self.elastic and self.comm.redundancy == "mirror"
+
+    def on_group_change(self, listener: Callable[[Group], None]) -> None:
+        """Calls `listener`, a bound method, with each new group, until its object is deleted."""
+        self._listeners.add(listener)
+
+    def on_planned_change(self, listener: Callable[[Sequence[int | None], int], None]) -> None:
+        """Calls `listener`, a bound method, before a planned change of the view, while the group still has all workers.
+
+        Its arguments: of each rank of the group, its rank in the next view (None: it leaves), and that view's size.
+        """
+        self._leave_takers.add(listener)
+
+    def new_lane(self) -> int:
+        """The lane of a new optimizer; the same on every rank, if all make the same optimizers in the same order.
+
+        Lanes are given in turns, so that a process that makes many optimizers does not open ever more connections.
+        """
+        self._optimizers_made += 1
+        self.lanes_used = min(self._optimizers_made, _MOST_LANES)
+        return (self._optimizers_made - 1) % _MOST_LANES
+
+    # -- the supervisor -------------------------------------------------------------------------------------------
+
+    def proposed_generation(self) -> int:
+        """The generation of the view that the supervisor has proposed to this worker; 0 if there is none."""
+        client, view = self.control_client, self.view
+        return 0 if client is None or view is None else client.proposed(view.generation)
+
+    def stop_reason(self) -> str | None:
+        """Why the supervisor asks training to stop; None if it does not, or there is no supervisor."""
+        return None if self.control_client is None else self.control_client.stop_reason()
+
+    def ask_supervisor(self, what: str, **fields: int) -> None:
+        """Sends the supervisor a request ("resize": `workers`; "replace": `worker`, its number, not its rank).
+
+        Only rank 0's requests are sent; other ranks' are dropped, as are those of a job without a supervisor.
+        """
+        if self.group.rank == 0:
+            self._send(what, **fields)
+
+    def _send(self, message: str, **fields: Any) -> None:
+        """Sends the supervisor, if there is one, a message. If it is lost, `check` raises at the next step boundary."""
+        if self.control_client is not None:
+            from kfuse.elastic.client import ControlError
+
+            with contextlib.suppress(ControlError):
+                self.control_client.send(message, **fields)
+
+    # -- views ----------------------------------------------------------------------------------------------------
+
+    def ensure_joined(self) -> None:
+        """Joins the others, if a supervisor started this worker and it has not joined yet."""
+        if self.control_client is not None and self.view is None:
+            self.join()
+
+    def join(self) -> None:
+        """Tells the supervisor that this worker is ready, and waits for the first view that contains it.
+
+        Whatever takes time (imports, data, model, optimizer) is best done before: others may be training.
+        """
+        client = self._client()
+        client.send("ready")
+        self._enter(client.await_first_view(), new=True)
+
+    def switch(self, generation: int) -> bool:
+        """Moves to the view of `generation`, at the same step boundary on every worker; False if this one leaves.
+
+        Raises CommError if the view cannot be formed.
+        """
+        return self._enter(self._client().await_view(generation, self.group.timeout_s))
+
+    def recover(self, error: CommError) -> bool:
+        """After `error`: waits for the supervisor's next view and moves to it; False if this worker is not in it.
+
+        Raises CommError if a worker of that view is lost too, ControlError if no view comes.
+        """
+        client, generation = self._client(), self._generation
+        if client.recovery(generation) is None:
+            client.send("broken", generation=generation, why=str(error))
+        return self._enter(client.await_recovery(generation, 2 * self.group.timeout_s + 10))
+
+    def _enter(self, view: View, new: bool = False) -> bool:
+        """Ends the group before, and forms that of `view`; False if this worker is not in it.
+
+        To a planned view all workers of the group before come, at the same step boundary. To one that recovers some of
+        them do not: then the group before has no further message.
+        """
+        client = self._client()
+        rank = view.rank_of(client.worker)
+        self._generation = view.generation
+        old = self.group
+        if view.recovers:
+            old.abort()
+        else:
+            self._take_leave(view)
+            old.finish()
+        if rank is None:
+            client.send("left")  # until then it is in each view that recovers from a loss
+            self.left = True
+            return False
+        from kfuse.elastic import rendezvous  # not before there are several workers: `import kfuse` is quick
+
+        group = rendezvous.form_group(view, rank, old, self.check, new, self.comm)
+        try:
+            group.connect_lanes(max(1, self.lanes_used))
+            measure_links(group, self.comm)
+        except CommError:
+            group.retire()
+            raise
+        self.group = group
+        old.retire()
+        self.view, self.apart = view, False
+        self.log_view()
+        self._listeners.call(group)
+        client.forget(view.generation)
+        client.send("joined", generation=view.generation)
+        return True
+
+    def _take_leave(self, view: View) -> None:
+        """Before a planned change to `view`: what leaving workers have alone goes to those that stay."""
+        if self.view is not None:
+            new_ranks = [view.rank_of(member.worker) for member in self.view.members]
+            self._leave_takers.call(new_ranks, view.size)
+
+    def log_view(self) -> None:
+        """Logs one line about the active view, on rank 0."""
+        if self.view is not None and self.group.rank == 0:
+            name, view = self.comm.transport(), self.view
+            _LOG.info(
+                "view %d (%s): workers %d, configured transport %s", view.generation, view.reason, view.size, name
+            )
+
+    def check(self) -> None:
+        """Raises ViewChanged if the supervisor has formed a view after a lost worker, ControlError if it is lost."""
+        client = self._client()
+        client.check()
+        if client.recovery(self._generation) is not None:
+            raise ViewChanged("a worker was lost: the supervisor has formed another view")
+
+    def meet(self, step: int, applied: int) -> Met:
+        """Stands still after `step` steps until all workers of the view do (see `kfuse.elastic.meetings`).
+
+        applied: number of the newest announcement that this worker has applied.
+        Raises ViewChanged if one of them is lost meanwhile, CommError if none of the others makes a step for long,
+        ControlError if the supervisor is lost.
+        """
+        client = self._client()
+        timeout_s = max(self.group.timeout_s, 2 * client.silence_s)  # who is cut off may come back until it is killed
+        try:
+            met = client.meet(self._generation, step, self.workers, applied, timeout_s)
+        except TimeoutError:
+            raise CommError(
+                f"meeting of all workers after step {step}: {self.group.others} made no step for {timeout_s:.0f} s"
+            ) from None
+        if met is None:
+            self.check()
+        assert met is not None
+        return met
+
+    def announce(self, announcement: dict[str, Any]) -> None:
+        """Sends all workers, this one too, what the leader announces, by the supervisor: `ControlClient.announced`."""
+        self._send("announce", announcement=announcement)
+
+    def publish(self, number: int, decision: dict[str, Any]) -> None:
+        """Sends all other workers, by the supervisor, a decision of rank 0."""
+        self._send("decision", number=number, decision=decision)
+
+    def published(self, worker: int, number: int) -> dict[str, Any]:
+        """The decision that `worker` has published. Raises TimeoutError, and ControlError if the supervisor is lost."""
+        return self._client().decision(worker, number, self.group.timeout_s)
+
+    def finish(self) -> bool:
+        """Waits until the supervisor has the job's results; False if a worker was lost before that."""
+        return self.control_client is None or self.control_client.await_over(self._generation)
+
+    def _client(self) -> ControlClient:
+        assert self.control_client is not None, "this job has no supervisor"
+        return self.control_client
+
+    def give_up(self, why: str, event: dict[str, Any] | None = None, lines: Sequence[str] = ()) -> None:
+        """Tells the supervisor, if there is one, that the job must end: no other worker could go on either.
+
+        event, lines: which it is to record and to show. Where several workers give up, only the first one's are.
+        """
+        self._send("fatal", why=why, event=event, lines=list(lines))
+
+    def begin_training(self) -> None:
+        """A training starts. Raises RuntimeError if another one is under way in an elastic job."""
+        if self.elastic and self.in_training:
+            raise RuntimeError(
+                "another kf.fit or kf.DataLoader of this process is under way: in a job whose workers may change, let "
+                "one end before the next begins"
+            )
+        self.training += 1
+        self.in_training = True
+
+    def end_training(self, failed_at: int | None) -> None:
+        """Tells the supervisor that this worker's training loop has ended, at this step if by an error."""
+        self.in_training = False
+        if not sys.is_finalizing():
+            self._send("loop_ended", training=self.training, failed_at=failed_at)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether records that are reported reach a run directory."""
+        return self._record is not None or self.elastic
+
+    def report(self, kind: str, data: dict[str, Any]) -> None:
+        """Sends a record to the process that keeps the run directory: the supervisor, or rank 0 under torchrun."""
+        if self._record is not None:
+            self._record(kind, data)
+        self._send("record", kind=kind, data=data)
+
+
+def measure_links(group: Group, comm: CommOptions) -> None:
+    """Where the tree follows them: in each view, as it forms. Raises CommError."""
+    if comm.tree == "latency":
+        from kfuse.comm.latency import measure
+
+        measure(group)
