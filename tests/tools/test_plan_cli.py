@@ -16,6 +16,9 @@ from kfuse.statistics.figures import METRICS
 from kfuse.tools.plan.command import read
 from kfuse.tools.plan.jobs import LinearStepTime, share
 
+Capsys = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
 GOOD = """
 - name: resnet
   samples_left: 60e6
@@ -65,7 +68,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def kfuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
+def kfuse(capsys: Capsys, monkeypatch: Patch, *words: str) -> tuple[int, str, str]:
     """Exit status, output and errors of `kfuse plan`, in this process."""
     monkeypatch.setattr(sys, "argv", ["kfuse", "plan", *words])
     monkeypatch.setenv("COLUMNS", "140")
@@ -74,9 +77,7 @@ def kfuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *
     return status, captured.out, captured.err
 
 
-def test_a_wrong_job_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_job_is_refused_in_one_line(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     for changes, said in WRONG:
         given = {key: value for key, value in {**JOB, **changes}.items() if value is not None}
         path = write(tmp_path, json.dumps([given]).replace("Infinity", ".inf"))
@@ -87,9 +88,7 @@ def test_a_wrong_job_is_refused_in_one_line(
         assert err.startswith(f"kfuse: error: {path}: job a: ") and err.count("\n") == 1 and said in err
 
 
-def test_wrong_words_and_files_are_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_words_and_files_are_refused_in_one_line(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     path = write(tmp_path, GOOD)
     for name, text in (("text", "a: 3"), ("broken", "- {a: 3"), ("twice", "- {name: a, name: b}")):
         (tmp_path / name).write_text(text)
@@ -112,7 +111,7 @@ def test_wrong_words_and_files_are_refused_in_one_line(
         read(write(tmp_path, json.dumps([JOB, JOB | {"name": "b"}, JOB])))
 
 
-def test_the_table_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_by_hand(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     """Two jobs of at most two workers on four: t = 0.1 + 0.01 * 30 / 2 = 0.25 s, 120 samples/s on two; 75 on one."""
     text = """
 - {name: long, samples_left: 864000, base_batch: 30, workers: [1, 2], step_time: [0.1, 0.01, 0]}
@@ -136,18 +135,14 @@ def test_the_table_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert ["long", "waits", "for", "1", "30", "3.2", "3.2", "to", "3.2", "3.2", "4.8", "h"] in lines
 
 
-def test_a_name_is_printed_as_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_printed_as_written(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     name = ":smile: [/red] [bold]x"
     status, out, err = kfuse(capsys, monkeypatch, write(tmp_path, json.dumps([JOB | {"name": name}])), "workers=2")
     assert (status, err) == (0, "")
     assert f" {name} " in out.splitlines()[1] and f"{name}: the noise scale is unknown" in out
 
 
-def test_figures_that_no_model_fits_are_planned_or_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_that_no_model_fits_are_planned_or_refused(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     """A huge speedup, a slow first worker, a slow one."""
     for throughput in ({1: 1, 2: 1e15}, {1: 0.064, 2: 640, 3: 64}, {1: 1e-9, 2: 3, 3: 1, 4: 2}):
         text = "- " + str(POINTS | {"throughput": throughput}).replace("'", "")
@@ -156,7 +151,7 @@ def test_figures_that_no_model_fits_are_planned_or_refused(
 
 
 def test_workers_that_were_not_measured_are_refused_as_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capsys, monkeypatch: Patch
 ) -> None:
     for workers, told in (
         ([4, 16], "workers=[4, 16]: must include some of those that were measured, [1, 3]"),

@@ -40,6 +40,9 @@ from kfuse.tools.replay.recorded import Recorded, signals_of
 from kfuse.tools.replay.run import run
 from kfuse.tools.replay.simulated import DecidedSettings, RecordedSteps, SimulatedSteps
 
+Capsys = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
 BOUNDS = Bounds(8, 1024, 1, 8)
 MICRO = 8
 
@@ -294,7 +297,7 @@ def train(directory: Path, hook: kf.Hook | None = None, **arguments: Any) -> Non
     )
 
 
-def replay(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+def replay(monkeypatch: Patch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["kfuse", "replay", *map(str, words)])
     return main()
 
@@ -305,9 +308,7 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_table_and_the_summary(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_and_the_summary(recorded: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     phases = "policy.phases=[{step: 8, batch_size: 16, lr_scale: 0.5}]"
     assert replay(monkeypatch, recorded, "policy=schedule", phases, "plot=null") == 0
     out = capsys.readouterr().out
@@ -340,9 +341,7 @@ BAD = [
 ]
 
 
-def test_what_cannot_be_replayed_is_one_clear_line(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_replayed_is_one_clear_line(recorded: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     before = sorted(path.name for path in recorded.iterdir())
     for given, told in BAD:
         assert replay(monkeypatch, *(recorded if word == "RUN" else word for word in given)) == 2
@@ -352,7 +351,7 @@ def test_what_cannot_be_replayed_is_one_clear_line(
 
 
 def test_settings_of_the_rate_that_do_not_suit_the_policy_are_said(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """As if the command line had made the run: the configuration is there, and its policy is the run's own."""
     config = compose(["policy=none", "batch.size=8", "batch.micro=2", "lr.scaling=linear", "lr.decay=cosine"])
@@ -377,7 +376,7 @@ class Raising(BasePolicy):
 
 
 def test_a_policy_that_raises_is_reported_with_its_traceback(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     assert replay(monkeypatch, recorded, f"policy._target_={Raising.__module__}.Raising") == 1
     captured = capsys.readouterr()
@@ -389,7 +388,7 @@ def test_a_policy_that_raises_is_reported_with_its_traceback(
 class Matplotlib:
     """In place of matplotlib, which tests do not need: what is drawn is kept."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: OSError | None = None) -> None:
+    def __init__(self, monkeypatch: Patch, error: OSError | None = None) -> None:
         self.error = error
         self.labels: list[str] = []
         package, pyplot = types.ModuleType("matplotlib"), types.ModuleType("matplotlib.pyplot")
@@ -450,7 +449,7 @@ def test_decisions_are_clipped_to_the_bounds_that_the_run_had_then() -> None:
 
 
 def test_a_run_that_was_resumed_with_more_workers_than_it_could_have_at_first(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     """Its configuration is that of the later part."""
     (recorded / ".hydra").mkdir()
@@ -465,7 +464,7 @@ def test_a_run_that_was_resumed_with_more_workers_than_it_could_have_at_first(
 
 
 def test_the_plot_is_written_whole_or_not_at_all(
-    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capsys
 ) -> None:
     drawn = Matplotlib(monkeypatch)
     assert replay(monkeypatch, recorded, "policy=gns") == 0
@@ -481,9 +480,7 @@ def test_the_plot_is_written_whole_or_not_at_all(
     assert [path.name for path in recorded.glob("*.png")] == ["replay_gns.png"] and not list(recorded.glob(".replay*"))
 
 
-def test_without_matplotlib_there_is_no_plot_and_it_is_said(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib_there_is_no_plot_and_it_is_said(recorded: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     monkeypatch.setattr("kfuse.tools.replay.request.find_spec", lambda name: None)
     assert replay(monkeypatch, recorded, "policy=none") == 0
     assert "no plot is drawn, which needs matplotlib" in capsys.readouterr().out
@@ -499,9 +496,7 @@ DIGITS = words(
 )
 
 
-def assert_replayed(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], least: int = 1
-) -> None:
+def assert_replayed(job: Job, monkeypatch: Patch, capsys: Capsys, least: int = 1) -> None:
     """The run's own policy makes the decisions that its events have."""
     capsys.readouterr()
     made = len([each for each in decisions(job.events) if each[0] >= began_at(job.events)])
@@ -535,7 +530,7 @@ def witness(directory: Path, **arguments: Any) -> list[str]:
 
 
 @pytest.mark.full
-def test_the_bare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bare_command(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     job = finished(Job(tmp_path / "run"), [])
     assert_replayed(job, monkeypatch, capsys, least=2)
     events = (job.directory / "events.jsonl").read_text()
@@ -547,9 +542,7 @@ def test_the_bare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.full
-def test_workers_that_come_and_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_that_come_and_go(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """By the noise scale, with audits, evaluations, throughputs and links, on up to three workers."""
     saw = tmp_path / "saw"
     slow = witness(saw, pace_s=0.01, alone_s=0.3)  # so that the others come in time
@@ -561,7 +554,7 @@ def test_workers_that_come_and_go(
 
 
 @pytest.mark.full
-def test_a_killed_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_leader(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     saw = tmp_path / "saw"
     overrides = [*DIGITS, "workers.count=2", *witness(saw, pace_s=0.05)]
     with command_line(tmp_path / "run", overrides) as (process, job):
@@ -576,9 +569,7 @@ def test_a_killed_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 @pytest.mark.full
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_resumed_run(
-    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run(elsewhere: bool, tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """In the same directory, where steps after the last checkpoint are made again; or in another one."""
     saw, again = tmp_path / "saw", tmp_path / "again"
     overrides = [*DIGITS, "checkpoint.every_steps=25"]
@@ -605,9 +596,7 @@ def test_a_resumed_run(
 
 
 @pytest.mark.full
-def test_a_fixed_number_of_workers_and_lines_of_some_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fixed_number_of_workers_and_lines_of_some_steps(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """With observe.every the policy is asked after the recorded steps only, and this is said."""
     job = finished(Job(tmp_path / "run"), [*DIGITS, "observe.every=4", "train.epochs=2"])
     assert [line["step"] for line in job.metrics][:3] == [0, 4, 8]

@@ -28,6 +28,8 @@ from kfuse.tools.cbs import command as cbs
 from kfuse.tools.cbs.branches import BranchError
 from kfuse.tools.run_files import read_config, read_metrics
 
+Capsys = pytest.CaptureFixture[str]
+
 PHASES = [{"step": 60, "batch_size": 16, "lr_scale": 0.7}, {"step": 90, "batch_size": 8}]
 CONFIG = [
     "policy=schedule",
@@ -105,7 +107,7 @@ def change_lines(file: Path, change: Callable[[Lines], None]) -> None:
 # -- valid and damaged metrics ----------------------------------------------------------------------------------------
 
 
-def test_the_valid_run_is_taken(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_valid_run_is_taken(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     given = commands(run, tmp_path / "jobs.yaml")
     for name in QUICK:
         assert kfuse(*given[name]) == 0, capsys.readouterr().err
@@ -151,16 +153,14 @@ DAMAGES: list[tuple[Callable[[Lines], None], str]] = [
 ]
 
 
-def refused(run: Path, words: list[object], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def refused(run: Path, words: list[object], said: str, capsys: Capsys) -> None:
     """The command ends in one line that says it."""
     assert kfuse(*words) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == "" and captured.err.count("\n") == 1, captured
 
 
-def test_damaged_metrics_are_refused_with_their_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_metrics_are_refused_with_their_line(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     file = run / "metrics.jsonl"
     whole, given = file.read_bytes(), commands(run, tmp_path / "jobs.yaml")
     for number, (damage, said) in enumerate(DAMAGES):
@@ -176,9 +176,7 @@ def test_damaged_metrics_are_refused_with_their_line(
     refused(run, given["replay"], "has no step yet", capsys)
 
 
-def test_steps_whose_time_is_unknown_are_left_out_of_a_plan(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_whose_time_is_unknown_are_left_out_of_a_plan(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     given = commands(run, tmp_path / "jobs.yaml")
     change_lines(run / "metrics.jsonl", fifth(step_time_s=None))
     assert kfuse(*given["plan"]) == 0
@@ -201,7 +199,7 @@ def test_every_figure_has_a_rule(run: Path) -> None:
 # -- damaged configurations and events --------------------------------------------------------------------------------
 
 
-def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: Capsys) -> None:
     file = run / ".hydra" / "config.yaml"
     text, given = file.read_text(), commands(run, tmp_path / "jobs.yaml")
     for old, new, said in (
@@ -234,7 +232,7 @@ def test_what_a_command_does_not_need_may_be_missing(run: Path) -> None:
     assert kfuse("replay", run, "plot=null") == 0
 
 
-def test_damaged_events_are_refused_with_their_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_events_are_refused_with_their_line(run: Path, capsys: Capsys) -> None:
     file = run / "events.jsonl"
     whole = file.read_text()
     number = next(k for k, event in enumerate(read_lines(file), 1) if event["kind"] == "decision")
@@ -282,7 +280,7 @@ def damaged(value: Any, path: tuple[Any, ...], new: object) -> Any:
     return out
 
 
-def assert_result_or_one_line(run: Path, words: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def assert_result_or_one_line(run: Path, words: list[object], capsys: Capsys) -> None:
     status = kfuse(*words)
     captured = capsys.readouterr()
     assert status in (0, 2), captured
@@ -296,7 +294,7 @@ def assert_result_or_one_line(run: Path, words: list[object], capsys: pytest.Cap
 @pytest.mark.full
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", ".hydra/config.yaml"])
 def test_any_one_field_damaged_gives_a_result_or_one_line(
-    file: str, valid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, valid: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     run = Path(shutil.copytree(valid, tmp_path / "run"))
     given_words = commands(run, tmp_path / "jobs.yaml")
@@ -318,7 +316,7 @@ def test_any_one_field_damaged_gives_a_result_or_one_line(
 
 @pytest.mark.full
 def test_any_one_field_of_the_configuration_damaged_gives_branches_or_one_line(
-    valid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    valid: Path, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the first branch, which is not trained."""
 
