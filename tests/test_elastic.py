@@ -205,12 +205,6 @@ def test_a_worker_killed_as_the_job_starts_anew_is_replaced(undisturbed: Job, tm
 
 
 @pytest.mark.full
-def test_all_killed_without_checkpoints_is_one_clear_line(tmp_path: Path) -> None:
-    job = run_job(tmp_path / "run", [*TRAINING, "workers.count=3", *chaos(tmp_path, events=ALL_AT_ONCE)])
-    assert job.error == "no worker is left: the last one was ended by SIGKILL; with checkpoints, training would go on"
-
-
-@pytest.mark.full
 def test_the_only_worker_with_the_state_is_lost_as_it_hands_it_over(undisturbed: Job, tmp_path: Path) -> None:
     """The newcomer has nothing: it takes the last checkpoint."""
     events = [

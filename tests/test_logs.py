@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kfuse.config.schema import SETTINGS
-from kfuse.logs import LEVELS, set_up_logging
+from kfuse.logs import set_up_logging
 
 RECORD = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) (supervisor|worker \d+): \S.*$")
 LOG = logging.getLogger("kfuse")
@@ -60,12 +59,6 @@ def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path:
     assert sum("transport allreduce" in line for line in lines) == 1  # rank 0's only
     written = [re.search(r": checkpoint of step (\d+) written to ", line) for line in lines]
     assert [found.group(1) for found in written if found] == ["3", "6"]
-
-
-@pytest.mark.full
-def test_a_run_logs_nothing_by_default(tmp_path: Path) -> None:
-    run = ["train.steps=3", "checkpoint.every_steps=3", "policy=none", "observe.tensorboard=false"]
-    assert records("kfuse", *run, folder=tmp_path) == []
 
 
 @pytest.mark.full
@@ -122,7 +115,3 @@ def test_lines_go_to_standard_error_unless_told_otherwise(capsys: pytest.Capture
         LOG.warning("here")
     out, err = capsys.readouterr()
     assert out == "" and RECORD.match(err) and err.endswith(" WARNING worker 1: here\n")
-
-
-def test_the_setting_has_these_levels() -> None:
-    assert SETTINGS["observe.log_level"].choices == tuple(LEVELS)

@@ -84,6 +84,16 @@ def test_workers_that_do_not_stop_are_killed() -> None:
     play(TWO, script)
 
 
+def test_all_lost_without_checkpoints_is_one_clear_line() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1)
+        for worker in stage.workers:
+            worker.end(-9)
+
+    _, error = play(TWO, script)
+    assert error == "no worker is left: the last one was ended by SIGKILL; with checkpoints, training would go on"
+
+
 def test_newcomers_alone_have_nothing_to_go_on_with() -> None:
     """The only worker with the state is lost as it hands it over, and there are no checkpoints."""
 
