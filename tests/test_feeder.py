@@ -26,8 +26,9 @@ from torch import Tensor
 
 import kfuse as kf
 from kfuse.data import EpochSampler, MapData
-from kfuse.data.feeder import Feeder, _silent_without_parent
+from kfuse.data.feeder import Feeder
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
+from kfuse.data.loader_process import _silent_without_parent
 
 SEED, LENGTH = 3, 40
 CPU = torch.device("cpu")

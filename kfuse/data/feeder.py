@@ -13,57 +13,36 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import gc
 import logging
 import os
-import pickle
 import signal
-import sys
-import threading
 import time
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.multiprocessing  # for tensors in messages
 from torch import Tensor
-from torch.utils.data._utils import worker as torch_worker
 
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, Event
 from kfuse.data.batch import map_leaves, pinned_copy, tensors
 from kfuse.data.dataset import Dataset
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
+from kfuse.data.loader_process import IGNORED, SHARED_MEMORY, Failure, serve
 from kfuse.data.sampler import EpochSampler, StreamSampler
 from kfuse.data.streams import Stream
 
 _LOG = logging.getLogger("kfuse")
 
-_Message = tuple[int, Task | None]
-"""To a loader process: the request's number, and its task (None: no longer needed). None in place of a message: it is
-to end."""
-
-_IGNORED = (signal.SIGINT, signal.SIGTERM)
-"""By loader processes: these signals are sent to a whole job, and the training worker decides what to do."""
-_PR_SET_PDEATHSIG = 1
-_PARENT_CHECK_S = 5.0  # where the kernel does not end a loader process with its parent
 _END_S = 1.0  # for a loader process to finish what it is fetching, when training is over
 _PATIENCE_S = 60.0  # waiting for one micro-batch, before a warning says so
-_SHARED_MEMORY = (
-    "shared memory is short (/dev/shm): give it more (docker run --shm-size=8g), or lower data.prefetch "
-    "(prefetch_factor) or data.workers (num_workers)"
-)
 
 
 @dataclass(eq=False)
@@ -83,17 +62,8 @@ class _Loader:
         if status is None or status >= 0:
             return f"ended with exit status {status}"
         name = signal.Signals(-status).name
-        why = {"SIGBUS": f" ({_SHARED_MEMORY})", "SIGKILL": " (by the kernel, if memory is short)"}.get(name, "")
+        why = {"SIGBUS": f" ({SHARED_MEMORY})", "SIGKILL": " (by the kernel, if memory is short)"}.get(name, "")
         return f"was ended by {name}{why}"
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An exception in a loader process, in place of a batch."""
-
-    error: Exception
-    text: str
-    """Where it was raised: the traceback there."""
 
 
 class Feeder(Fetcher):
@@ -188,7 +158,7 @@ class Feeder(Fetcher):
 
     def _checked(self, batch: Any) -> Any:
         """The batch. Raises the exception that the data set raised in its place."""
-        if isinstance(batch, _Failure):
+        if isinstance(batch, Failure):
             batch.error.add_note(batch.text)
             raise batch.error
         return batch
@@ -215,12 +185,12 @@ class Feeder(Fetcher):
         context = torch.multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_serve,
+            target=serve,
             args=(theirs, Fetcher(self.data, self.sampler), number, self._loading, os.getpid()),
             name=f"kfuse-loader-{number}",
             daemon=True,
         )
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # until the loader process ignores them
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # until the loader process ignores them
         try:
             with warnings.catch_warnings():
                 # Python 3.12 warns of threads, whose locks the child might wait for. It uses none of theirs.
@@ -315,7 +285,7 @@ class Feeder(Fetcher):
     def _start_copy(self, batch: Any) -> tuple[Any, Event] | None:
         """Begins to copy a batch to the device, beside what the device does meanwhile: (copy, event after it)."""
         stream = self._side_stream
-        if stream is None or isinstance(batch, _Failure):
+        if stream is None or isinstance(batch, Failure):
             return None
 
         def copy(leaf: Any) -> Any:
@@ -334,95 +304,3 @@ def _remove_shared_memory(pid: int) -> None:
     """Removes what a process that was killed had begun to share: torch unlinks each file as soon as it is mapped."""
     for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
         file.unlink(missing_ok=True)
-
-
-# -- the loader process's side ----------------------------------------------------------------------------------------
-
-
-def _serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int) -> None:
-    """Fetches what is requested, in that order, until told to end. Sends each batch, or why there is none."""
-    _die_with(parent)
-    sys.excepthook = _silent_without_parent
-    gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
-    for number_of_signal in _IGNORED:
-        signal.signal(number_of_signal, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    torch.set_num_threads(1)
-    dataset: Any = getattr(fetcher.data, "dataset", fetcher.data)
-    # For torch.utils.data.get_worker_info; default_collate then collates into shared memory.
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=number, num_workers=loading.workers, seed=fetcher.sampler.seed, dataset=dataset
-    )
-    inbox: SimpleQueue[_Message | None] = SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, inbox, parent), daemon=True).start()
-    waiting: dict[int, Task] = {}
-    begun = False
-    while True:
-        while not waiting or not inbox.empty():
-            message = inbox.get()
-            if message is None:
-                os._exit(0)
-            request, task = message
-            if task is None:
-                waiting.pop(request, None)
-            else:
-                waiting[request] = task
-        request = next(iter(waiting))
-        task = waiting.pop(request)
-        try:
-            if not begun and loading.init is not None:
-                loading.init(number)
-            begun = True
-            reply = ForkingPickler.dumps((request, fetcher.fetch(task)))
-        except Exception as error:
-            reply = ForkingPickler.dumps((request, _failure(error, number)))
-        try:
-            connection.send_bytes(reply)
-        except OSError:  # the training worker is gone
-            os._exit(0)
-
-
-def _listen(connection: Connection, inbox: SimpleQueue[_Message | None], parent: int) -> None:
-    """Takes messages as they come, in a thread: the training worker never waits for a busy loader process to take one.
-
-    Ends the process where the training worker is gone.
-    """
-    try:
-        while True:
-            while not connection.poll(_PARENT_CHECK_S):
-                if os.getppid() != parent:
-                    os._exit(0)
-            inbox.put(connection.recv())
-    except (OSError, EOFError):
-        os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel end this process with the thread that has forked it.
-
-    The training worker's connections are open here too: other workers notice that it is lost once this process has
-    ended as well.
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
-        os._exit(0)
-
-
-def _silent_without_parent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Of a thread of torch's that hands tensors over: a connection breaks as the training worker ends. No news."""
-    if not isinstance(error, ConnectionError | EOFError):
-        sys.__excepthook__(kind, error, trace)
-
-
-def _failure(error: Exception, number: int) -> _Failure:
-    """An exception as it is sent: itself, or, where it cannot be, a RuntimeError of the same text."""
-    text = f"in loader process {number} (pid {os.getpid()}):\n{traceback.format_exc()}".rstrip()
-    if "shared memory" in str(error) or "/torch_" in str(error):
-        text = f"{_SHARED_MEMORY}\n{text}"
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    return _Failure(error, text)
