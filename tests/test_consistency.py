@@ -182,3 +182,16 @@ def test_the_salt_tells_numbers_and_names_apart() -> None:
     salts = [{"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 1.0}, {"a": 1.0, "c": 2.0}, {"a": 1.0}, {"a": math.nan, "b": 2.0}]
     assert len({salt(numbers) for numbers in salts}) == len(salts)
     assert salt(salts[4]) == salt(dict(salts[4]))
+
+
+def averaged() -> bool:
+    torch.manual_seed(0)
+    opt = kf.FusedSGD(nn.Linear(200, 100).parameters(), lr=0.1)
+    before = [weight.clone() for weight in opt.weights()]
+    opt.average_models()
+    return all(map(torch.equal, before, opt.weights()))
+
+
+@pytest.mark.parametrize("workers", [3, 5])
+def test_an_average_of_equal_models_is_that_model(workers: int) -> None:
+    assert all(run_workers(workers, averaged))

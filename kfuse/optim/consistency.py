@@ -122,11 +122,11 @@ def _each_element_once(tensor: Tensor) -> Tensor:
 def average(group: Group, tensors: Sequence[Tensor]) -> None:
     """Makes these tensors the mean of all workers', in place: all of them or none. Integers are rounded.
 
-    Raises CommError.
+    In float64 the sum of equal fp32 values is exact, and so their mean is the value itself. Raises CommError.
     """
     if group.size == 1 or not tensors:
         return
-    flat = torch.cat([tensor.detach().reshape(-1).to(group.device, torch.float32) for tensor in tensors])
+    flat = torch.cat([tensor.detach().reshape(-1).to(group.device, torch.float64) for tensor in tensors])
     group.all_reduce(flat, "average of the workers' models").wait()
     flat.div_(group.size)
     means = torch.split(flat, [tensor.numel() for tensor in tensors])
