@@ -49,7 +49,7 @@ from elastic_job import assert_exact, override, run_job, words  # noqa: E402
 
 import kfuse as kf  # noqa: E402
 from kfuse import rank, session  # noqa: E402
-from kfuse.optim.layout import Flat  # noqa: E402
+from kfuse.optim.layout import Part  # noqa: E402
 
 CHOICES = ("none", "snapshot", "mirror")
 TIMED, KILLS = (10, 60), (61, 160)
@@ -87,7 +87,7 @@ def held_bytes() -> int:
     from kfuse.train import snapshots
 
     found = gc.get_objects()
-    total = sum(t.nbytes for flat in found if type(flat) is Flat for t in flat.tensors().values())
+    total = sum(t.nbytes for flat in found if type(flat) is Part for t in flat.tensors().values())
     for each in (each for each in found if type(each) is snapshots._Snapshot):
         total += sum(t.nbytes for parts in each.shards for part in parts for t in part.tensors.values())
         total += sum(t.nbytes for t in each.common["model"].values())

@@ -484,7 +484,7 @@ def test_a_state_that_arrives_from_another_worker_finds_its_place(make: Make) ->
     theirs = networks()[0]
     other = make(theirs.parameters())
     state = opt.state_dict()
-    other.make_room(state)
+    other.updates.make_room(state)
     rooms = other.state_dict()["state"]
     for key, values in state["state"].items():
         assert rooms[key].keys() == values.keys()

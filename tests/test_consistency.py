@@ -187,9 +187,9 @@ def test_the_salt_tells_numbers_and_names_apart() -> None:
 def averaged() -> bool:
     torch.manual_seed(0)
     opt = kf.FusedSGD(nn.Linear(200, 100).parameters(), lr=0.1)
-    before = [weight.clone() for weight in opt.weights()]
+    before = [weight.clone() for weight in opt.updates.weights()]
     opt.average_models()
-    return all(map(torch.equal, before, opt.weights()))
+    return all(map(torch.equal, before, opt.updates.weights()))
 
 
 @pytest.mark.parametrize("workers", [3, 5])

@@ -85,7 +85,7 @@ def test_the_buffer_and_the_update_are_torchs(momentum: float, dampening: float,
 
 
 def bytes_held(opt: Any) -> int:
-    return sum(moment.numel() for flat in opt._flats for moment in flat.moments.values())
+    return sum(moment.numel() for state in opt.updates.flat.states for moment in state.own.moments.values())
 
 
 def test_without_momentum_no_buffer_is_held() -> None:

@@ -52,7 +52,7 @@ class Real:
 
     def __init__(self, rank: int, model: Quadratic, make: Callable[[Any], Any]) -> None:
         self.model, self.opt, self.next = model, make(model.parameters()), 0
-        self.pair = Pair(self.opt.weights(), rank, "127.0.0.1", lambda step, ranks: self.next)
+        self.pair = Pair(self.opt.updates.weights(), rank, "127.0.0.1", lambda step, ranks: self.next)
         self.opt.average_with(self.pair)
 
     def pull(self, rank: int) -> None:
@@ -128,19 +128,19 @@ def test_masters_of_16_bit_parameters_are_averaged() -> None:
     for rank in range(2):
         net = nn.Linear(5, 3).to(torch.bfloat16)
         opt = kf.FusedSGD(net.parameters(), lr=0.0)
-        for weight in opt.weights():
+        for weight in opt.updates.weights():
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(rank)))
-        opt.weights_changed()
-        pair = Pair(opt.weights(), rank, "127.0.0.1", lambda step, ranks: ranks[0])
+        opt.updates.weights_changed()
+        pair = Pair(opt.updates.weights(), rank, "127.0.0.1", lambda step, ranks: ranks[0])
         opt.average_with(pair)
-        real.append((net, opt, pair, [weight.clone() for weight in opt.weights()]))
+        real.append((net, opt, pair, [weight.clone() for weight in opt.updates.weights()]))
     (net, opt, pair, mine), (_, _, other, theirs) = real
     pair.peers = {1: other.address}
     pair.begin_step(0)
     assert pair.puller.await_end(10.0)
     net(torch.ones(4, 5, dtype=torch.bfloat16)).sum().backward()
     opt.step()
-    for weight, p, one, two in zip(opt.weights(), net.parameters(), mine, theirs, strict=True):
+    for weight, p, one, two in zip(opt.updates.weights(), net.parameters(), mine, theirs, strict=True):
         assert weight.dtype == torch.float32
         torch.testing.assert_close(weight, (one + two) / 2)
         assert torch.equal(p, weight.to(torch.bfloat16))

@@ -16,6 +16,7 @@ from torch import nn
 import kfuse as kf
 from kfuse.comm.group import CommError, Group
 from kfuse.membership import Session
+from kfuse.optim.interrupted import begun_update, has_begun, resume_update
 from kfuse.optim.sharding import ShardsLost, plan_moves
 from kfuse.session import reset
 
@@ -72,13 +73,13 @@ def mirrored_run(kind: str, dtype: torch.dtype, steps: int) -> list[Any]:
         opt.step()
         opt.zero_grad()
     own, mirrored = [], []
-    for bucket, flat, mirror in zip(opt.engine.gradient_buckets, opt._flats, opt._mirrors, strict=True):
-        for each, found in ((flat, own), (mirror, mirrored)):
+    for bucket, state in opt.updates.flat.pairs():
+        for each, found in ((state.own, own), (state.mirror, mirrored)):
             if not each.width:
                 continue
             values = {name: tensor.tolist() for name, tensor in each.tensors().items()}
-            found.append((each.place.start, each.place.stop, values, each.steps.tolist(), each.known))
-        assert bucket.mirrored == mirror.place
+            found.append((each.place.start, each.place.stop, values, state.steps.tolist(), state.entries))
+        assert bucket.mirrored == state.mirror.place
     return [own, mirrored, [p.double().tolist() for p in model.parameters()]]
 
 
@@ -123,12 +124,12 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
             this.engine.abort()
             this.zero_grad()
             if step == 1:
-                assert this.has_begun(1)
+                assert has_begun(this, 1)
                 models[1].load_state_dict(models[0].state_dict())
                 this.load_state_dict(other.state_dict())
                 this.engine.step = 2
-        assert not this.has_begun(2)
-        this.resume_update(other.begun_update(), 2, owner_is_lost=False)
+        assert not has_begun(this, 2)
+        resume_update(this, begun_update(other), 2, owner_is_lost=False)
         assert same(values(models[1]), values(models[0]))
         assert same(tensors(this.state_dict()), tensors(other.state_dict()))
     finally:

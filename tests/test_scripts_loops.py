@@ -590,9 +590,9 @@ def test_ctrl_c_as_a_training_begins_leaves_the_optimizer_as_it_was(monkeypatch:
 def test_a_step_that_was_lost_as_its_body_left_the_loop_is_not_the_next_trainings() -> None:
     model = plain(0)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
-    opt.loop_handles_lost_workers = True
-    assert opt.leave_to_loop(kf.CommError("a worker was lost"))
-    opt.loop_handles_lost_workers = False
+    opt.reducer.loop_handles_lost_workers = True
+    assert opt.reducer.leave_to_loop(kf.CommError("a worker was lost"))
+    opt.reducer.loop_handles_lost_workers = False
     summary = kf.fit(model, dataset(), opt, steps=3)
     assert summary is not None and summary["steps"] == 3
 

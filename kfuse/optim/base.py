@@ -1,16 +1,11 @@
-"""What every kfuse optimizer does: it sets up its engine, which reduces gradients over the workers, and makes updates.
-
-Micro-batches and `p.grad` are in `gradients`, what workers save and give each other in `state`.
-"""
+"""What every kfuse optimizer is to a training loop: torch's protocol, over a reducer and what makes the updates."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,49 +13,39 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kfuse.comm.engine import Engine
-from kfuse.comm.gradients import check_owner, owner
+from kfuse.comm.gradients import check_owner
 from kfuse.comm.group import Group
-from kfuse.comm.plan import Reduced
-from kfuse.optim.consistency import (
-    ConsistencyError,
-    averaged_buffers,
-    first_difference,
-    numeric_options,
-    salt,
-    share_from_first,
-)
-from kfuse.optim.gradients import ReducedGradients
+from kfuse.comm.plan import MicroBatch, StepPlan
+from kfuse.optim.comparison import Comparison
+from kfuse.optim.consistency import averaged_buffers, numeric_options, share_from_first
+from kfuse.optim.interrupted import BegunUpdate
+from kfuse.optim.parameters import learning_rates, named_parameters, refuse_duplicates, without_compiler
+from kfuse.optim.reducer import Reducer
 from kfuse.optim.refuse import (
     refuse_own_loop,
     refuse_scaled_local_step,
-    refuse_sharded,
     refuse_sync_batchnorm,
     refuse_unplanned,
     refuse_wrapped,
 )
-from kfuse.optim.scaling import LossScale, NonfiniteWarning, Scaling, check_clip_norm, scaling
-from kfuse.optim.state import OptimizerState
+from kfuse.optim.scaling import LossScale, NonfiniteWarning, check_clip_norm, scaling
+from kfuse.optim.updates import Update, Updates
 from kfuse.session import current
 from kfuse.statistics.step_stats import Statistics, StepStats
 
 if TYPE_CHECKING:
     from kfuse.comm.sync.pair import Pair
 
-
-@dataclass(frozen=True)
-class BegunUpdate:
-    """An update that this worker has begun to make."""
-
-    step: int
-    reduced: Reduced
-    scaled: Scaling
+_KFUSE = "kfuse"  # a key of state_dict
 
 
-class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
-    """Mix-in over a torch optimizer. A subclass implements `_update`, which changes parameters by the mean gradient."""
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer over the workers' mean gradient. A subclass makes its `updates` and calls `_attach`."""
 
-    engine: Engine
-    """Reduces the gradients over the workers. `rebuild` replaces it."""
+    updates: Updates
+    """Makes the updates, and has the state for them."""
+    reducer: Reducer
+    """Reduces the gradients over the workers."""
     statistics: Statistics
     """The steps' records, and the running noise scale."""
     clip_norm: float | None
@@ -73,43 +58,58 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
     """Whether the class has `fisher`. It is right where each worker has all of the state (comm.state=replicated)."""
     _step_supports_amp_scaling = True  # GradScaler then passes scale and found_inf to step() and does not unscale
 
+    lr_factor: float = 1.0
+    """What kfuse multiplies each group's learning rate with in an update (batch-size scaling, a policy's lr_scale).
+
+    group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
+    """
     last_lr: float = 0.0
     """The learning rate of the last update, as `base_lr` has it, times `lr_factor`."""
-    _pair: Pair | None = None
-    """Averages this worker's weights with another one's before each update (`average_with`)."""
-    _steps_without_gradients: int = 0
-    """Calls of `step` that did nothing. Workers on which they differ have lost their common step."""
     begun: BegunUpdate | None = None
     """The newest update, made or not: with sharded state a lost worker may interrupt it."""
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
-    def _attach(self, clip_norm: float | None, skip_nonfinite: bool) -> None:
+    def _attach(self, updates: Updates, clip_norm: float | None, skip_nonfinite: bool) -> None:
         """Called by subclasses once `param_groups` exist. Raises ValueError for a clip_norm that is not positive, and
         with sharded state if the class has none.
         """
         self.set_clip_norm(clip_norm)
         self.skip_nonfinite = skip_nonfinite
-        self._session = current()
-        if self._session.comm.sharded and not self.shards_state:
+        session = self._session = current()
+        if session.comm.sharded and not self.shards_state:
             raise ValueError(
                 f"comm.state=sharded: kf.{type(self).__name__} has whole state only: use kf.FusedAdamW, kf.FusedSGD or "
                 "kf.FusedLAMB, or comm.state=replicated"
             )
         self.statistics = Statistics()
-        self.statistics.at_fixed_lag = self._session.elastic
-        self._in_doubt = set()
-        self._warning = NonfiniteWarning()
-        self._tracked: nn.Module | None = None
-        self._build_engine()
+        self.statistics.at_fixed_lag = session.elastic
+        self.statistics.bf16_wire = session.comm.dtype == "bf16"
+        self._warning, self._comparison = NonfiniteWarning(), Comparison(updates, self._numbers)
+        self._pair: Pair | None = None  # averages weights with another worker's before each update
+        self._steps_without_gradients = 0  # workers on which they differ have lost their common step
+        self.updates = updates
+        self.reducer = Reducer(session, updates, self._trained(), self._named_parameters())
+        self.engine.compared = self._comparison.compared
         if not self.engine.has_chosen_buckets:  # comm.bucket_mb=null: the first one has measured which size is best
-            self._build_engine()
-        self._session.on_group_change(self._set_group)
-        self._session.on_planned_change(self._hand_over)
+            self.rebuild()
+        session.on_group_change(self._set_group)
+        session.on_planned_change(updates.hand_over)
         global _latest
         _latest = weakref.ref(self)
-        if not self._session.elastic:  # in an elastic job the training loop shares all of the state
+        if not session.elastic:  # in an elastic job the training loop shares all of the state
             self._share_parameters(self.param_groups)
+
+    @property
+    def engine(self) -> Engine:
+        """The reducer's. `rebuild` replaces it."""
+        return self.reducer.engine
+
+    def _trained(self) -> list[list[Parameter]]:
+        return [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+
+    def _named_parameters(self) -> list[tuple[Parameter, str]]:
+        return named_parameters(self.param_groups)
 
     def _share_parameters(self, groups: list[dict[str, Any]]) -> None:
         """All workers take rank 0's values of these groups' parameters. Raises ValueError, CommError."""
@@ -122,61 +122,34 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         check_clip_norm(clip_norm)
         self.clip_norm = clip_norm
 
-    def _build_engine(self) -> None:
-        session = self._session
-        groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
-        names = [name for p, name in self._named_parameters() if p.requires_grad]
-        old: Engine | None = getattr(self, "engine", None)
-        if old is not None and (old.reduced is not None or (old.begun and not old.interrupted)):
-            raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
-        refuse_sharded(self._named_parameters())
-        self._check_layout()
-        lane = self._choose_lane(groups)
-        self.engine = Engine(groups, session.group, session.comm, names, lane, session.mirrors)
-        if old is not None:
-            self.engine.use_transport(old.topology, old.tree)
-            old.close()
-            self.engine.step, self.engine.parts = old.step, old.parts
-            self.engine.carry_figures(old.figures)
-        self.statistics.bf16_wire = session.comm.dtype == "bf16"
-        self.engine.on_last_micro_batch = self.synchronize
-        self.engine.compared = lambda: ([counts for _, counts in self._update_counts()], salt(self._numbers()))
-        for bucket in self.engine.gradient_buckets:
-            bucket.unscale = self._unscale
-        self._group_of = [g for g, params in enumerate(groups) for _ in params]
-        self._trainable = dict(zip(map(id, self.engine.params), self._group_of, strict=True))
-        if self._tracked is not None:
-            self.engine.track_buffers(averaged_buffers(self._tracked))
-        self._layout_changed()
-        if old is not None and old.plan is not None:
-            self.engine.begin(old.plan)
-
-    def _choose_lane(self, groups: list[list[Parameter]]) -> int:
-        """Its present lane; else that of an optimizer whose parameters it takes over; else a new one."""
-        if hasattr(self, "engine"):
-            return self.engine.lane
-        for p in (p for params in groups for p in params):
-            older = owner(p)
-            if older is not None and not older.superseded and older.lane < self._session.lanes_used:
-                return older.lane
-        return self._session.new_lane()
-
-    def _check_layout(self) -> None:
-        """Before buckets are built: subclasses raise ValueError for parameters that they cannot lay out."""
-
-    def _layout_changed(self) -> None:
-        """The buckets are new: subclasses with flat state lay it out again."""
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
-        super().add_param_group(param_group)
-        if hasattr(self, "engine"):
+        if not isinstance(param_group.get("params"), Tensor | set):
+            param_group["params"] = list(param_group["params"])
+            refuse_duplicates(self.param_groups, param_group)
+        without_compiler(torch.optim.Optimizer.add_param_group)(self, param_group)
+        if hasattr(self, "reducer"):
             try:
-                self._build_engine()
+                self.rebuild()
             except Exception:
                 self.param_groups.pop()
                 raise
             self._share_parameters(self.param_groups[-1:])
+
+    def rebuild(self) -> None:
+        """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
+        self.reducer.rebuild(self._trained(), self._named_parameters())
+
+    def _set_group(self, group: Group) -> None:
+        self.engine.set_group(group)
+        if not self.engine.has_chosen_buckets:  # all workers come here, between two steps
+            self.rebuild()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, since it works on its parameters by hooks: keep its "
+            "state_dict(), make a new optimizer over the copied model's parameters, and load it there"
+        )
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Keeps the buffers that `model` changes as it trains (BatchNorm's running statistics) the same on all workers.
@@ -191,7 +164,7 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         refuse_wrapped(model)
         if self._session.elastic or self._session.group.size > 1:
             refuse_sync_batchnorm(model)
-        self._tracked = model
+        self.reducer.tracked = model
         if not self._session.elastic:
             everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             share_from_first(self._session.group, list(everything.values()), list(everything))
@@ -209,7 +182,7 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         They have statistics of their own: the noise scale does not see them. Parameters and optimizer state are not
         kept: the caller loads those before the context ends. For a group whose workers stay the same.
         """
-        statistics, last_lr, tracked = self.statistics, self.last_lr, self._tracked
+        statistics, last_lr, tracked = self.statistics, self.last_lr, self.reducer.tracked
         idle, begun = self._steps_without_gradients, self.begun
         step, figures, averaged = self.engine.step, self.engine.figures, self.engine.averaged.tensors
         self.statistics = Statistics()
@@ -217,7 +190,7 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         try:
             yield
         finally:
-            self.statistics, self.last_lr, self._tracked = statistics, last_lr, tracked
+            self.statistics, self.last_lr, self.reducer.tracked = statistics, last_lr, tracked
             self._steps_without_gradients, self.begun = idle, begun
             self.carry_figures(figures)
             if self.engine.averaged.tensors != averaged:
@@ -228,7 +201,7 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         """Trace and largest entry of the diagonal Fisher information by the state: fp32 [2] on the device, without a
         wait. None before the first update. Raises RuntimeError for a class without `tells_fisher`.
         """
-        raise RuntimeError(f"{type(self).__name__} does not tell the Fisher information")
+        return self.updates.fisher()
 
     def average_with(self, pair: Pair | None) -> None:
         """From the next step on: averages this worker's weights with another one's before each update, and publishes
@@ -236,14 +209,68 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         """
         self._pair = pair
 
-    def rebuild(self) -> None:
-        """After freezing or unfreezing parameters: lays the buckets out again. State of parameters is kept."""
-        self._build_engine()
+    # -- micro-batches --------------------------------------------------------------------------------------------
 
-    def _set_group(self, group: Group) -> None:
-        self.engine.set_group(group)
-        if not self.engine.has_chosen_buckets:  # all workers come here, between two steps
-            self.rebuild()
+    def begin(self, plan: StepPlan) -> None:
+        """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
+        self.reducer.begin(plan)
+
+    def micro_batch(
+        self,
+        samples: int | None = None,
+        last: bool = True,
+        *,
+        weight: float | None = None,
+        several_backwards: bool = False,
+    ) -> MicroBatch:
+        """Context of one micro-batch's forward and backward; the loss must be the MEAN over its samples.
+
+        samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
+        last: whether it is this worker's last of the step; then the reduction starts as backward goes.
+        weight: kf.fit and kf.DataLoader pass it (`weight_fn`). In a loop of your own `samples` is the weight: where it
+        counts tokens, statistics are in units of tokens.
+        several_backwards: several losses, each with a backward of its own: their gradients add up in `p.grad` as torch
+        adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
+        Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
+        """
+        return self.reducer.micro_batch(samples, last, weight, several_backwards)
+
+    def accumulate(self, backwards: int) -> None:
+        """From now on a step is so many bare backwards on this worker, each of a loss DIVIDED by their number.
+
+            opt.accumulate(ACC)
+            for i, (x, y) in enumerate(batches):
+                (loss_fn(model(x), y) / ACC).backward()
+                if (i + 1) % ACC == 0:
+                    opt.step()
+                    opt.zero_grad()
+
+        Each backward is a micro-batch; the division is undone in the statistics, whose unit is the micro-batch. A step
+        after fewer backwards, and another backward after the last, are errors. `accumulate(1)` ends it. Without it, and
+        for micro-batches of unequal sizes: `micro_batch`, with the mean loss.
+        Raises ValueError for a number below 1, RuntimeError in the middle of a step.
+        """
+        self.reducer.accumulate(backwards)
+
+    def synchronize(self) -> None:
+        """Waits for the reduction and sets each `p.grad`. Runs by itself after the last micro-batch's backward.
+
+        Raises CommError, and ControlError if the supervisor is lost, but neither in the body of kf.DataLoader's loop in
+        a job whose workers may change.
+        """
+        self.reducer.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Sets every `p.grad` to None; else, as torch does, those that are there to zeros, which then count as used.
+
+        What came since the last step is dropped: what a backward reduced, also if it raised in the middle, and
+        micro-batches without a last one, with what they changed in the buffers of `sync_buffers`.
+        """
+        self.engine.drop()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:  # a new tensor: the bucket's is not to be accumulated into
+                    p.grad = None if set_to_none else torch.zeros_like(p)
 
     # -- an update ------------------------------------------------------------------------------------------------
 
@@ -263,38 +290,40 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_wrong_use()
-        reduced = self._take_reduced()
+        found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
+        reduced = self.reducer.take(self._named_parameters(), hasattr(self, "found_inf"))
         if reduced is None:
             if not self._session.elastic:  # else a worker that joins has made fewer calls of all kinds
                 self._steps_without_gradients += 1
             return loss
         refuse_unplanned(self._session, reduced.planned)
-        self._take_back_gradients()
-        found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
         if found_inf is not None and reduced.local:
             refuse_scaled_local_step()
         loss_scale = None if found_inf is None else LossScale(getattr(self, "grad_scale", None), found_inf)
         try:
-            scaled = scaling(reduced, self._squared_norm_exactly, self.clip_norm, self.skip_nonfinite, loss_scale)
+            scaled = scaling(
+                reduced, self.reducer.squared_norm_exactly, self.clip_norm, self.skip_nonfinite, loss_scale
+            )
             self.last_lr = self.base_lr * self.lr_factor
-            if self._pair is not None and self._pair.mix(self.weights()):
-                self.weights_changed()
+            if self._pair is not None and self._pair.mix(self.updates.weights()):
+                self.updates.weights_changed()
             begun = self.begun = BegunUpdate(self.engine.step - 1, reduced, scaled)
             if not (reduced.local and reduced.idle):
-                self._update(reduced, scaled.factor, scaled.skip)
+                in_doubt = self.reducer.in_doubt
+                self.updates.update(Update(reduced, in_doubt, scaled.factor, scaled.skip, self.lr_factor))
         except RuntimeError as error:  # comm.state=sharded: sums of shards, or updated parameters, did not arrive
-            if not self.leave_to_loop(error):
+            if not self.reducer.leave_to_loop(error):
                 raise
             return loss
         if self._pair is not None:
-            self._pair.publish(self.weights(), self.engine.step)
+            self._pair.publish(self.updates.weights(), self.engine.step)
         self.take_statistics(begun, warns=loss_scale is None)  # with GradScaler skips are how it finds its scale
-        self._check_consistency(begun.step)
+        self._comparison.check(begun.step, self.statistics, self.reducer.tracked)
         return loss
 
     def take_statistics(self, update: BegunUpdate, warns: bool = True) -> None:
         """The update is made: keeps its figures. warns: of a gradient that is not finite."""
-        unit = "micro-batches" if update.reduced.implicit else self._unit
+        unit = "micro-batches" if update.reduced.implicit else self.reducer.unit
         self.statistics.bf16_sums = self.engine.bf16_sums
         self.statistics.push(update.step, unit, update.scaled.record, update.reduced.local)
         if warns:
@@ -307,59 +336,23 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
         """
         groups = enumerate(self.param_groups)
         trained = {id(p): index for index, group in groups for p in group["params"] if p.requires_grad}
-        if trained != self._trainable:
-            only_moved = trained.keys() == self._trainable.keys()
+        expected = self.reducer.group_of
+        if trained != expected:
+            only_moved = trained.keys() == expected.keys()
             what = "moved to another parameter group" if only_moved else "frozen or unfrozen"
             raise RuntimeError(
                 f"parameters were {what} after the optimizer was made: call opt.rebuild() before backward"
             )
         refuse_own_loop(self._session, uses_scaler=hasattr(self, "found_inf"))
 
-    def _check_consistency(self, step: int) -> None:
-        """Raises ConsistencyError, on every rank after the same step, if the ranks' parameters differed when they were
-        compared.
-        """
-        compared = self.statistics.compared
-        if not compared or 0 <= step - compared[0][0] < self.statistics.lag(self.engine.device):
-            return
-        compared_at, digests = compared.popleft()
-        if len(set(digests)) < 2:
-            return
-        params, names = self.engine.params, self.engine.names
-        if self._tracked is not None:
-            known = {id(p): f"parameter {name}" for name, p in self._tracked.named_parameters()}
-            names = [known.get(id(p), name) for p, name in zip(params, names, strict=True)]
-        tensors: dict[str, Tensor] = {}
-        for indices, counts in self._update_counts():
-            tensors |= {f"the number of updates of {names[i]}": counts[k] for k, i in enumerate(indices)}
-        tensors |= zip(names, params, strict=True)
-        where = first_difference(self._session.group, self._numbers(), tensors)
-        raise ConsistencyError(f"step {compared_at}: the workers no longer have the same model: {where}")
-
     def _numbers(self) -> dict[str, float]:
-        """By name, the settings that must be equal on all workers."""
+        """Returns the settings that must be equal on all workers, by name."""
         numbers = {f"the learning rate of group {k}": rate for k, rate in enumerate(self.learning_rates())}
         numbers |= numeric_options(self.param_groups)
         numbers["clip_norm"] = math.nan if self.clip_norm is None else float(self.clip_norm)
         numbers["skip_nonfinite"] = float(self.skip_nonfinite)
         numbers["the number of opt.step() calls without a backward"] = float(self._steps_without_gradients)
-        return numbers
-
-    def _update_counts(self) -> list[tuple[Sequence[int], Tensor]]:
-        """With sharded state: how many updates each parameter has had, as it must be equal on all workers.
-
-        Pairs of parameters (indices in `engine.params`) and fp32 counts, one each, on the device.
-        """
-        return []
-
-    @abstractmethod
-    def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32).
-
-        Those of `_in_doubt` (indices in `engine.params`) are left alone where `reduced.used` is 0.
-        scale: fp32 scalar on the device, by which gradients are multiplied; None: 1. found_inf: fp32 scalar on the
-        device; if it is not 0, nothing may change; None: the update is made.
-        """
+        return numbers | self.updates.numbers()
 
     # -- what was measured ----------------------------------------------------------------------------------------
 
@@ -367,6 +360,90 @@ class DistributedOptimizer(OptimizerState, ReducedGradients, ABC):
     def stats(self) -> StepStats | None:
         """The latest step's statistics, None before the first. Waits for the device."""
         return self.statistics.wait()
+
+    def base_rates(self) -> list[float]:
+        """Returns each group's learning rate without `lr_factor`: see `parameters.learning_rates`."""
+        return learning_rates(self.param_groups)
+
+    def learning_rates(self) -> list[float]:
+        """Returns each group's learning rate in the coming update: the group's own times `lr_factor`."""
+        return [rate * self.lr_factor for rate in self.base_rates()]
+
+    @property
+    def base_lr(self) -> float:
+        """The learning rate that is reported, without `lr_factor`: that of the first group whose rate is not zero."""
+        return next((rate for rate in self.base_rates() if rate), 0.0)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, whole, and kfuse's statistics under the key "kfuse", which torch's optimizers leave alone.
+
+        With sharded state every worker must call it at the same point, and gets all of it, in the host's memory.
+        Raises CommError, which names the ranks that did not call it within the timeout.
+        """
+        return self._with_statistics(self.updates.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, or a torch optimizer's; after that one the statistics are as they were.
+
+        With sharded state: this worker's part. Raises ValueError where it does not fit the parameters; then nothing is
+        loaded.
+        """
+        self.updates.load_state_dict(state_dict)
+        self._load_statistics(state_dict)
+
+    def gathered_state(self, rank: int) -> dict[str, Any]:
+        """As `state_dict` on rank `rank`; on the others, with sharded state, without the tensors of the shards.
+
+        Every rank calls it at the same point. Raises CommError.
+        """
+        return self._with_statistics(self.updates.gathered_state(rank))
+
+    def load_gathered_state(self, state: dict[str, Any]) -> None:
+        """On one worker: takes all of a state_dict over, with sharded state also what the others are to own.
+
+        These get it by `Updates.regroup`.
+        """
+        self.updates.load_state_dict(state, whole=True)
+        self._load_statistics(state)
+
+    def common_state(self) -> dict[str, Any]:
+        """What every worker has alike: with sharded state all but the shards. No collective."""
+        return self._with_statistics(self.updates.common_state())
+
+    def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
+        """Takes over another worker's `common_state`. The shards come by `Updates.regroup`.
+
+        keeps_shards: those that this worker has are of the same step.
+        """
+        self.updates.load_common_state(state, keeps_shards)
+        self._load_statistics(state)
+
+    def _with_statistics(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _KFUSE: self.statistics.state_dict()}
+
+    def _load_statistics(self, state: dict[str, Any]) -> None:
+        if _KFUSE in state:
+            self.statistics.load_state_dict(state[_KFUSE])
+
+    # -- averages -------------------------------------------------------------------------------------------------
+
+    def agree_on_state(self) -> None:
+        """Before states are averaged, on every worker: all have state of the same parameters afterwards.
+
+        For after steps in which some workers made no update. What a worker lacks is zeros, as of no update. Raises
+        CommError; calling it again is harmless.
+        """
+        self.updates.agree_on_state(self._session.group)
+
+    def average_models(self, weights: bool = True, states: bool = True) -> None:
+        """Makes parameters, optimizer state and BatchNorm's running statistics the mean of all workers' (local SGD).
+
+        Between steps, on every worker. All of it or nothing is replaced. weights, states: whether parameters and
+        optimizer state are averaged. Raises CommError, and RuntimeError with sharded state.
+        """
+        self.updates.average_models(self._session.group, weights, states)
 
 
 _latest: weakref.ref[DistributedOptimizer] | None = None

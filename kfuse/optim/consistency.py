@@ -1,4 +1,4 @@
-"""Keeps the workers' models equal: rank 0's values at the start, averaging (local SGD), and a comparison."""
+"""Keeps the workers' models equal: rank 0's values at the start, averages (local SGD), and what is compared."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from torch import Tensor, nn
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group
-from kfuse.comm.tail import digest
-
-
-class ConsistencyError(RuntimeError):
-    """The workers' parameters or the optimizer's options are no longer the same; the message names the first that
-    differs.
-    """
-
 
 _NOT_COMPARED = ("params", "lr", "foreach", "fused", "capturable", "differentiable")
 """Of a parameter group: what `numeric_options` leaves out. The last four choose among implementations of one update."""
@@ -133,26 +125,6 @@ def average(group: Group, tensors: Sequence[Tensor]) -> None:
     for tensor, mean in zip(tensors, means, strict=True):
         mean = mean.view(tensor.shape)
         tensor.copy_(mean if tensor.is_floating_point() else mean.round())
-
-
-def first_difference(group: Group, numbers: Mapping[str, float], tensors: Mapping[str, Tensor]) -> str:
-    """Text that names the first number or tensor that differs between ranks. Every rank calls it. Raises CommError."""
-    names = [*numbers, *tensors]
-    named = torch.tensor([len(names), salt(dict.fromkeys(names, 0.0)) >> 1], device=group.device)
-    lists = torch.stack(group.all_gather(named, "names of the options")).cpu()
-    others = [rank for rank in range(group.size) if not torch.equal(lists[rank], lists[0])]
-    if others:
-        return f"the parameter groups, or their options (ranks {', '.join(map(str, others))} have others than rank 0)"
-    values = list(torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64).to(group.device))
-    values += [digest([tensor]).to(group.device) for tensor in tensors.values()]
-    found = torch.stack(group.all_gather(torch.stack(values), "digests of the parameters")).cpu()
-    different = (found != found[0]).any(dim=0).nonzero().flatten().tolist()
-    if not different:
-        return "what differed then has been overwritten since"
-    first = different[0]
-    ranks = [rank for rank in range(group.size) if found[rank, first] != found[0, first]]
-    count = f"{len(different)} of {found.shape[1]} options and parameters differ"
-    return f"{names[first]} (ranks {', '.join(map(str, ranks))} against rank 0; {count})"
 
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:

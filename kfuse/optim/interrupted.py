@@ -8,65 +8,65 @@ their new group they update their own shards and what they mirror, and the lost 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfuse.optim.base import BegunUpdate, DistributedOptimizer
+from kfuse.comm.plan import Reduced
 from kfuse.optim.scaling import Scaling
+from kfuse.optim.updates import Update
+
+if TYPE_CHECKING:
+    from kfuse.optim.base import DistributedOptimizer
 
 
-class InterruptedUpdates(DistributedOptimizer):
-    """Mix-in: ends an update in another group than the one in which it was begun."""
+@dataclass(frozen=True)
+class BegunUpdate:
+    """An update that this worker has begun to make."""
 
-    owner_is_lost: bool = False
-    """While an update is resumed: the worker whose shards this one mirrors is gone."""
+    step: int
+    reduced: Reduced
+    scaled: Scaling
 
-    def has_begun(self, step: int) -> bool:
-        """Whether this worker has begun the update of this step, with sharded state, and still has its gradients."""
-        kept = self.engine.kept
-        return kept is not None and kept.step == step and self.begun is not None and self.begun.step == step
 
-    def begun_update(self) -> dict[str, Any]:
-        """Of a worker that `has_begun`: what others need to make the same update. Plain values and small tensors."""
-        assert self.begun is not None
-        scaled = self.begun.scaled
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {
-            "record": scaled.record,
-            "factor": scaled.factor,
-            "skip": scaled.skip,
-            "groups": groups,
-            "lr_factor": self.lr_factor,
-        }
+def has_begun(opt: DistributedOptimizer, step: int) -> bool:
+    """Whether this worker has begun the update of this step, with sharded state, and still has its gradients."""
+    kept = opt.engine.kept
+    return kept is not None and kept.step == step and opt.begun is not None and opt.begun.step == step
 
-    @torch.no_grad()
-    def resume_update(self, given: Mapping[str, Any], step: int, owner_is_lost: bool) -> None:
-        """Makes the update of this step as far as it is not made here. Every worker of the new group calls it.
 
-        given: `begun_update` of a worker that has begun. owner_is_lost: the worker whose shards this one mirrors is not
-        in the new group. Raises CommError; then it may be called again, in yet another group.
-        """
-        for group, theirs in zip(self.param_groups, given["groups"], strict=True):
-            group.update(theirs)
-        self.lr_factor, self.owner_is_lost = given["lr_factor"], owner_is_lost
-        self.engine.resume(given["record"])
-        reduced = self.engine.reduced
-        assert reduced is not None
-        if not self.has_begun(step):
-            finite = given["skip"] is None or not bool(given["skip"])
-            self.last_lr = self.base_lr * self.lr_factor
-            self.begun = BegunUpdate(step, reduced, Scaling(given["record"], given["factor"], given["skip"], finite))
-        try:
-            self.synchronize()  # sets each p.grad, which tells what is updated
-            self._update(reduced, given["factor"], given["skip"])
-        finally:
-            self.engine.reduced, self.owner_is_lost = None, False
-            for p in self.engine.params:
-                p.grad = None
+def begun_update(opt: DistributedOptimizer) -> dict[str, Any]:
+    """Returns what others need to make the update that this worker has begun. Plain values and small tensors."""
+    assert opt.begun is not None
+    scaled = opt.begun.scaled
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
+    settings = {"groups": groups, "lr_factor": opt.lr_factor}
+    return {"record": scaled.record, "factor": scaled.factor, "skip": scaled.skip, **settings}
 
-    def collect_parameters(self, rank: int, has_state: bool) -> None:
-        """After `resume_update`: rank `rank` gets all parameters. Every worker of the group calls it.
 
-        Raises CommError, and ShardsLost where nobody has updated a part of them.
-        """
+@torch.no_grad()
+def resume_update(opt: DistributedOptimizer, given: Mapping[str, Any], step: int, owner_is_lost: bool) -> None:
+    """Makes the update of this step as far as it is not made here. Every worker of the new group calls it.
+
+    given: `begun_update` of a worker that has begun. owner_is_lost: the worker whose shards this one mirrors is not in
+    the new group. Raises CommError; then it may be called again, in yet another group.
+    """
+    for group, theirs in zip(opt.param_groups, given["groups"], strict=True):
+        group.update(theirs)
+    opt.lr_factor = given["lr_factor"]
+    opt.engine.resume(given["record"])
+    reduced = opt.engine.reduced
+    assert reduced is not None
+    if not has_begun(opt, step):
+        finite = given["skip"] is None or not bool(given["skip"])
+        opt.last_lr = opt.base_lr * opt.lr_factor
+        opt.begun = BegunUpdate(step, reduced, Scaling(given["record"], given["factor"], given["skip"], finite))
+    try:
+        opt.synchronize()  # sets each p.grad, which tells what is updated
+        in_doubt = opt.reducer.in_doubt
+        opt.updates.update(Update(reduced, in_doubt, given["factor"], given["skip"], opt.lr_factor, owner_is_lost))
+    finally:
+        opt.engine.reduced = None
+        for p in opt.engine.params:
+            p.grad = None

@@ -38,7 +38,7 @@ class Extent(NamedTuple):
     place: slice
     """Of the bucket."""
     within: slice
-    """Of `Flat.place`."""
+    """Of `Part.place`."""
     numels: tuple[int, ...]
     """Of each parameter in it."""
     offsets: tuple[int, ...]
@@ -48,42 +48,40 @@ class Extent(NamedTuple):
 
 
 @dataclass
-class Flat:
-    """A bucket's parameters and optimizer state. Tensors are flat, in the bucket's layout."""
+class Entry:
+    """What there is of one parameter's state. The same on each worker, as its number of updates is."""
 
-    param: Tensor
-    """[body], in the parameters' dtype: their own memory."""
+    known: bool = False
+    """It has moments (torch makes them at the first update)."""
+    mastered: bool = False
+    """Its master is a part of the state: from the first update on, or since it was loaded."""
+
+
+@dataclass
+class Part:
+    """The optimizer state of a part of a bucket: all of it, or with sharded state this worker's shard, or a mirror."""
+
     place: slice
-    """The part of the bucket that `master` and `moments` are of: all of it, or with sharded state this worker's."""
-    master: Tensor | None
-    """The weights that are updated where `param` is 16-bit: fp32, of which `param` holds the rounded values."""
-    steps: Tensor
-    """fp32 [parameters]: updates each one has had. Whole on each worker, as are the flags below."""
+    """Of the bucket, in elements. `master` and each moment are as long."""
+    master: Tensor | None = None
+    """fp32: the weights that are updated where the parameters are 16-bit; these are their rounded values."""
     moments: dict[str, Tensor] = field(default_factory=dict)
     """State tensors shaped like the parameter, by torch's names; empty until an update needs them."""
-    known: list[bool] = field(default_factory=list)
-    """Whether the parameter has moments (torch makes them at the first update)."""
-    mastered: list[bool] = field(default_factory=list)
-    """Whether the parameter's master is a part of the state: from the first update on, or since it was loaded."""
-    together: bool = True
-    """All of the bucket's parameters have had the same updates, so that one call can do them all."""
-    others: list[Held] = field(default_factory=list)
-    """Parts that this worker keeps for others while the group changes."""
     extents: dict[range, Extent | None] = field(default_factory=dict)
-    """By parameters, what `extent` has found: every step asks again. Empty where `place` has changed."""
+    """By parameters, what `extent` has found: every step asks again."""
 
     @property
     def width(self) -> int:
-        """Elements of `master` and of each moment."""
+        """Elements of the place."""
         return int(self.place.stop - self.place.start)
+
+    def move_to(self, place: slice) -> None:
+        """Drops the tensors; those that come are of `place`."""
+        self.place, self.master, self.moments, self.extents = place, None, {}, {}
 
     def tensors(self) -> dict[str, Tensor]:
         """`master` and the moments, by name."""
         return self.moments if self.master is None else {**self.moments, MASTER: self.master}
-
-    def compare_updates(self) -> None:
-        """After `known` and `steps` were loaded: sets `together`. The host reads them."""
-        self.together = len(set(self.known)) == 1 and len(set(self.steps.tolist())) == 1
 
     def part(self, bucket: Bucket, k: int) -> slice:
         """The elements of the k-th parameter that lie in `place`, counted from the bucket's start. Perhaps none."""
@@ -92,6 +90,22 @@ class Flat:
     def within(self, part: slice) -> slice:
         """A part of the bucket that lies in `place`, counted from where that starts."""
         return slice(part.start - self.place.start, part.stop - self.place.start)
+
+    def fill(self, bucket: Bucket, tensor: Tensor, values: Sequence[Tensor | None]) -> None:
+        """Copies the parameters' values to their places in the master or a moment; None: zeros. values: whole."""
+        if not bucket.sharded:
+            fill(bucket.view(tensor), values)
+            return
+        for k, value in enumerate(values):
+            part = self.part(bucket, k)
+            if part.stop == part.start:
+                continue
+            if value is None:
+                tensor[self.within(part)].zero_()
+            else:
+                offset = bucket.layout.offsets[k]
+                whole = bucket.laid_out(k, value).reshape(-1)
+                tensor[self.within(part)].copy_(whole[part.start - offset : part.stop - offset])
 
     def extent(self, bucket: Bucket, which: range) -> Extent | None:
         """Where the piece of these parameters lies, one or all; None where nothing of them lies in `place`."""
@@ -115,6 +129,50 @@ class Flat:
         )
 
 
+@dataclass
+class BucketState:
+    """A bucket's parameters and optimizer state. Tensors are flat, in the bucket's layout."""
+
+    param: Tensor
+    """[body], in the parameters' dtype: their own memory."""
+    group: int
+    """The parameter group of all of its parameters."""
+    steps: Tensor
+    """fp32 [parameters]: updates each one has had. Whole on each worker."""
+    entries: list[Entry]
+    """Of each parameter."""
+    own: Part
+    mirror: Part
+    """What this worker repeats of the worker before it; empty where there is no mirror."""
+    together: bool = True
+    """All of the bucket's parameters have had the same updates, so that one call can do them all."""
+    others: list[Held] = field(default_factory=list)
+    """Parts that this worker keeps for others while the group changes."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """What this worker keeps of the state."""
+        return [self.own, self.mirror] if self.mirror.width else [self.own]
+
+    @property
+    def has_moments(self) -> bool:
+        """Some parameter has moments."""
+        return any(entry.known for entry in self.entries)
+
+    @property
+    def has_masters(self) -> bool:
+        """Masters are a part of the state."""
+        return self.param.dtype != torch.float32 and any(entry.mastered for entry in self.entries)
+
+    def held(self) -> list[Held]:
+        """All parts that are here."""
+        return [*(Held(part.place, part.tensors()) for part in self.parts), *self.others]
+
+    def compare_updates(self) -> None:
+        """After `entries` and `steps` were loaded: sets `together`. The host reads them."""
+        self.together = len({entry.known for entry in self.entries}) == 1 and len(set(self.steps.tolist())) == 1
+
+
 class Piece(NamedTuple):
     """What one call updates.
 
@@ -130,28 +188,33 @@ class Piece(NamedTuple):
     """0-dim fp32, the number of this update, from 1."""
     first: bool
     """It is the first update of these parameters."""
+    skip: Tensor | None
+    """Where it is not 0 the update is left out; None: 0."""
 
 
-def piece_of(bucket: Bucket, flat: Flat, which: range, first: bool) -> Piece | None:
-    """The piece of these parameters, one or all; None where nothing of them is this worker's to update.
+def piece_of(
+    bucket: Bucket, state: BucketState, part: Part, which: range, first: bool, skip: Tensor | None
+) -> Piece | None:
+    """The piece of these parameters, one or all; None where nothing of them lies in the part.
 
     first: it is their first update.
     """
-    extent = flat.extent(bucket, which)
+    extent = part.extent(bucket, which)
     if extent is None:
         return None
     return Piece(
         extent,
-        param=_part(flat.param, extent.place),
-        master=None if flat.master is None else _part(flat.master, extent.within),
-        grad=_part(bucket.mean, extent.place),
-        moments={name: _part(moment, extent.within) for name, moment in flat.moments.items()},
-        step=flat.steps[extent.tensors[0]],
+        param=_cut(state.param, extent.place),
+        master=None if part.master is None else _cut(part.master, extent.within),
+        grad=_cut(bucket.mean, extent.place),
+        moments={name: _cut(moment, extent.within) for name, moment in part.moments.items()},
+        step=state.steps[extent.tensors[0]],
         first=first,
+        skip=skip,
     )
 
 
-def _part(tensor: Tensor, place: slice) -> Tensor:
+def _cut(tensor: Tensor, place: slice) -> Tensor:
     """`tensor[place]`; where that is all of it the tensor itself, since a new view takes as long as a small kernel."""
     return tensor if place.stop - place.start == tensor.numel() else tensor[place]
 
@@ -200,20 +263,6 @@ def fill(places: Iterable[Tensor], values: Sequence[Tensor | None]) -> None:
             place.zero_()
         elif value.data_ptr() != place.data_ptr():
             place.copy_(value)
-
-
-def fill_part(bucket: Bucket, flat: Flat, tensor: Tensor, values: Sequence[Tensor | None]) -> None:
-    """As `fill`, for `tensor`, which has the elements of `flat.place` only. values: of each parameter, whole."""
-    for k, value in enumerate(values):
-        part = flat.part(bucket, k)
-        if part.stop == part.start:
-            continue
-        if value is None:
-            tensor[flat.within(part)].zero_()
-        else:
-            offset = bucket.layout.offsets[k]
-            whole = bucket.laid_out(k, value).reshape(-1)
-            tensor[flat.within(part)].copy_(whole[part.start - offset : part.stop - offset])
 
 
 def number(value: Any) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a kfuse optimizer shows to torch: parameter groups with names and learning rates, and a state_dict."""
+"""Parameter groups with their names and learning rates, and torch's load_state_dict without its rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,93 +13,56 @@ from torch.nn import Parameter
 
 from kfuse.comm import devices
 
+Groups = Sequence[Mapping[str, Any]]
+"""An optimizer's `param_groups`."""
 
-class ParameterGroups(torch.optim.Optimizer):
-    """Mix-in over a torch optimizer. A subclass multiplies each group's learning rate with `lr_factor` in an update."""
 
-    lr_factor: float = 1.0
-    """What kfuse multiplies each group's learning rate with in an update (batch-size scaling, a policy's lr_scale).
+def named_parameters(groups: Groups) -> list[tuple[Parameter, str]]:
+    """Returns all parameters, frozen ones too, with their names in messages."""
+    named: list[tuple[Parameter, str]] = []
+    for group in groups:
+        names = group.get("param_names") or [None] * len(group["params"])
+        labels = [_label(index, name) for index, name in enumerate(names, len(named))]
+        named += zip(group["params"], labels, strict=True)
+    return named
 
-    group["lr"] belongs to the user, or to their scheduler: kfuse reads it and never changes it.
+
+def refuse_duplicates(groups: Groups, added: Mapping[str, Any]) -> None:
+    """Raises ValueError where a group to be added has a parameter again. It may be of (name, parameter) pairs."""
+    pairs = [given if isinstance(given, tuple) else (None, given) for given in added["params"]]
+    names = added.get("param_names") or [name for name, _ in pairs]
+    seen = {id(p): name for p, name in named_parameters(groups)}
+    for index, (name, (_, p)) in enumerate(zip(names, pairs, strict=True), len(seen)):
+        label = _label(index, name)
+        if id(p) in seen:
+            raise ValueError(
+                f"{label} of shape {tuple(p.shape)} is {seen[id(p)]} again: list each parameter once "
+                "(model.parameters() does, also where modules share one)"
+            )
+        seen[id(p)] = label
+
+
+def _label(index: int, name: str | None) -> str:
+    return f"parameter {index}" if name is None else f"parameter {index} ({name})"
+
+
+def learning_rates(groups: Groups) -> list[float]:
+    """Returns each group's rate. 0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would
+    wait.
     """
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Raises ValueError for a parameter that is given twice; then nothing is added."""
-        if not isinstance(param_group.get("params"), Tensor | set):
-            param_group["params"] = list(param_group["params"])
-            self._refuse_duplicates(param_group)
-        _without_compiler(torch.optim.Optimizer.add_param_group)(self, param_group)
-
-    def _refuse_duplicates(self, param_group: dict[str, Any]) -> None:
-        """In a group that is to be added, whose parameters may be (name, parameter) pairs."""
-        params = param_group["params"]
-        pairs = [given if isinstance(given, tuple) else (None, given) for given in params]
-        names = param_group.get("param_names") or [name for name, _ in pairs]
-        seen = {id(p): name for p, name in self._named_parameters()}
-        for index, (name, (_, p)) in enumerate(zip(names, pairs, strict=True), len(seen)):
-            label = _label(index, name)
-            if id(p) in seen:
-                raise ValueError(
-                    f"{label} of shape {tuple(p.shape)} is {seen[id(p)]} again: list each parameter once "
-                    "(model.parameters() does, also where modules share one)"
-                )
-            seen[id(p)] = label
-
-    def _named_parameters(self) -> list[tuple[Parameter, str]]:
-        """All parameters, frozen ones too, as messages name them: by state_dict's index, and torch's name if given."""
-        named: list[tuple[Parameter, str]] = []
-        for group in self.param_groups:
-            names = group.get("param_names") or [None] * len(group["params"])
-            labels = [_label(index, name) for index, name in enumerate(names, len(named))]
-            named += zip(group["params"], labels, strict=True)
-        return named
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled, since it works on its parameters by hooks: keep its "
-            "state_dict(), make a new optimizer over the copied model's parameters, and load it there"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's."""
-        state: dict[str, Any] = _without_compiler(torch.optim.Optimizer.state_dict)(self)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
-        _without_compiler(torch.optim.Optimizer.load_state_dict)(self, state_dict)
-
-    def learning_rates(self) -> list[float]:
-        """Of each parameter group, the rate of the coming update: the group's own times `lr_factor`.
-
-        0.0 for one that an optimizer does not have, or keeps on a GPU, where reading it would wait.
-        """
-        return [rate * self.lr_factor for rate in self.base_rates()]
-
-    @property
-    def base_lr(self) -> float:
-        """The learning rate that is reported, without `lr_factor`: that of the first group whose rate is not zero."""
-        return next((rate for rate in self.base_rates() if rate), 0.0)
-
-    def base_rates(self) -> list[float]:
-        """As `learning_rates`, without `lr_factor`."""
-        rates = [group.get("lr", 0.0) for group in self.param_groups]
-        unread = [isinstance(rate, Tensor) and devices.of(rate.device).asynchronous for rate in rates]
-        return [0.0 if skip else float(rate) for skip, rate in zip(unread, rates, strict=True)]
+    rates = [group.get("lr", 0.0) for group in groups]
+    unread = [isinstance(rate, Tensor) and devices.of(rate.device).asynchronous for rate in rates]
+    return [0.0 if skip else float(rate) for skip, rate in zip(unread, rates, strict=True)]
 
 
-def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under torch's decorator `_disable_dynamo`, or `method` itself if it has no decorator.
+def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function under torch's decorator `_disable_dynamo`, or `method` itself if it has no decorator.
 
     The decorator imports torch's compiler at its first call, which takes longer than importing torch: a worker would
     start later, or all others would wait for it while the training state is transferred.
     """
     wrapped: Callable[..., Any] = getattr(method, "__wrapped__", method)
     return wrapped
-
-
-def _label(index: int, name: str | None) -> str:
-    return f"parameter {index}" if name is None else f"parameter {index} ({name})"
 
 
 @dataclass(frozen=True)

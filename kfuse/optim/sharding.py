@@ -18,7 +18,7 @@ from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
 from kfuse.kernels import BLOCK
-from kfuse.optim.layout import Flat, Held, intersection
+from kfuse.optim.layout import MASTER, BucketState, Held, Part, intersection
 
 
 class ShardsLost(RuntimeError):
@@ -134,33 +134,44 @@ def _exchange(
         place.copy_(values)
 
 
-def regroup(
-    engine: Engine, shards: Sequence[Sequence[Flat]], names: Sequence[Sequence[str]], has_state: bool
-) -> list[list[Held]]:
-    """Of each bucket this worker's shard in the engine's present group, and what it mirrors. Every rank calls it.
+def regroup(engine: Engine, states: Sequence[BucketState], moments: Sequence[str], has_state: bool) -> None:
+    """Gives each worker its shards of the engine's present group, and what it mirrors. Every rank calls it.
 
-    shards: of each bucket, what this worker has. names: of the tensors that each bucket's state has. has_state: this
-    worker's parts are of the newest state. Raises CommError and ShardsLost. Until all ranks have theirs each keeps what
-    another one may still lack: after an error that is among `Flat.others`.
+    moments: their names. has_state: this worker's parts are of the newest state. Raises CommError and ShardsLost. Until
+    all ranks have theirs each keeps what another one may still lack: after an error that is among
+    `BucketState.others`.
     """
     buckets, group = engine.gradient_buckets, engine.group
-    held = [_held(flats) if has_state else [] for flats in shards]
+    held = [state.held() if has_state else [] for state in states]
     wanted = []
     for bucket in buckets:
         cuts = group.shards(bucket.body, BLOCK)
         mirrors = engine.mirrors and group.size > 1
         wanted.append([[cut, cuts[rank - 1]] if mirrors else [cut] for rank, cut in enumerate(cuts)])
+    names = [_names_of(state, moments) for state in states]
     moved = move(group, buckets, held, wanted, names, "optimizer state to its new owners")
-    for (own, *_), new in zip(shards, moved, strict=True):
-        own.others += new
+    for state, new in zip(states, moved, strict=True):
+        state.others += new
     group.barrier("optimizer state is with its new owners")
-    return moved
+    for bucket, state, new in zip(buckets, states, moved, strict=True):
+        state.others = []
+        for part, place in ((state.own, bucket.shard), (state.mirror, bucket.mirrored)):
+            part.move_to(place)
+            tensors = {
+                name: t for held_here in new if held_here.place == place for name, t in held_here.tensors.items()
+            }
+            part.master = tensors.pop(MASTER, None)
+            part.moments = tensors
+            if not tensors and state.has_moments:
+                part.moments = {name: torch.zeros(part.width, device=bucket.device) for name in moments}
+            if part.master is None and state.param.dtype != torch.float32:
+                part.master = state.param[place].float()
 
 
 def hand_over(
     engine: Engine,
-    shards: Sequence[Sequence[Flat]],
-    names: Sequence[Sequence[str]],
+    states: Sequence[BucketState],
+    moments: Sequence[str],
     new_ranks: Sequence[int | None],
     size: int,
 ) -> None:
@@ -170,31 +181,36 @@ def hand_over(
     """
     buckets, group = engine.gradient_buckets, engine.group
     wanted = [hand_overs(group, bucket.body, new_ranks, size) for bucket in buckets]
-    moved = move(
-        group, buckets, [_held(flats) for flats in shards], wanted, names, "optimizer state of workers that leave"
-    )
-    for (own, *_), new in zip(shards, moved, strict=True):
-        own.others += new
+    names = [_names_of(state, moments) for state in states]
+    held = [state.held() for state in states]
+    moved = move(group, buckets, held, wanted, names, "optimizer state of workers that leave")
+    for state, new in zip(states, moved, strict=True):
+        state.others += new
 
 
-def collect(engine: Engine, shards: Sequence[Sequence[Flat]], rank: int) -> None:
-    """Rank `rank` gets all parameters, each from a worker that has updated it. Every rank calls it.
+def _names_of(state: BucketState, moments: Sequence[str]) -> list[str]:
+    """The names of the tensors that the bucket's state has, the same on every worker. Masters are made from parameters
+    before they are state.
+    """
+    return [*(moments if state.has_moments else ()), *([MASTER] if state.has_masters else ())]
 
-    shards: of each bucket, the parts that this worker has updated, its own and what it mirrors; empty on one that has
-    no state. Raises CommError and ShardsLost.
+
+def collect(engine: Engine, states: Sequence[BucketState], rank: int, has_state: bool) -> None:
+    """Gives rank `rank` all parameters, each from a worker that has updated it. Every rank calls it.
+
+    has_state: this worker has updated its parts. Raises CommError and ShardsLost.
     """
     group, buckets = engine.group, engine.gradient_buckets
-    held = [[Held(flat.place, {"param": flat.param[flat.place].float()}) for flat in flats] for flats in shards]
+    held = [
+        [Held(part.place, {"param": state.param[part.place].float()}) for part in state.parts] if has_state else []
+        for state in states
+    ]
     wanted = [[[slice(0, bucket.body)] if r == rank else [] for r in range(group.size)] for bucket in buckets]
     names = [["param"]] * len(buckets)
     for bucket, whole in zip(buckets, move(group, buckets, held, wanted, names, "updated parameters"), strict=True):
         for part in whole:
             assert bucket.parameters is not None
             bucket.parameters.copy_(part.tensors["param"])
-
-
-def _held(shards: Sequence[Flat]) -> list[Held]:
-    return [part for flat in shards for part in (Held(flat.place, flat.tensors()), *flat.others)]
 
 
 def hand_overs(group: Group, numel: int, new_ranks: Sequence[int | None], size: int) -> list[list[slice]]:
@@ -219,25 +235,26 @@ def hand_overs(group: Group, numel: int, new_ranks: Sequence[int | None], size: 
     return taken
 
 
-def gather(engine: Engine, flats: Sequence[Flat], only: int | None) -> list[dict[str, Tensor]]:
-    """The whole state tensors of each bucket, [body], on the host. Every rank calls it. Raises CommError.
+def gather(engine: Engine, parts: Sequence[Part], only: int | None) -> list[dict[str, Tensor]]:
+    """Returns the whole state tensors of each bucket, [body], on the host. Every rank calls it. Raises CommError.
 
+    parts: of each bucket, this worker's own.
     only: the rank that gets them; the others get none. None: every rank does.
     """
     group, gathered = engine.group, list[dict[str, Tensor]]()
-    for bucket, flat in zip(engine.gradient_buckets, flats, strict=True):
+    for bucket, part in zip(engine.gradient_buckets, parts, strict=True):
         whole: dict[str, Tensor] = {}
-        for name, tensor in flat.tensors().items():
+        for name, tensor in part.tensors().items():
             what = f"optimizer state, {name} of {bucket.name}"
             wanted = only in (None, group.rank)
             full = torch.zeros(bucket.body if wanted else 0, device=bucket.device)
             if only is None:
-                full[flat.place] = tensor
+                full[part.place] = tensor
                 group.share(full, what, BLOCK).wait()
             else:
                 sizes = [shard.stop - shard.start for shard in group.shards(bucket.body, BLOCK)]
                 into = sizes if wanted else [0] * group.size
-                cut = [flat.width if rank == only else 0 for rank in range(group.size)]
+                cut = [part.width if rank == only else 0 for rank in range(group.size)]
                 group.all_to_all(full, into, tensor, cut, what).wait()
             if wanted:
                 whole[name] = full.cpu()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kfuse.comm import devices
-from kfuse.comm.plan import Reduced
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.refuse import refuse_torchs_fused_sgd
+from kfuse.optim.updates import Update, Updates
 
 _LOG = logging.getLogger("kfuse")
 
@@ -67,10 +67,11 @@ class Optimizer(DistributedOptimizer):
         self.inner = optimizer
         self.state = optimizer.state
         self._share()
+        updates = TorchUpdates(self, optimizer)
         if skip_nonfinite is None:
             on_gpu = any(devices.of(p.device).asynchronous for group in self.param_groups for p in group["params"])
-            skip_nonfinite = self._skips_on_device or not on_gpu
-        self._attach(clip_norm, skip_nonfinite)
+            skip_nonfinite = updates.skips_on_device or not on_gpu
+        self._attach(updates, clip_norm, skip_nonfinite)
         self._warn_of_bf16(name)
 
     def _warn_of_bf16(self, name: str) -> None:
@@ -94,25 +95,36 @@ class Optimizer(DistributedOptimizer):
         if hasattr(self, "inner"):
             self._share()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, and kfuse's statistics."""
-        return self._with_statistics(self.inner.state_dict())
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads it into the wrapped optimizer, and shares its groups and state again."""
-        self.inner.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        refuse_torchs_fused_sgd(self.inner)
-        self._load_statistics(state_dict)
+
+
+class TorchUpdates(Updates):
+    """Makes updates by a torch optimizer's own `step`."""
+
+    def __init__(self, opt: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+        """opt: shares groups and state with `inner`, which makes the updates."""
+        super().__init__(opt)
+        self._inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
+        self._inner.load_state_dict(state)
+        refuse_torchs_fused_sgd(self._inner)
 
     @property
-    def _skips_on_device(self) -> bool:
+    def skips_on_device(self) -> bool:
         """Its fused kernel takes `found_inf`, from the device, and its state begins with zeros."""
-        known = type(self.inner) in (torch.optim.Adam, torch.optim.AdamW)
-        return known and all(group.get("fused") for group in self.param_groups)
+        known = type(self._inner) in (torch.optim.Adam, torch.optim.AdamW)
+        return known and all(group.get("fused") for group in self._inner.param_groups)
 
-    def _update(self, reduced: Reduced, scale: Tensor | None, found_inf: Tensor | None) -> None:
-        on_device = self._skips_on_device and devices.of(self.engine.device).asynchronous
+    def update(self, given: Update) -> None:
+        scale, found_inf = given.scale, given.found_inf
+        on_device = self.skips_on_device and devices.of(self.engine.device).asynchronous
         if found_inf is not None and not on_device and found_inf.item():
             return
         if scale is not None:
@@ -120,19 +132,19 @@ class Optimizer(DistributedOptimizer):
                 scale = torch.where(found_inf != 0, 1.0, scale)
             for bucket in self.engine.gradient_buckets:
                 bucket.visible.mul_(scale)
-        in_doubt = {i: self._state_of(p) for i in self._in_doubt if (p := self.engine.params[i]).grad is not None}
-        with self._scaled_rates(), self._gradients_laid_out():
+        in_doubt = {i: self._state_of(p) for i in given.in_doubt if (p := self.engine.params[i]).grad is not None}
+        with self._scaled_rates(given.lr_factor), self._gradients_laid_out():
             if on_device and found_inf is not None:
                 self._step_unless(found_inf)
             else:
-                self.inner.step()
+                self._inner.step()
         for index, before in in_doubt.items():
-            assert reduced.used is not None
-            used = reduced.used[index] > 0
+            assert given.reduced.used is not None
+            used = given.reduced.used[index] > 0
             for name, value in self._state_of(self.engine.params[index], copy=False).items():
                 value.copy_(torch.where(used, value, before.get(name, 0.0)))
 
-    def _make_state(self, lacking: Sequence[int]) -> None:
+    def make_state(self, lacking: Sequence[int]) -> None:
         """By an update with a gradient of zero, which the parameters do not keep.
 
         The state of torch's common optimizers is set to zeros afterwards, which is theirs before the first update; that
@@ -145,28 +157,28 @@ class Optimizer(DistributedOptimizer):
         for index, p in enumerate(params):
             p.grad = torch.zeros_like(p) if index in values else None
         try:
-            self.inner.step()
+            self._inner.step()
         finally:
             for index, value in values.items():
                 params[index].copy_(value)
             for p, gradient in zip(params, gradients, strict=True):
                 p.grad = gradient
-        if type(self.inner) in _BEGIN_WITH_ZEROS:
+        if type(self._inner) in _BEGIN_WITH_ZEROS:
             for index in lacking:
                 for state in self._state_of(params[index], copy=False, weights=False).values():
                     state.zero_()
 
     def _step_unless(self, found_inf: Tensor) -> None:
         """The wrapped optimizer's step, which its fused kernel leaves out where `found_inf` is not 0."""
-        self.inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]  # it compares with 1
+        self._inner.found_inf = (found_inf != 0).to(torch.float32)  # type: ignore[attr-defined]  # it compares with 1
         try:
-            self.inner.step()
+            self._inner.step()
         finally:
-            del self.inner.found_inf  # type: ignore[attr-defined]
+            del self._inner.found_inf  # type: ignore[attr-defined]
 
     def _state_of(self, p: Tensor, copy: bool = True, weights: bool = True) -> dict[str, Tensor]:
         """The tensors of a parameter's state, by name. weights: and the parameter, as ""."""
-        tensors = {k: v for k, v in self.state.get(p, {}).items() if isinstance(v, Tensor)}
+        tensors = {k: v for k, v in self._inner.state.get(p, {}).items() if isinstance(v, Tensor)}
         tensors |= {"": p.detach()} if weights else {}
         return {name: value.clone() if copy else value for name, value in tensors.items()}
 
@@ -186,22 +198,22 @@ class Optimizer(DistributedOptimizer):
                 p.grad = gradient
 
     @contextmanager
-    def _scaled_rates(self) -> Iterator[None]:
-        """Each group's learning rate is multiplied with `lr_factor`; afterwards it is the user's object again."""
-        if self.lr_factor == 1.0:
+    def _scaled_rates(self, factor: float) -> Iterator[None]:
+        """Each group's learning rate is multiplied with this factor; afterwards it is the user's object again."""
+        if factor == 1.0:
             yield
             return
-        for index, group in enumerate(self.param_groups):
+        for index, group in enumerate(self._inner.param_groups):
             if "lr" not in group:
-                name = type(self.inner).__name__
-                raise RuntimeError(f'lr_factor={self.lr_factor}: parameter group {index} of {name} has no "lr"')
-        rates = [group["lr"] for group in self.param_groups]
+                name = type(self._inner).__name__
+                raise RuntimeError(f'lr_factor={factor}: parameter group {index} of {name} has no "lr"')
+        rates = [group["lr"] for group in self._inner.param_groups]
         try:
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = rate * self.lr_factor
+            for group, rate in zip(self._inner.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
             yield
         finally:
-            for group, rate in zip(self.param_groups, rates, strict=True):
+            for group, rate in zip(self._inner.param_groups, rates, strict=True):
                 group["lr"] = rate
 
 

@@ -76,7 +76,7 @@ class PairAveraging:
         if self._pair is None or self._group is not group:
             self._open(group)
         elif self._together:
-            self._pair.restart(self._opt.weights(), step)
+            self._pair.restart(self._opt.updates.weights(), step)
             group.barrier("all workers offer the common model")
         assert self._pair is not None
         self._together = False
@@ -92,7 +92,7 @@ class PairAveraging:
         view = self._session.view
         assert view is not None
         host, step = own_address(*view.store), self._progress.step
-        pair = Pair(self._opt.weights(), group.rank, host, random_peer(self._seed, group.rank), step)
+        pair = Pair(self._opt.updates.weights(), group.rank, host, random_peer(self._seed, group.rank), step)
         try:
             pair.meet(group)
         except CommError:

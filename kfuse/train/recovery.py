@@ -22,9 +22,9 @@ from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.client import ControlError
 from kfuse.membership import Session
-from kfuse.optim import ConsistencyError, DistributedOptimizer
-from kfuse.optim.flat import FlatOptimizer
-from kfuse.optim.sharding import ShardsLost
+from kfuse.optim import ConsistencyError, DistributedOptimizer, interrupted
+from kfuse.optim.flat_updates import FlatUpdates
+from kfuse.optim.sharding import ShardsLost, collect
 from kfuse.train import state as training_state
 from kfuse.train.decisions import Decisions
 from kfuse.train.progress import Progress, Stage
@@ -68,8 +68,8 @@ class Recovery:
         if session.elastic and session.comm.sharded and session.comm.redundancy == "snapshot":
             from kfuse.train.snapshots import Snapshots  # only where it is used
 
-            assert isinstance(opt, FlatOptimizer), "only these optimizers have sharded state"
-            self._snapshots = Snapshots(session, opt, state)
+            assert isinstance(opt.updates, FlatUpdates), "only these optimizers have sharded state"
+            self._snapshots = Snapshots(session, opt, opt.updates.flat, state)
         self._members: list[int] = []
         """The numbers of the workers that had the newest view in which all had the state, in rank order."""
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
@@ -210,7 +210,7 @@ class Recovery:
                 self._refuse_other_arguments(arguments)
                 self._state.restore_common(newest_state, keeps_shards=self._has_state)
                 self._align_engine()
-        self._opt.regroup(self._has_state or (begins and group.rank == 0))
+        self._opt.updates.regroup(self._has_state or (begins and group.rank == 0))
         if self._checkpoints is not None:
             self._checkpoints.agree()
         if self._snapshots is not None:
@@ -243,20 +243,22 @@ class Recovery:
         That one is the most advanced then, and the others take over the rest of the state from it.
         """
         opt, at, group = self._opt, self._progress, self._session.group
-        assert isinstance(opt, FlatOptimizer), "only these optimizers have sharded state"
-        begun = self._has_state and at.stage == Stage.UPDATE and opt.has_begun(at.step)
+        assert isinstance(opt.updates, FlatUpdates), "only these optimizers have sharded state"
+        begun = self._has_state and at.stage == Stage.UPDATE and interrupted.has_begun(opt, at.step)
         mine = torch.tensor([at.position if self._has_state else -1, begun], device=group.device)
         places = [row.tolist() for row in group.all_gather(mine, "how far the step's update is")]
         newest = max(places)
         if not newest[1]:
             return  # nobody has: the step is made again. Or one is beyond it: then each has updated all of its part
         source = places.index(newest)
-        given = training_state.share(group, source, opt.begun_update, None if begun else lambda structure: None)
+        given = training_state.share(
+            group, source, lambda: interrupted.begun_update(opt), None if begun else lambda structure: None
+        )
         if self._has_state:
             rank = self._members.index(self._session.worker)
             owner_is_lost = self._members[rank - 1] not in self._session.workers
-            opt.resume_update(given or opt.begun_update(), at.step, owner_is_lost)
-        opt.collect_parameters(source, self._has_state)
+            interrupted.resume_update(opt, given or interrupted.begun_update(opt), at.step, owner_is_lost)
+        collect(opt.engine, opt.updates.flat.states, source, self._has_state)
         if group.rank == source:
             self._record_update()
             self._align_engine()

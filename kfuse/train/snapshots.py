@@ -15,7 +15,8 @@ import torch
 from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, Pending
 from kfuse.membership import Session
-from kfuse.optim.flat import FlatOptimizer
+from kfuse.optim import DistributedOptimizer
+from kfuse.optim.flat import FlatState
 from kfuse.optim.layout import Held
 from kfuse.train.state import TrainingState
 
@@ -51,8 +52,8 @@ class _Snapshot:
 class Snapshots:
     """This worker's snapshots of one training."""
 
-    def __init__(self, session: Session, opt: FlatOptimizer, state: TrainingState) -> None:
-        self._session, self._opt, self._state = session, opt, state
+    def __init__(self, session: Session, opt: DistributedOptimizer, flat: FlatState, state: TrainingState) -> None:
+        self._session, self._opt, self._flat, self._state = session, opt, flat, state
         self._every = session.comm.snapshot_every
         self._newest: _Snapshot | None = None
         self._complete: list[_Snapshot] = []
@@ -74,8 +75,9 @@ class Snapshots:
                 message.wait()
         self._keep_complete()
         copied, arriving = [], list[Pending]()
-        for number, (bucket, own) in enumerate(zip(self._opt.engine.gradient_buckets, self._opt.held(), strict=True)):
-            mine = {name: tensor.clone() for name, tensor in own.tensors.items()}  # updates change it meanwhile
+        for number, (bucket, of_bucket) in enumerate(self._flat.pairs()):
+            own = of_bucket.own
+            mine = {name: tensor.clone() for name, tensor in own.tensors().items()}  # updates change it meanwhile
             before = group.shards(bucket.body, self._opt.engine.shard_unit)[group.rank - 1]
             theirs = {name: torch.empty(before.stop - before.start, device=bucket.device) for name in mine}
             for name, tensor in mine.items():
@@ -111,5 +113,5 @@ class Snapshots:
         if self.agree() < 0 or not self._complete:
             return False
         self._state.restore_common(self._complete[-1].common, keeps_shards=False)
-        self._opt.take_shards(self._complete[-1].shards)
+        self._flat.take_shards(self._complete[-1].shards)
         return True

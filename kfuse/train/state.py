@@ -120,7 +120,7 @@ class TrainingState:
         """
         for name, part in self._parts.items():
             if isinstance(part, DistributedOptimizer) and name in state:
-                part.make_room(state[name])
+                part.updates.make_room(state[name])
         kinds = DistributedOptimizer | nn.Module
         return {
             name: part.common_state() if isinstance(part, DistributedOptimizer) else part.state_dict()

@@ -196,7 +196,7 @@ class Step:
             )
             raise
         except CommError as error:
-            if not self._opt.leave_to_loop(error):
+            if not self._opt.reducer.leave_to_loop(error):
                 raise
 
 

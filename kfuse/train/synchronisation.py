@@ -67,7 +67,7 @@ class LocalSGD:
 
     def __init__(self, session: Session, opt: DistributedOptimizer, progress: Progress) -> None:
         self._opt, self._progress, self._comm = opt, progress, session.comm
-        self._outer = OuterMomentum(opt.weights()) if session.comm.has_outer_step else None
+        self._outer = OuterMomentum(opt.updates.weights()) if session.comm.has_outer_step else None
         self.keeps_weights = self._outer is not None
         self._round_began = progress.step
         """The step at which the round began, where there is an outer step."""
@@ -107,8 +107,8 @@ class LocalSGD:
     def _outer_step(self) -> None:
         """The workers' models are their mean: the outer step, and the next round begins."""
         assert self._outer is not None
-        self._outer.step(self._opt.weights(), self._comm.outer_lr, self._comm.outer_momentum)
-        self._opt.weights_changed()
+        self._outer.step(self._opt.updates.weights(), self._comm.outer_lr, self._comm.outer_momentum)
+        self._opt.updates.weights_changed()
         self._round_began = self._progress.step + 1
 
     def finish(self) -> None:
@@ -153,7 +153,7 @@ class ModelAveraging:
         if self._session.group.size == 1:
             self.finish()  # the others have left, or were lost
             return
-        weights = self._opt.weights()
+        weights = self._opt.updates.weights()
         self._centre = self._centre or CentralModel(weights)
         self._centre.begin_step(weights, self._session.group)
 
@@ -168,8 +168,8 @@ class ModelAveraging:
         if self._centre is not None:
             group, comm = self._session.group, self._session.comm
             alpha = 1.0 / group.size if comm.sma_alpha is None else comm.sma_alpha
-            self._centre.end_step(self._opt.weights(), group, alpha, comm.sma_momentum)
-            self._opt.weights_changed()
+            self._centre.end_step(self._opt.updates.weights(), group, alpha, comm.sma_momentum)
+            self._opt.updates.weights_changed()
 
     def meet(self, every: int) -> None:
         """All workers have the central model, and the mean of their optimizer states and buffers."""
@@ -195,19 +195,19 @@ class ModelAveraging:
             yield
             return
         self._opt.average_models(weights=False, states=False)
-        weights = self._opt.weights()
+        weights = self._opt.updates.weights()
         own = [weight.clone() for weight in weights]
         self._take_centre()
         try:
             yield
         finally:
             torch._foreach_copy_(weights, own)
-            self._opt.weights_changed()
+            self._opt.updates.weights_changed()
 
     def _take_centre(self) -> None:
         if self._centre is not None:
-            self._centre.write_to(self._opt.weights())
-            self._opt.weights_changed()
+            self._centre.write_to(self._opt.updates.weights())
+            self._opt.updates.weights_changed()
 
     def close(self) -> None:
         """Nothing."""
@@ -220,10 +220,10 @@ class ModelAveraging:
         """This worker begins from the central model."""
         self._centre = None
         if state["centre"] is not None:
-            weights = self._opt.weights()
+            weights = self._opt.updates.weights()
             self._centre = CentralModel(weights)
             self._centre.load_state_dict(state["centre"], weights)
-            self._opt.weights_changed()
+            self._opt.updates.weights_changed()
 
 
 _METHODS: dict[str, type[LocalSGD | ModelAveraging]] = {"local": LocalSGD, "sma": ModelAveraging}

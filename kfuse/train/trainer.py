@@ -284,14 +284,14 @@ class Trainer:
             if clip_norm is not None:
                 opt.set_clip_norm(clip_norm)
             opt.zero_grad()  # gradients of an interrupted step, or of an earlier backward, are not this training's
-            opt.take_lost_worker_error()  # nor is a worker that was lost in a step whose body left the loop
+            opt.reducer.take_lost_worker_error()  # nor is a worker that was lost in a step whose body left the loop
             opt.statistics.begin_run()
             opt.engine.step = 0
-            opt.loop_handles_lost_workers = self._user_loop and self.session.elastic
+            opt.reducer.loop_handles_lost_workers = self._user_loop and self.session.elastic
             yield
         finally:
             self._synchronisation.close()
-            opt.loop_handles_lost_workers = False
+            opt.reducer.loop_handles_lost_workers = False
             opt.statistics.end_run()
             opt.lr_factor = 1.0
             if clip_norm is not None:  # else it is the user's, who may have changed it meanwhile
@@ -357,7 +357,7 @@ class Trainer:
             raise
         finally:
             self._under_way = None
-        error = step.error or opt.take_lost_worker_error()
+        error = step.error or opt.reducer.take_lost_worker_error()
         if error is not None:
             raise error
         if not self._has_stepped(before):
@@ -369,7 +369,7 @@ class Trainer:
         The reduction is over with the last micro-batch's backward, before opt.step().
         """
         engine = self.opt.engine
-        return engine.step == before + 1 and engine.reduced is None and not self.opt.worker_is_lost
+        return engine.step == before + 1 and engine.reduced is None and not self.opt.reducer.worker_is_lost
 
     def _record_finished_update(self) -> None:
         """A worker was lost in a step's update, and the others have ended it: as after opt.step()."""
@@ -525,7 +525,7 @@ class Trainer:
         step, before = self._under_way
         if self._has_stepped(before):
             self.progress.once(Stage.UPDATE, partial(self._end_update, step))
-        elif not self.opt.worker_is_lost:  # then the step comes again, and the state is the one before it
+        elif not self.opt.reducer.worker_is_lost:  # then the step comes again, and the state is the one before it
             raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
         return self._recovery.snapshot(in_body=True)
 

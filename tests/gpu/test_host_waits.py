@@ -21,7 +21,7 @@ AHEAD = 2  # steps that the host is ahead of the device, whatever it does
 def test_one_a_step_where_workers_may_change(schedule: str, optimizer: str) -> None:
     """The wait for the last message; after it the statistics of the step before have arrived."""
     with job(OPTIMIZERS[optimizer], 3, elastic=True, lag=AHEAD, schedule=schedule) as it:
-        it.opt.loop_handles_lost_workers = True
+        it.opt.reducer.loop_handles_lost_workers = True
         ranges = [range(0, 2), range(2, 3), range(3, 5)]
         for _ in range(4):
             waits = it.recorder.waits_of(lambda: it.planned_step(ranges))
@@ -88,7 +88,7 @@ def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone(
 ) -> None:
     """In each step a snapshot has arrived in pinned memory, as the puller's thread leaves it there."""
     with job(OPTIMIZERS[optimizer], lag=AHEAD, parameters=parameters) as it:
-        weights = it.opt.weights()
+        weights = it.opt.updates.weights()
         pair = Pair(weights, 0, "127.0.0.1", lambda step, ranks: ranks[0])
         arrived = devices.of(torch.device("cpu")).pinned((sum(w.numel() for w in weights),), torch.float32)
         arrived.zero_()

@@ -1,4 +1,4 @@
-"""From micro-batches to `p.grad`: what a training loop calls before `step()`, and what that finds there.
+"""From micro-batches to `p.grad`: an optimizer's engine, and what it has reduced.
 
 After the last micro-batch's backward the reduction is waited for and each `p.grad` is the mean gradient over the
 global batch (a view of its bucket), as with DistributedDataParallel; of a bf16 parameter rounded to bf16, as torch
@@ -11,68 +11,113 @@ import logging
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.engine import Engine
-from kfuse.comm.gradients import check_owner
+from kfuse.comm.gradients import check_owner, owner
 from kfuse.comm.group import CommError
 from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
 from kfuse.membership import Session
-from kfuse.optim.parameters import ParameterGroups
+from kfuse.optim.consistency import averaged_buffers
 from kfuse.optim.refuse import refuse_sharded
 from kfuse.optim.scaling import squared_norm_of, squared_norm_of_gradients, squared_norm_of_shards
+from kfuse.optim.updates import Updates
 
 _LOG = logging.getLogger("kfuse")
 
+Named = list[tuple[Parameter, str]]
 
-class ReducedGradients(ParameterGroups):
-    """Mix-in over a torch optimizer whose gradients an engine reduces."""
+
+class Reducer:
+    """Reduces an optimizer's gradients over the workers, and keeps what came of it until the update."""
 
     engine: Engine
-    """Reduces the gradients over the workers."""
-    loop_handles_lost_workers: bool = False
+    """`build` replaces it."""
+    loop_handles_lost_workers: bool
     """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
-    _session: Session
-    _unit: str = "micro-batches"
-    """Of the statistics: samples or micro-batches."""
-    _had_gradients: bool = False
-    """Some parameter has ever had a gradient, or it was warned that none has."""
-    _in_doubt: set[int]
+    in_doubt: set[int]
     """Parameters whose `.grad` is set, perhaps to zeros, though perhaps no worker gave them a gradient."""
-    _lost_worker_error: RuntimeError | None = None
-    """The lost worker, or supervisor, that aborted the current step; kept for the loop."""
+    group_of: dict[int, int]
+    """The parameter group of each parameter that the buckets have, by its id."""
+    tracked: nn.Module | None
+    """Whose buffers' changes are averaged."""
+
+    def __init__(self, session: Session, updates: Updates, groups: list[list[Parameter]], named: Named) -> None:
+        """groups: parameters that may share a bucket. named: all parameters, as messages name them."""
+        self._session, self._updates = session, updates
+        self.loop_handles_lost_workers, self.in_doubt, self.tracked = False, set(), None
+        self.unit = "micro-batches"
+        """Of the statistics: these, or samples."""
+        self._had_gradients = False  # some parameter has ever had a gradient, or it was warned that none has
+        self._lost_worker_error: RuntimeError | None = None  # what aborted the current step; kept for the loop
+        self._check(named)
+        self._attach(self._new_engine(groups, named, self._lane_of(groups)), groups)
+
+    def _check(self, named: Named) -> None:
+        refuse_sharded(named)
+        self._updates.check_layout(named)
+
+    def _new_engine(self, groups: list[list[Parameter]], named: Named, lane: int) -> Engine:
+        names = [name for p, name in named if p.requires_grad]
+        return Engine(groups, self._session.group, self._session.comm, names, lane, self._session.mirrors)
+
+    def _attach(self, engine: Engine, groups: list[list[Parameter]]) -> None:
+        self.engine = engine
+        self.group_of = {id(p): index for index, params in enumerate(groups) for p in params}
+        engine.on_last_micro_batch = self.synchronize
+        for bucket in engine.gradient_buckets:
+            bucket.unscale = self._unscale
+        if self.tracked is not None:
+            engine.track_buffers(averaged_buffers(self.tracked))
+        self._updates.lay_out(engine)
+
+    def rebuild(self, groups: list[list[Parameter]], named: Named) -> None:
+        """Parameters were added, frozen or unfrozen: lays the buckets out again. State of parameters is kept."""
+        old = self.engine
+        if old.reduced is not None or (old.begun and not old.interrupted):
+            raise RuntimeError("parameters can change between steps, not between backward and opt.step()")
+        shown = self._updates.show_shards()
+        try:
+            self._check(named)
+            engine = self._new_engine(groups, named, old.lane)
+        except Exception:
+            if shown:
+                self._updates.hide_shards()
+            raise
+        engine.use_transport(old.topology, old.tree)
+        old.close()
+        engine.step, engine.parts, engine.compared = old.step, old.parts, old.compared
+        engine.carry_figures(old.figures)
+        self._attach(engine, groups)
+        if old.plan is not None:
+            engine.begin(old.plan)
+
+    def _lane_of(self, groups: list[list[Parameter]]) -> int:
+        """That of an optimizer whose parameters it takes over; else a new one."""
+        for p in (p for params in groups for p in params):
+            older = owner(p)
+            if older is not None and not older.superseded and older.lane < self._session.lanes_used:
+                return older.lane
+        return self._session.new_lane()
+
+    # -- micro-batches --------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Announces the coming step's samples and each worker's range of micro-batches (kf.fit does)."""
+        """As `DistributedOptimizer.begin`."""
         check_owner(self.engine)
         if self.engine.parts > 1:
             raise RuntimeError(
                 f"opt.accumulate({self.engine.parts}) is for bare backwards: kf.fit and kf.DataLoader cut a batch into "
                 "micro-batches themselves (micro_batch=), with the mean loss of each; call opt.accumulate(1) before"
             )
-        self._unit = "samples"
+        self.unit = "samples"
         self.engine.begin(plan)
 
-    def micro_batch(
-        self,
-        samples: int | None = None,
-        last: bool = True,
-        *,
-        weight: float | None = None,
-        several_backwards: bool = False,
-    ) -> MicroBatch:
-        """Context of one micro-batch's forward and backward; the loss must be the MEAN over its samples.
-
-        samples: how many; without it micro-batches weigh the same and statistics are in units of micro-batches.
-        last: whether it is this worker's last of the step; then the reduction starts as backward goes.
-        weight: kf.fit and kf.DataLoader pass it (`weight_fn`). In a loop of your own `samples` is the weight: where it
-        counts tokens, statistics are in units of tokens.
-        several_backwards: several losses, each with a backward of its own: their gradients add up in `p.grad` as torch
-        adds them, and are taken and measured as the context ends. The reduction then starts there, not during backward.
-        Raises ValueError for a sample count below 1, RuntimeError if a newer optimizer has this one's parameters.
-        """
+    def micro_batch(self, samples: int | None, last: bool, weight: float | None, several_backwards: bool) -> MicroBatch:
+        """As `DistributedOptimizer.micro_batch`."""
         check_owner(self.engine)
         if self.engine.parts > 1:
             raise RuntimeError(
@@ -84,27 +129,14 @@ class ReducedGradients(ParameterGroups):
         if samples is not None and samples < 1:
             raise ValueError(f"samples={samples!r}: a micro-batch has at least one sample")
         unit = "micro-batches" if samples is None else "samples"
-        if self.engine.begun and unit != self._unit:
+        if self.engine.begun and unit != self.unit:
             raise ValueError("opt.micro_batch: give the sample counts of all of a step's micro-batches, or of none")
-        self._unit = unit
+        self.unit = unit
         counted = 1.0 if samples is None else float(samples)
         return MicroBatch(self.engine, counted if weight is None else weight, last, several_backwards)
 
     def accumulate(self, backwards: int) -> None:
-        """From now on a step is so many bare backwards on this worker, each of a loss DIVIDED by their number.
-
-            opt.accumulate(ACC)
-            for i, (x, y) in enumerate(batches):
-                (loss_fn(model(x), y) / ACC).backward()
-                if (i + 1) % ACC == 0:
-                    opt.step()
-                    opt.zero_grad()
-
-        Each backward is a micro-batch; the division is undone in the statistics, whose unit is the micro-batch. A step
-        after fewer backwards, and another backward after the last, are errors. `accumulate(1)` ends it. Without it, and
-        for micro-batches of unequal sizes: `micro_batch`, with the mean loss.
-        Raises ValueError for a number below 1, RuntimeError in the middle of a step.
-        """
+        """As `DistributedOptimizer.accumulate`."""
         if not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 1:
             raise ValueError(f"opt.accumulate({backwards!r}): must be a whole number, at least 1")
         if self.engine.begun or self.engine.plan is not None:
@@ -114,12 +146,10 @@ class ReducedGradients(ParameterGroups):
             )
         self.engine.parts = backwards
 
-    def synchronize(self) -> None:
-        """Waits for the reduction and sets each `p.grad`. Runs by itself after the last micro-batch's backward.
+    # -- p.grad ---------------------------------------------------------------------------------------------------
 
-        Raises CommError, and ControlError if the supervisor is lost, but neither in the body of kf.DataLoader's loop in
-        a job whose workers may change.
-        """
+    def synchronize(self) -> None:
+        """As `DistributedOptimizer.synchronize`."""
         try:
             self.engine.finish()
         except RuntimeError as error:
@@ -148,31 +178,35 @@ class ReducedGradients(ParameterGroups):
         another one did. An optimizer that can leave a parameter alone on the device takes zeros for it; with any other
         the host waits.
         """
-        self._in_doubt = set()
+        self.in_doubt = set()
         resumed = self.engine.kept is not None and self.engine.kept.resumed  # of a group of several
         if reduced.used is None or (self._session.group.size == 1 and not resumed):
             return reduced.unused
-        if devices.of(self.engine.device).asynchronous and self._skips_on_device:
-            self._in_doubt = set(reduced.unused)
+        if devices.of(self.engine.device).asynchronous and self._updates.skips_on_device:
+            self.in_doubt = set(reduced.unused)
             return ()
         return {index for index, count in enumerate(reduced.used.tolist()) if count == 0}
 
-    def _take_reduced(self) -> Reduced | None:
-        """The step's reduction, complete; None without gradients, or if a worker is lost and the loop handles that."""
+    def take(self, named: Named, uses_scaler: bool) -> Reduced | None:
+        """Returns the step's reduction, complete; None without gradients, or if a worker is lost and the loop handles
+        that.
+        """
         if self.engine.reduced is None:
             if self._lost_worker_error is None and any(p.grad is not None for p in self.engine.params):
-                self._take_gradients_set_by_hand()
+                self._take_gradients_set_by_hand(named, uses_scaler)
             self.synchronize()
         reduced, self.engine.reduced = self.engine.reduced, None
         if not self._had_gradients and self._lost_worker_error is None:
             self._warn_of_no_gradients()
+        if reduced is not None:
+            self._take_back_gradients()
         return reduced
 
-    def _take_gradients_set_by_hand(self) -> None:
+    def _take_gradients_set_by_hand(self, named: Named, uses_scaler: bool) -> None:
         if self.engine.begun:
             return
-        refuse_sharded(self._named_parameters())
-        if self._session.group.size > 1 and hasattr(self, "found_inf"):
+        refuse_sharded(named)
+        if self._session.group.size > 1 and uses_scaler:
             raise RuntimeError(
                 "GradScaler has looked for infinities in this worker's gradients before they were reduced over all "
                 "workers: with several workers and a GradScaler, gradients must come from backward, not from p.grad = "
@@ -186,7 +220,7 @@ class ReducedGradients(ParameterGroups):
             _LOG.warning(
                 "%s.step(): none of its %d parameters has ever had a gradient, so nothing is trained. "
                 "Does the loss come from the model whose parameters it was given?",
-                type(self).__name__,
+                type(self._updates.opt).__name__,
                 len(self.engine.params),
             )
 
@@ -213,24 +247,7 @@ class ReducedGradients(ParameterGroups):
             index = bucket.layout.params[k]
             self.engine.params[index].grad = bucket.views[k]
             bucket.view(bucket.visible)[k].copy_(gradient)
-            self._in_doubt.discard(index)
-
-    @property
-    def _skips_on_device(self) -> bool:
-        """Whether `_update` leaves parameters alone where the device says so, and the host need not ask it."""
-        return False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Sets every `p.grad` to None; else, as torch does, those that are there to zeros, which then count as used.
-
-        What came since the last step is dropped: what a backward reduced, also if it raised in the middle, and
-        micro-batches without a last one, with what they changed in the buffers of `sync_buffers`.
-        """
-        self.engine.drop()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:  # a new tensor: the bucket's is not to be accumulated into
-                    p.grad = None if set_to_none else torch.zeros_like(p)
+            self.in_doubt.discard(index)
 
     # -- a lost worker --------------------------------------------------------------------------------------------
 
@@ -263,7 +280,7 @@ class ReducedGradients(ParameterGroups):
 
     # -- norms ----------------------------------------------------------------------------------------------------
 
-    def _squared_norm_exactly(self) -> Tensor:
+    def squared_norm_exactly(self) -> Tensor:
         """|gbar|^2 in float64, from the gradients as they are now. With sharded state every worker calls it."""
         if self.engine.options.sharded:
             return squared_norm_of_shards(self.engine)
@@ -274,7 +291,7 @@ class ReducedGradients(ParameterGroups):
         reduced = self.engine.reduced
         if reduced is None:
             raise RuntimeError("GradScaler looks at gradients that opt.step() has used: call opt.zero_grad() after it")
-        _, finite = squared_norm_of(reduced, self._squared_norm_exactly)
+        _, finite = squared_norm_of(reduced, self.squared_norm_exactly)
         bad = ~torch.as_tensor(finite, device=found_inf.device)
         torch.maximum(found_inf, bad.to(found_inf.dtype), out=found_inf)  # it is asked once for each dtype
         for bucket in (self.engine.gradient_buckets[index] for index in buckets):

@@ -1,0 +1,305 @@
+"""Updates of parameters in flat buffers, by a rule: one kernel call for each bucket, or piece of one.
+
+With `comm.state=sharded` a worker updates its shard of each bucket; the engine then gives all workers the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kfuse.comm.buckets import Bucket
+from kfuse.comm.engine import Engine
+from kfuse.comm.group import CommError, Group
+from kfuse.optim.flat import FlatState
+from kfuse.optim.layout import MASTER, BucketState, Entry, Piece, piece_of, refuse_overlaps
+from kfuse.optim.parameters import loading_as, named_parameters
+from kfuse.optim.rules import Rule, fisher
+from kfuse.optim.updates import Update, Updates
+
+_NEVER_LOADED = {"amsgrad": True, "differentiable": True}
+_OTHER_ARITHMETIC = _NEVER_LOADED | {"decoupled_weight_decay": False}  # which AdamW sets to True as it loads
+
+
+class FlatUpdates(Updates):
+    """Makes updates by a rule, on a `FlatState`."""
+
+    weight_names = (MASTER,)
+    skips_on_device = True
+
+    def __init__(self, opt: torch.optim.Optimizer, rule: Rule) -> None:
+        """rule: the arithmetic."""
+        super().__init__(opt)
+        self.rule, self.flat = rule, FlatState(opt, rule.moment_names, rule.counts_updates)
+        self._counts_differ = False  # workers may have made different updates
+
+    @property
+    def sharded(self) -> bool:
+        """Each worker has state for its shards alone."""
+        return self.engine.options.sharded
+
+    def options_of(self, state: BucketState) -> dict[str, Any]:
+        """The bucket's parameter group."""
+        return self.opt.param_groups[state.group]
+
+    def fisher(self) -> Tensor | None:
+        return fisher(self) if self.rule.counts_updates else super().fisher()
+
+    def check_layout(self, named: list[tuple[Parameter, str]]) -> None:
+        """Raises ValueError if two parameters share memory: in flat buffers each has its own place."""
+        self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
+        refuse_overlaps(named)
+
+    def _refuse_options(self, groups: list[dict[str, Any]], options: dict[str, bool]) -> None:
+        """Raises ValueError for an option of torch's whose arithmetic the kernels do not have.
+
+        Which implementation to take (foreach, fused, capturable) is no such option: all give the same update.
+        """
+        for index, group in enumerate(groups):
+            for name, value in options.items():
+                if name in group and bool(group[name]) == value:
+                    raise ValueError(
+                        f"parameter group {index} has {name}={group[name]!r}, which {type(self.opt).__name__} does not "
+                        "offer: kf.Optimizer wraps any torch optimizer"
+                    )
+
+    def lay_out(self, engine: Engine) -> None:
+        """Lays parameters and state out for the engine's buckets; values are kept."""
+        super().lay_out(engine)
+        self.flat.lay_out(engine)
+        for bucket, state in self.flat.pairs():
+            self.rule.lay_out(bucket, (state.own, state.mirror))
+
+    # -- an update ------------------------------------------------------------------------------------------------
+
+    def update(self, given: Update) -> None:
+        """Also raises ValueError or RuntimeError for options and parameters that the user has changed wrongly."""
+        self._refuse_options(self.opt.param_groups, _OTHER_ARITHMETIC)
+        resumes = self.engine.kept is not None and self.engine.kept.resumed
+        for bucket, state in self.flat.pairs():
+            if state.own.place != bucket.shard and not resumes:  # made before this group was formed
+                if state.has_moments or state.has_masters:
+                    raise RuntimeError(
+                        "comm.state=sharded: the group has changed, and the optimizer's state was not moved"
+                    )
+                state.own.move_to(bucket.shard)
+                state.mirror.move_to(bucket.mirrored)
+                self.flat.take(bucket, state)
+                self.rule.lay_out(bucket, state.parts)
+        self.flat.keep_flat()
+        self.rule.update(self, given)
+
+    def run(self, update: Callable[[Bucket, BucketState], None]) -> None:
+        """Updates this worker's part of each bucket, and shares its shards. Raises CommError."""
+        try:
+            for bucket in self.engine.updates():
+                update(bucket, self.flat.states[bucket.index])
+        except CommError:
+            self.flat.renew_parameters()
+            raise
+
+    def pieces(self, bucket: Bucket, state: BucketState, given: Update) -> list[list[Piece]]:
+        """Returns what is to be updated of each of this worker's parts of a bucket. Makes the state that is needed.
+
+        Updates are counted on each worker, also those of parameters that are not its own.
+        """
+        params, options = self.flat.params_of(bucket), self.options_of(state)
+        bucket.take_visible()
+        keeps = self.rule.keeps_state(options)
+        used = [p.grad is not None for p in params]
+        certain = all(index not in given.in_doubt for index in bucket.layout.params)
+        if all(used) and certain and (state.together or not keeps):
+            calls = [range(len(params))]
+        else:
+            # Some parameters had no gradient on any worker, now or before: torch leaves those alone, so must we.
+            state.together = state.together and not keeps
+            calls = [range(k, k + 1) for k, is_used in enumerate(used) if is_used]
+        pieces: list[list[Piece]] = [[] for _ in state.parts]
+        for which in calls:
+            skip = given.found_inf if len(which) == len(params) else given.skip_of(bucket.layout.params[which[0]])
+            first = keeps and not state.entries[which[0]].known
+            if first and self.rule.skips_first(options, skip):
+                continue
+            if first:
+                self.flat.make(bucket, state, which)
+            self.flat.publish_masters(bucket, state, which)
+            state.steps[which.start : which.stop].add_(1.0 if skip is None else 1.0 - skip)
+            for part, found in zip(state.parts, pieces, strict=True):
+                piece = piece_of(bucket, state, part, which, first, skip)
+                if piece is not None:
+                    found.append(piece)
+        return pieces
+
+    # -- averages -------------------------------------------------------------------------------------------------
+
+    def make_state(self, lacking: Sequence[int]) -> None:
+        for bucket, state in self.flat.pairs():
+            which = [k for k, index in enumerate(bucket.layout.params) if index in lacking]
+            if which:
+                self.flat.make(bucket, state, which)
+        self._counts_differ = True
+
+    def average_models(self, group: Group, weights: bool, states: bool) -> None:
+        """Numbers of updates are averaged too: those of workers that made fewer are fractions."""
+        super().average_models(group, weights, states)
+        if states and self._counts_differ:
+            for state in self.flat.states:
+                state.compare_updates()
+            self._counts_differ = False
+
+    def weights(self) -> list[Tensor]:
+        return self.flat.weights()
+
+    def weights_changed(self) -> None:
+        self.flat.weights_changed()
+
+    # -- what is compared and saved -------------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, float]:
+        names = self.engine.names
+        return {
+            f"whether {names[index]} has optimizer state": float(entry.known)
+            for bucket, state in (self.flat.pairs() if self.sharded else ())
+            for index, entry in zip(bucket.layout.params, state.entries, strict=True)
+        }
+
+    def counts(self) -> list[tuple[Sequence[int], Tensor]]:
+        return [(bucket.layout.params, state.steps) for bucket, state in self.flat.pairs()] if self.sharded else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also raises CommError, which names the ranks that did not call it within the timeout."""
+        if not self.sharded:
+            return self._torchs_state()
+        self.engine.group.meet("opt.state_dict() or kf.state_dict(), with comm.state=sharded")
+        return self._with_shards(None)
+
+    def gathered_state(self, rank: int) -> dict[str, Any]:
+        return self._with_shards(rank) if self.sharded else self._torchs_state()
+
+    def _torchs_state(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for saved, group in zip(state["param_groups"], self.opt.param_groups, strict=True):
+            self.rule.mend_saved(saved, group)
+        return state
+
+    def _with_shards(self, rank: int | None) -> dict[str, Any]:
+        """torch's state_dict with the shards of all workers, on this rank, or on all (None)."""
+        self._show(rank)
+        try:
+            state = self._torchs_state()
+            return state | {"state": {key: dict(of) for key, of in state["state"].items()}}
+        finally:
+            self.hide_shards()
+
+    def _show(self, rank: int | None) -> None:
+        """Gathers the whole tensors, on this rank or on all, and makes them visible in `state`, as if replicated."""
+        from kfuse.optim.sharding import gather  # when used: `import kfuse` is quick
+
+        wholes = gather(self.engine, [state.own for state in self.flat.states], rank)
+        for (bucket, state), tensors in zip(self.flat.pairs(), wholes, strict=True):
+            params = self.flat.params_of(bucket)
+            for name, whole in tensors.items():
+                for p, view, entry in zip(params, bucket.view(whole), state.entries, strict=True):
+                    if entry.mastered if name == MASTER else entry.known:
+                        self.opt.state[p][name] = view
+
+    def show_shards(self) -> bool:
+        if not (self.flat.states and self.sharded and any(s.has_moments or s.has_masters for s in self.flat.states)):
+            return False
+        self.engine.group.meet("opt.rebuild() or opt.add_param_group(), with comm.state=sharded")
+        self._show(None)
+        return True
+
+    def hide_shards(self) -> None:
+        for p in self.engine.params:
+            for name in self.flat.names:
+                self.opt.state.get(p, {}).pop(name, None)
+
+    def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
+        self._refuse_options(state["param_groups"], _NEVER_LOADED)
+        self._check_shapes(state)
+        self._load_by_torch(state)
+        for bucket, of_bucket in self.flat.pairs():
+            if bucket.sharded:
+                of_bucket.own.move_to(slice(0, bucket.body) if whole else bucket.shard)
+                of_bucket.mirror.move_to(slice(0, 0))
+                of_bucket.others = []
+                self.rule.lay_out(bucket, [of_bucket.own])
+            self.flat.take(bucket, of_bucket)
+
+    def _check_shapes(self, state_dict: dict[str, Any]) -> None:
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        named = named_parameters(self.opt.param_groups)
+        for key, (p, label) in zip(saved, named, strict=False):  # torch's own checks the numbers
+            for name in self.flat.names:
+                value = state_dict["state"].get(key, {}).get(name)
+                if value is not None and value.shape != p.shape:
+                    raise ValueError(
+                        f"{label} of shape {tuple(p.shape)}: the saved {name} has shape {tuple(value.shape)}"
+                    )
+
+    def _load_by_torch(self, state_dict: dict[str, Any]) -> None:
+        with loading_as(self.opt, dict.fromkeys(self.flat.names, torch.float32), moved=not self.sharded):
+            super().load_state_dict(state_dict)
+
+    def make_room(self, state: dict[str, Any]) -> None:
+        """Zeros, for what has not been updated here. Shards come apart."""
+        if self.sharded:
+            return
+        saved = [key for group in state["param_groups"] for key in group["params"]]
+        params = [p for group in self.opt.param_groups for p in group["params"]]
+        given = {id(p): state["state"].get(key, {}) for p, key in zip(params, saved, strict=False)}
+        for bucket, of_bucket in self.flat.pairs():
+            theirs = [given.get(id(p), {}) for p in self.flat.params_of(bucket)]
+            missing = [k for k, of in enumerate(theirs) if not of_bucket.entries[k].known and self.flat.has_moments(of)]
+            if missing:
+                self.flat.make(bucket, of_bucket, missing)
+            self.flat.publish_masters(bucket, of_bucket, [k for k, of in enumerate(theirs) if MASTER in of])
+
+    # -- shards that move between workers -------------------------------------------------------------------------
+
+    def common_state(self) -> dict[str, Any]:
+        if not self.sharded:
+            return super().common_state()
+        flags = [
+            {
+                "known": [entry.known for entry in state.entries],
+                "mastered": [entry.mastered for entry in state.entries],
+                "steps": state.steps,
+            }
+            for state in self.flat.states
+        ]
+        return {**self._torchs_state(), "shards": flags}
+
+    def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
+        if not self.sharded:
+            super().load_common_state(state, keeps_shards)
+            return
+        self._load_by_torch({key: value for key, value in state.items() if key != "shards"})
+        for (bucket, of_bucket), flags in zip(self.flat.pairs(), state["shards"], strict=True):
+            if not keeps_shards:
+                for part in (of_bucket.own, of_bucket.mirror):
+                    part.move_to(slice(0, 0))
+                of_bucket.others = []
+            of_bucket.entries = [Entry(*both) for both in zip(flags["known"], flags["mastered"], strict=True)]
+            of_bucket.steps.copy_(flags["steps"])
+            of_bucket.compare_updates()
+            self.flat.publish(bucket, of_bucket, [k for k, entry in enumerate(of_bucket.entries) if entry.known])
+
+    def regroup(self, has_state: bool) -> None:
+        if self.sharded:
+            from kfuse.optim import sharding
+
+            sharding.regroup(self.engine, self.flat.states, self.rule.moment_names, has_state)
+            for bucket, state in self.flat.pairs():
+                self.rule.lay_out(bucket, (state.own, state.mirror))
+
+    def hand_over(self, new_ranks: Sequence[int | None], size: int) -> None:
+        if self.sharded and None in new_ranks:
+            from kfuse.optim import sharding
+
+            sharding.hand_over(self.engine, self.flat.states, self.rule.moment_names, new_ranks, size)

@@ -1,0 +1,183 @@
+"""What makes an optimizer's updates and has the state for them: torch's own optimizer, or flat buffers and a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from kfuse.comm.engine import Engine
+from kfuse.comm.group import Group
+from kfuse.comm.plan import Reduced
+from kfuse.optim.consistency import average
+from kfuse.optim.parameters import without_compiler
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update is made with, beside the gradients."""
+
+    reduced: Reduced
+    in_doubt: Collection[int]
+    """Parameters (indices in `engine.params`) that are left alone where `reduced.used` is 0: see `Reducer.in_doubt`."""
+    scale: Tensor | None
+    """fp32 scalar on the device, by which gradients are multiplied; None: 1."""
+    found_inf: Tensor | None
+    """fp32 scalar on the device; if it is not 0, nothing may change. None: the update is made."""
+    lr_factor: float
+    owner_is_lost: bool = False
+    """The update is resumed after a loss: the worker whose shards this one mirrors is gone."""
+
+    def skip_of(self, index: int) -> Tensor | None:
+        """`found_inf` for one parameter: not 0 either where it is in doubt, and no worker gave it a gradient."""
+        if index not in self.in_doubt:
+            return self.found_inf
+        assert self.reduced.used is not None
+        unused = (self.reduced.used[index] == 0).to(torch.float32)
+        return unused if self.found_inf is None else torch.maximum(unused, self.found_inf)
+
+
+class Updates:
+    """Makes the updates of an optimizer's parameters."""
+
+    weight_names: tuple[str, ...] = ()
+    """Entries of torch's `state` that `weights` returns: they are not averaged twice."""
+    engine: Engine
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        """opt: whose `param_groups` and `state` are used."""
+        self.opt = opt
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `update` leaves parameters alone where the device says so, and the host need not ask it."""
+        raise NotImplementedError
+
+    def check_layout(self, named: list[tuple[Parameter, str]]) -> None:
+        """Before buckets are built: raises ValueError for parameters that cannot be laid out."""
+
+    def lay_out(self, engine: Engine) -> None:
+        """The engine, or its buckets, are new; values are kept."""
+        self.engine = engine
+
+    def update(self, given: Update) -> None:
+        """Updates all parameters whose `.grad` is set (their mean gradient, in their dtype; in the buckets fp32).
+
+        Raises CommError with sharded state.
+        """
+        raise NotImplementedError
+
+    def make_state(self, lacking: Sequence[int]) -> None:
+        """Makes the state of these parameters (indices in `engine.params`, perhaps none), as of no update."""
+        raise NotImplementedError
+
+    def agree_on_state(self, group: Group) -> None:
+        """As `DistributedOptimizer.agree_on_state`."""
+        params = self.engine.params
+        if group.size == 1 or not params:
+            return
+        mine = torch.tensor([float(bool(self._states_of(p))) for p in params], device=group.device)
+        everywhere = mine.clone()
+        group.all_reduce(everywhere, "which parameters have optimizer state").wait()
+        lacking = ((mine == 0) & (everywhere > 0)).tolist()
+        with torch.no_grad():
+            self.make_state([index for index, lacks in enumerate(lacking) if lacks])
+
+    def _states_of(self, p: Parameter) -> list[Tensor]:
+        """The tensors of a parameter's state, without those that are weights."""
+        state = self.opt.state.get(p, {})
+        names = sorted(name for name in state if name not in self.weight_names)
+        return [state[name] for name in names if isinstance(state[name], Tensor)]
+
+    @torch.no_grad()
+    def average_models(self, group: Group, weights: bool, states: bool) -> None:
+        """As `DistributedOptimizer.average_models`."""
+        if self.engine.options.sharded:
+            raise RuntimeError("opt.average_models: comm.state=sharded has one model only; use comm.state=replicated")
+        values = self.weights() if weights else []
+        if states:
+            values += [value for p in self.engine.params for value in self._states_of(p)]
+        average(group, [*values, *self.engine.averaged.tensors])
+        if weights:
+            self.weights_changed()
+
+    def weights(self) -> list[Tensor]:
+        """The tensors that updates change: the parameters, or what they are computed from. Between steps."""
+        return [p.detach() for p in self.engine.params]
+
+    def weights_changed(self) -> None:
+        """The caller has changed what `weights` returned: parameters that are computed from them follow."""
+
+    def fisher(self) -> Tensor | None:
+        """As `DistributedOptimizer.fisher`."""
+        raise RuntimeError(f"{type(self.opt).__name__} does not tell the Fisher information")
+
+    # -- what is compared and saved -------------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, float]:
+        """Returns what must be equal on all workers with sharded state, by name."""
+        return {}
+
+    def counts(self) -> list[tuple[Sequence[int], Tensor]]:
+        """Returns how many updates each parameter has had, with sharded state, as it must be equal on all workers.
+
+        Pairs of parameters (indices in `engine.params`) and fp32 counts, one each, on the device.
+        """
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's state_dict, whole. With sharded state every worker calls it at the same point, and gets it in
+        the host's memory. Raises CommError.
+        """
+        state: dict[str, Any] = without_compiler(torch.optim.Optimizer.state_dict)(self.opt)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
+        """Loads what `state_dict` gave, or torch's optimizer. whole: with sharded state all of it, not this worker's
+        shard alone. Raises ValueError where it does not fit the parameters; then nothing is loaded.
+        """
+        without_compiler(torch.optim.Optimizer.load_state_dict)(self.opt, state)
+
+    def make_room(self, state: dict[str, Any]) -> None:
+        """Makes the state tensors that `state` has and this worker has not, where it knows how.
+
+        So a state that arrives from another worker is written where it stays. It is loaded once all has arrived.
+        """
+
+    # -- sharded state: the rest is for optimizers that can have it -----------------------------------------------
+
+    def gathered_state(self, rank: int) -> dict[str, Any]:
+        """As `state_dict`, but on the other ranks than this without the shards."""
+        return self.state_dict()
+
+    def common_state(self) -> dict[str, Any]:
+        """Returns what every worker has alike: with sharded state all but the shards. No collective."""
+        return self.state_dict()
+
+    def load_common_state(self, state: dict[str, Any], keeps_shards: bool) -> None:
+        """Takes over another worker's `common_state`. keeps_shards: those of this worker are of the same step."""
+        self.load_state_dict(state)
+
+    def show_shards(self) -> bool:
+        """Before buckets are laid out anew: gathers sharded state, from all workers. Returns whether there was any."""
+        return False
+
+    def hide_shards(self) -> None:
+        """Buckets were not laid out anew: drops what `show_shards` gathered."""
+
+    def regroup(self, has_state: bool) -> None:
+        """After the group has changed, on every worker of the new one: each gets the shards that are its own now.
+
+        has_state: this worker's shards are of the newest state. Raises CommError, and ShardsLost where no worker has a
+        part of the state. After an error nothing is lost that was there.
+        """
+
+    def hand_over(self, new_ranks: Sequence[int | None], size: int) -> None:
+        """Before a planned change of the view, on every worker: those that leave give their shards to the others.
+
+        new_ranks: of each rank, its rank in the next view, of `size` workers; None: it leaves. Raises CommError.
+        """
