@@ -195,3 +195,27 @@ def averaged() -> bool:
 @pytest.mark.parametrize("workers", [3, 5])
 def test_an_average_of_equal_models_is_that_model(workers: int) -> None:
     assert all(run_workers(workers, averaged))
+
+
+def one_parameter_changed(state: str) -> str:
+    kf.init(kf.CommOptions(state=state, check_every=1))
+    net = network()
+    opt = kf.FusedSGD(net.parameters(), lr=0.01)
+    try:
+        for step in range(8):
+            if kf.rank() == 1 and step == 3:
+                net[2].bias.data.add_(1.0)
+            x, y = sample(step)
+            F.mse_loss(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    except kf.ConsistencyError as error:
+        return str(error)
+    return "not noticed"
+
+
+@pytest.mark.parametrize("state", ["sharded", "replicated"])
+def test_a_parameter_that_one_worker_changed_is_named(state: str) -> None:
+    """Also where the update has overwritten it since, as with sharded state."""
+    for said in run_workers(2, one_parameter_changed, state):
+        assert "parameter 3 (ranks 1 against rank 0" in said, said

@@ -95,11 +95,6 @@ class Optimizer(DistributedOptimizer):
         if hasattr(self, "inner"):
             self._share()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads it into the wrapped optimizer, and shares its groups and state again."""
-        super().load_state_dict(state_dict)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
 
 class TorchUpdates(Updates):
     """Makes updates by a torch optimizer's own `step`."""
@@ -113,7 +108,9 @@ class TorchUpdates(Updates):
         return self._inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], whole: bool = False) -> None:
+        """Also shares the wrapped optimizer's groups and state again, since loading replaces them."""
         self._inner.load_state_dict(state)
+        self.opt.param_groups, self.opt.state = self._inner.param_groups, self._inner.state
         refuse_torchs_fused_sgd(self._inner)
 
     @property
