@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 from kfuse.elastic.job import Job, JobFailed
 from kfuse.elastic.processes import Processes, State, Worker
@@ -15,25 +16,28 @@ _log = logging.getLogger("kfuse")
 _HANGS_S = 1.0  # in code that mostly takes milliseconds
 
 
+@dataclass
+class _Row:
+    """Workers lost in a row: since the last new step, or since the last one that has booted."""
+
+    lost: int = 0
+    errors: set[tuple[object, ...]] = field(default_factory=set)
+    """Exceptions that ended them; of workers that trained, each with its step."""
+
+
 class LostWorkers:
     """Handles the end of each worker process. `ended` and `contact_lost` are the two entries."""
 
     def __init__(self, job: Job, processes: Processes, views: Views, records: Records) -> None:
         self._job, self._processes, self._views, self._records = job, processes, views, records
-        self._in_a_row = 0
-        """Workers lost since the last new step."""
-        self._errors: set[tuple[object, ...]] = set()
-        """Exceptions that ended workers, each with its step; since the last new step."""
+        self._since_step, self._since_boot = _Row(), _Row()
         self._progress = 0
         """`Records.progress` when the last lost worker was counted."""
-        self._boot_failures = 0
-        self._boot_errors: set[tuple[str, ...]] = set()
         processes.gpu_is_free = self._start_on_free_gpu
 
     def booted(self) -> None:
         """A worker has booted: workers that ended before they could join are no longer counted."""
-        self._boot_failures = 0
-        self._boot_errors.clear()
+        self._since_boot = _Row()
 
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
@@ -72,8 +76,8 @@ class LostWorkers:
         if generation != job.view.generation and not (proposed and generation == job.view.generation - 1):
             return
         self._forget_before_progress()
-        self._in_a_row += 1
-        if self._in_a_row >= job.elasticity.max_failures:
+        self._since_step.lost += 1
+        if self._since_step.lost >= job.elasticity.max_failures:
             job.end(JobFailed(f"workers lose contact again and again: {why}{self._what_hangs()}"))
             return
         _log.info("contact lost in view %d: %s", generation, why)
@@ -90,8 +94,7 @@ class LostWorkers:
     def _forget_before_progress(self) -> None:
         """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
         if self._records.progress > self._progress:
-            self._progress, self._in_a_row = self._records.progress, 0
-            self._errors.clear()
+            self._progress, self._since_step = self._records.progress, _Row()
 
     def _training_is_left(self) -> None:
         """Its workers have ended or left its loop: those that were to join it have none of its state, and end too."""
@@ -158,15 +161,15 @@ class LostWorkers:
             await self._boot_failed(worker, how + cause)
             return
         self._forget_before_progress()
-        self._in_a_row += not together
-        occurrence = (*error, worker.failed_at)
-        repeats = bool(error) and worker.failed_at is not None and not awaited and occurrence in self._errors
-        self._errors.add(occurrence)
+        row, occurrence = self._since_step, (*error, worker.failed_at)
+        row.lost += not together
+        repeats = bool(error) and worker.failed_at is not None and not awaited and occurrence in row.errors
+        row.errors.add(occurrence)
         if repeats:
             where = f"at step {worker.failed_at}, as another did at that step"
             job.end(JobFailed(f"worker {worker.number} {how} {where}: it would do so again{cause}"))
-        elif self._in_a_row >= limits.max_failures:
-            job.end(JobFailed(f"{self._in_a_row} workers were lost in a row, the last one {how}{cause}"))
+        elif row.lost >= limits.max_failures:
+            job.end(JobFailed(f"{row.lost} workers were lost in a row, the last one {how}{cause}"))
         elif last and not limits.restart:
             died = bool(worker.why) or status is None or status < 0
             job.end(JobFailed(f"no worker is left: the last one {how}{job.advice if died else ''}{cause}"))
@@ -179,12 +182,12 @@ class LostWorkers:
 
     async def _boot_failed(self, worker: Worker, how: str) -> None:
         """A new worker ended before it joined: another is tried; if it fails too, the others continue without it."""
-        self._boot_failures += 1
-        error = worker.error()
-        if (error and error in self._boot_errors) or self._boot_failures >= self._job.elasticity.max_failures:
+        row, error = self._since_boot, worker.error()
+        row.lost += 1
+        if (error and error in row.errors) or row.lost >= self._job.elasticity.max_failures:
             self._views.continue_without(worker, f"{how}, as others did before they could join: no other is started")
             self._views.write_quit_events()
         else:
-            self._boot_errors.add(error)
+            row.errors.add(error)
             await self._views.add_up_to(self._job.wanted)
         self._views.propose()
