@@ -185,11 +185,14 @@ def test_two_receive_buffers_do_for_any_number_of_buckets(monkeypatch: pytest.Mo
 # -- aborts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "state"),
+    [*((schedule, "replicated") for schedule in SCHEDULES), ("all_to_all", "sharded")],
+)
 @pytest.mark.parametrize("where", ["in the last backward", "before the update"])
-def test_an_aborted_step(where: str, schedule: str) -> None:
+def test_an_aborted_step(where: str, schedule: str, state: str) -> None:
     """Buffers that messages may still write to are not used again before the communicator has been aborted."""
-    with job(schedule=schedule) as it:
+    with job(schedule=schedule, state=state, width=WIDE if state == "sharded" else 10) as it:
         it.step()
         fail_in_a_step(it, where)
         it.step()
