@@ -34,6 +34,7 @@ from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
+    from kfuse.elastic.protocol import View
     from kfuse.train.snapshots import Snapshots
 
 _LOG = logging.getLogger("kfuse")
@@ -180,9 +181,12 @@ class Recovery:
                 self._share_newest_state(regroup_s, requested)
 
     def _share_newest_state(self, regroup_s: float, requested: int = 0) -> None:
-        """requested: how many workers this job was last asked for; 0: none were."""
+        """Brings all workers of the view to the state of the most advanced one, and reports the view.
+
+        requested: how many workers this job was last asked for; 0: none were.
+        """
         view, group = self._session.view, self._session.group
-        if view is None:
+        if view is None:  # one process, and nobody to share with
             self._load_or_begin(restarted=False)
             self._reporter.start(self._progress.unreported, self._restarts)
             self._reporter.resend(events=False)
@@ -198,39 +202,52 @@ class Recovery:
             if group.rank == 0:
                 self._load_or_begin(restarted=view.reason != "start")
             positions = self._gather_positions()  # now rank 0 is the most advanced: its state replaces the others'
-        newest = max(positions)
-        if min(positions) < newest:
-            source = positions.index(newest)
-            room = partial(self._make_room, begins=begins) if positions[group.rank] < newest else None
-            received = training_state.share(
-                group, source, lambda: [self._arguments, self._state.capture_common()], room
-            )
-            if received is not None:
-                arguments, newest_state = received
-                self._refuse_other_arguments(arguments)
-                self._state.restore_common(newest_state, keeps_shards=self._has_state)
-                self._align_engine()
+        self._take_newest_state(positions, begins)
         self._opt.updates.regroup(self._has_state or (begins and group.rank == 0))
-        if self._checkpoints is not None:
-            self._checkpoints.agree()
-        if self._snapshots is not None:
-            self._snapshots.agree()
+        for files in (self._checkpoints, self._snapshots):
+            if files is not None:
+                files.agree()
         self._has_state, self._torn, self._members = True, False, self._session.workers
         if begins:
             self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
-            self._reporter.start(self._progress.unreported, self._restarts)
         elif group.rank == 0:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
-        if self._lost is not None and not begins:
-            self._reporter.start(self._progress.unreported, self._restarts, goes_back=True)
-        if begins or group.rank == 0:
+        self._report_view(view, begins, regroup_s, time.perf_counter() - started)
+        self._decisions.measure_links()
+        self._report_steps_left_out_and_schedule(positions)
+
+    def _take_newest_state(self, positions: Sequence[int], begins: bool) -> None:
+        """The workers that are behind take the state of the most advanced one. positions: by rank."""
+        newest, mine = max(positions), positions[self._session.group.rank]
+        if min(positions) == newest:
+            return
+        received = training_state.share(
+            self._session.group,
+            positions.index(newest),
+            lambda: [self._arguments, self._state.capture_common()],
+            partial(self._make_room, begins=begins) if mine < newest else None,
+        )
+        if received is not None:
+            arguments, newest_state = received
+            self._refuse_other_arguments(arguments)
+            self._state.restore_common(newest_state, keeps_shards=self._has_state)
+            self._align_engine()
+
+    def _report_view(self, view: View, begins: bool, regroup_s: float, transfer_s: float) -> None:
+        """Reports the view, the beginning of training or a return to an earlier step, and the newest records anew."""
+        went_back, self._lost = self._lost, None
+        if begins or went_back is not None:
+            self._reporter.start(self._progress.unreported, self._restarts, goes_back=not begins)
+        if begins or self._session.group.rank == 0:
             self._reporter.resend(events=not begins)
-        self._reporter.view(self._progress.step, view, regroup_s, time.perf_counter() - started)
-        if self._lost is not None:
-            (step, why), self._lost = self._lost, None
+        self._reporter.view(self._progress.step, view, regroup_s, transfer_s)
+        if went_back is not None:
+            step, why = went_back
             to, steps = "checkpoint" if begins else "snapshot", step - self._progress.step
             self._reporter.event(self._progress.step, "went_back", to=to, steps=steps, why=why)
-        self._decisions.measure_links()
+
+    def _report_steps_left_out_and_schedule(self, positions: Sequence[int]) -> None:
+        """Reports the steps that workers at steps of their own have left out, and the schedule of the new view."""
         if behind := self._behind(positions):
             self._reporter.event(self._progress.step, "left_out", workers=list(behind), steps=list(behind.values()))
         choice = self._opt.engine.choice

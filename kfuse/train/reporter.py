@@ -41,7 +41,7 @@ class Reporter:
         self._told: dict[str, Any] = {}
         """Signals beside the columns, as records have told them so far; empty: the next record has all of them."""
         self._told_before: dict[str, Any] = {}
-        """The same of the records that are older than the `recent` ones, as they have it."""
+        """As `_told`, by the records that are older than the `recent` ones."""
 
     def state_dict(self) -> dict[str, Any]:
         """The newest records, for the next leader."""

@@ -321,8 +321,14 @@ class Trainer:
             plan = samples.plan_alone(group.rank, weigh is not None)
         else:
             local_rank = group.rank if group.size > 1 and at.is_local else None
-            own = self._sampling.times_before(), self._fisher() if local_rank is None else None
-            plan = samples.plan(self.decisions.announce(), local_rank, weigh is not None, audited, *own)
+            plan = samples.plan(
+                self.decisions.announce(),
+                local_rank,
+                by_weight=weigh is not None,
+                audited=audited,
+                times=self._sampling.times_before(),
+                fisher=self._fisher() if local_rank is None else None,
+            )
         self.opt.begin(plan)
         self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
         self._members = tuple(self.session.workers)
