@@ -38,10 +38,10 @@ def test_tensor_data_returns_the_rows_asked_for():
     assert got_y.tolist() == [3, 0, 3]
 
 
-@pytest.mark.parametrize("x, y", [((3, 2), (4,)), ((0, 2), (0,)), ((), ())])
-def test_tensor_data_needs_equal_lengths(x, y):
-    with pytest.raises(ValueError, match="same first dimension"):
-        TensorData(torch.zeros(x), torch.zeros(y))
+def test_tensor_data_needs_equal_lengths():
+    for x, y in [((3, 2), (4,)), ((0, 2), (0,)), ((), ())]:
+        with pytest.raises(ValueError, match="same first dimension"):
+            TensorData(torch.zeros(x), torch.zeros(y))
 
 
 def test_map_data_collates_samples():
@@ -51,40 +51,37 @@ def test_map_data_collates_samples():
     assert y.dtype == torch.int64
 
 
-@pytest.mark.parametrize("samples", [[torch.zeros(2)] * 3, [(1, 2, 3)] * 3, [{"x": 1}] * 3, [(1, {"y": 2})] * 3])
-def test_samples_that_cannot_become_a_loss_are_refused(samples):
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(TypeError, match=r"\(input, target\) pair|cannot be called as"):
-        kf.fit(model, MapData(samples), kf.FusedSGD(model.parameters(), lr=0.1), batch_size=2)
+def test_samples_that_cannot_become_a_loss_are_refused():
+    for samples in [[torch.zeros(2)] * 3, [(1, 2, 3)] * 3, [{"x": 1}] * 3, [(1, {"y": 2})] * 3]:
+        model = torch.nn.Linear(2, 1)
+        with pytest.raises(TypeError, match=r"\(input, target\) pair|cannot be called as"):
+            kf.fit(model, MapData(samples), kf.FusedSGD(model.parameters(), lr=0.1), batch_size=2)
 
 
-@pytest.mark.parametrize(
-    "obj, kind",
-    [
+def test_as_dataset_takes_what_torch_users_have():
+    for obj, kind in [
         ((torch.zeros(4, 2), torch.zeros(4)), TensorData),
         (TensorDataset(torch.zeros(4, 2), torch.zeros(4)), TensorData),
         (Squares(), MapData),
         (Subset(Squares(), [0, 1, 2, 4]), MapData),
         ([(1.0, 0)] * 4, MapData),
-    ],
-)
-def test_as_dataset_takes_what_torch_users_have(obj, kind):
-    data = as_dataset(obj)
-    assert isinstance(data, kind)
-    assert isinstance(data, Dataset)
-    x, y = data.fetch(ROWS)
-    assert len(x) == len(y) == 3
+    ]:
+        data = as_dataset(obj)
+        assert isinstance(data, kind)
+        assert isinstance(data, Dataset)
+        x, y = data.fetch(ROWS)
+        assert len(x) == len(y) == 3
 
 
-@pytest.mark.parametrize("pair", [tuple, list])
-def test_a_pair_of_arrays_becomes_what_models_and_losses_take(pair):
-    x, y = np.linspace(0, 1, 8)[::-1].reshape(4, 2), np.array([2, 0, 1, 2], dtype=np.int32)
-    got_x, got_y = as_dataset(pair([x, y])).fetch(ROWS)
-    assert (got_x.dtype, got_y.dtype) == (torch.float32, torch.int64)
-    assert torch.equal(got_x, torch.tensor(x[ROWS], dtype=torch.float32))
-    assert got_y.tolist() == [2, 2, 2]
-    model = torch.nn.Linear(2, 3)
-    assert kf.fit(model, pair([x, y]), kf.FusedSGD(model.parameters(), lr=0.1), batch_size=2)["steps"] == 2
+def test_a_pair_of_arrays_becomes_what_models_and_losses_take():
+    for pair in [tuple, list]:
+        x, y = np.linspace(0, 1, 8)[::-1].reshape(4, 2), np.array([2, 0, 1, 2], dtype=np.int32)
+        got_x, got_y = as_dataset(pair([x, y])).fetch(ROWS)
+        assert (got_x.dtype, got_y.dtype) == (torch.float32, torch.int64)
+        assert torch.equal(got_x, torch.tensor(x[ROWS], dtype=torch.float32))
+        assert got_y.tolist() == [2, 2, 2]
+        model = torch.nn.Linear(2, 3)
+        assert kf.fit(model, pair([x, y]), kf.FusedSGD(model.parameters(), lr=0.1), batch_size=2)["steps"] == 2
 
 
 def test_arrays_of_bytes_and_bools_keep_their_type():
@@ -101,21 +98,18 @@ def test_a_list_of_two_tensors_is_a_pair():
     assert torch.equal(got_x, x[[3, 0, 3]]) and got_y.tolist() == [3, 0, 3]
 
 
-@pytest.mark.parametrize(
-    "obj, kind, said",
-    [
+def test_a_pair_that_is_none_is_refused_in_one_line():
+    for obj, kind, said in [
         ([torch.zeros(4), torch.zeros(5)], ValueError, "same first dimension"),
         ((np.zeros((4, 2)), np.zeros(5)), ValueError, "same first dimension"),
         ((torch.zeros(4),) * 3, TypeError, r"tuple of 3 tensors or arrays: a pair \(x, y\) has two"),
         ([torch.zeros(4)], TypeError, "list of 1 tensors"),
         ((np.array(["a", "b"]), np.zeros(2)), TypeError, "dtype <U1"),
         ((np.array([[1], None], dtype=object), np.zeros(2)), TypeError, "dtype object"),
-    ],
-)
-def test_a_pair_that_is_none_is_refused_in_one_line(obj, kind, said):
-    with pytest.raises(kind, match=said) as caught:
-        as_dataset(obj)
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(kind, match=said) as caught:
+            as_dataset(obj)
+        assert "\n" not in str(caught.value)
 
 
 def test_as_dataset_leaves_a_dataset_alone():
@@ -123,14 +117,10 @@ def test_as_dataset_leaves_a_dataset_alone():
     assert as_dataset(data) is data
 
 
-@pytest.mark.parametrize(
-    "obj",
-    [torch.zeros(4), np.zeros(4), {"x": 1}, "data.csv", Stream(), DataLoader(Squares()), None, 7],
-    ids=lambda obj: type(obj).__name__,
-)
-def test_as_dataset_names_what_it_takes(obj):
-    with pytest.raises(TypeError, match=rf"{type(obj).__name__} is not a data set: pass a pair of tensors"):
-        as_dataset(obj)
+def test_as_dataset_names_what_it_takes():
+    for obj in [torch.zeros(4), np.zeros(4), {"x": 1}, "data.csv", Stream(), DataLoader(Squares()), None, 7]:
+        with pytest.raises(TypeError, match=rf"{type(obj).__name__} is not a data set: pass a pair of tensors"):
+            as_dataset(obj)
 
 
 def test_split_is_a_partition_that_depends_on_the_seed():
@@ -140,10 +130,10 @@ def test_split_is_a_partition_that_depends_on_the_seed():
     assert set(held) != set(split_indices(30, 0.1, seed=2)[1])
 
 
-@pytest.mark.parametrize("heldout", [0.0, 1.0, -0.5, 0.999])
-def test_split_needs_samples_on_both_sides(heldout):
-    with pytest.raises(DataError, match=f"heldout={heldout}"):
-        split_indices(10, heldout, seed=0)
+def test_split_needs_samples_on_both_sides():
+    for heldout in [0.0, 1.0, -0.5, 0.999]:
+        with pytest.raises(DataError, match=f"heldout={heldout}"):
+            split_indices(10, heldout, seed=0)
 
 
 def test_digits_are_the_published_ones():

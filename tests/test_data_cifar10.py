@@ -93,9 +93,8 @@ def test_a_pickle_cannot_run_code(tmp_path):
 PIXELS, LABELS = np.zeros((2, 3072), np.uint8), [1, 2]
 
 
-@pytest.mark.parametrize(
-    "batch, message",
-    [
+def test_a_pickle_that_is_not_a_batch(tmp_path):
+    for batch, message in [
         ({b"labels": LABELS}, "KeyError.*data"),
         ([1, 2], "not a pickled batch"),
         ({b"data": PIXELS.astype(np.int32), b"labels": LABELS}, "pixels int32"),
@@ -104,14 +103,12 @@ PIXELS, LABELS = np.zeros((2, 3072), np.uint8), [1, 2]
         ({b"data": PIXELS, b"labels": [1, 10]}, "labels from 1 to 10"),
         ({b"data": PIXELS, b"labels": [0.5, 1.5]}, "labels float64"),
         ({b"data": PIXELS[:0], b"labels": []}, "for 0 images"),
-    ],
-)
-def test_a_pickle_that_is_not_a_batch(tmp_path, batch, message):
-    write_pickle(tmp_path)
-    (tmp_path / "test_batch").write_bytes(pickle.dumps(batch, protocol=4))
-    with pytest.raises(DataError, match=message) as caught:
-        load_cifar10(tmp_path)
-    assert str(tmp_path / "test_batch") in str(caught.value)
+    ]:
+        write_pickle(tmp_path)
+        (tmp_path / "test_batch").write_bytes(pickle.dumps(batch, protocol=4))
+        with pytest.raises(DataError, match=message) as caught:
+            load_cifar10(tmp_path)
+        assert str(tmp_path / "test_batch") in str(caught.value)
 
 
 def test_damaged_files_are_named(tmp_path):

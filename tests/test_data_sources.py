@@ -218,9 +218,8 @@ class Other:
         return self.made(shard, position) if callable(self.made) else self.made
 
 
-@pytest.mark.parametrize(
-    "source, kind, said",
-    [
+def test_a_wrong_source_is_refused_in_one_line() -> None:
+    for source, kind, said in [
         (Shards(0), DataError, "Shards: shard 0 is empty: each of 1 must have a sample"),
         (Other(made=[1, 2, 3]), TypeError, r"Other.open\(0, 0\): must return an iterator, not list"),
         (Other(made=None), TypeError, r"Other.open\(0, 0\): must return an iterator, not NoneType"),
@@ -229,25 +228,20 @@ class Other:
         (Other(shards=2, block=0.5), TypeError, "Other.block=0.5: must be a whole number"),
         (iter([1, 2]), TypeError, "list_iterator: can be read once only"),
         ((i for i in range(3)), TypeError, "generator: can be read once only"),
-    ],
-)
-def test_a_wrong_source_is_refused_in_one_line(source: Any, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said) as caught:
-        as_stream(source)
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(kind, match=said) as caught:
+            as_stream(source)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "stream, numbers, said",
-    [
+def test_where_there_is_no_sample_it_is_said() -> None:
+    for stream, numbers, said in [
         (lambda: SourceStream(Shards(9, 0, block=4)), range(9), "Shards: shard 1 is empty"),
         (lambda: IterableStream(Letters(0)), range(2), "Letters: is empty"),
-    ],
-)
-def test_where_there_is_no_sample_it_is_said(stream: Any, numbers: range, said: str) -> None:
-    with pytest.raises(DataError, match=said) as caught:
-        fetched(stream(), numbers)
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(DataError, match=said) as caught:
+            fetched(stream(), numbers)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_shard_that_changes_is_refused() -> None:
@@ -583,16 +577,14 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("data, more, kind, said", WRONG, ids=[said[:40] for *_, said in WRONG])
-def test_wrong_data_is_answered_in_one_line_before_training(
-    data: Any, more: dict[str, Any], kind: type[Exception], said: str
-) -> None:
-    model, opt = linear()
-    before = params_sha256(model)
-    with pytest.raises(kind, match=said) as caught:
-        kf.fit(model, data, opt, **more)
-    assert "\n" not in str(caught.value)
-    assert params_sha256(model) == before
+def test_wrong_data_is_answered_in_one_line_before_training() -> None:
+    for data, more, kind, said in WRONG:
+        model, opt = linear()
+        before = params_sha256(model)
+        with pytest.raises(kind, match=said) as caught:
+            kf.fit(model, data, opt, **more)
+        assert "\n" not in str(caught.value)
+        assert params_sha256(model) == before
 
 
 def remarks_of_a_data_loader() -> list[str]:

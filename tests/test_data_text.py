@@ -27,11 +27,11 @@ def test_blocks_are_contiguous_and_targets_are_the_next_bytes():
     assert x.is_contiguous() and y.is_contiguous()
 
 
-@pytest.mark.parametrize("length, blocks", [(4, 0), (5, 0), (6, 1), (10, 1), (11, 2)])
-def test_a_block_counts_only_with_its_last_target(length, blocks):
-    data = TextBlocks(np.zeros(length, dtype=np.uint8), 5)
-    assert len(data) == blocks
-    assert data.fetch(np.arange(blocks))[1].shape == (blocks, 5)
+def test_a_block_counts_only_with_its_last_target():
+    for length, blocks in [(4, 0), (5, 0), (6, 1), (10, 1), (11, 2)]:
+        data = TextBlocks(np.zeros(length, dtype=np.uint8), 5)
+        assert len(data) == blocks
+        assert data.fetch(np.arange(blocks))[1].shape == (blocks, 5)
 
 
 def test_a_file_is_split_at_its_last_tenth(tmp_path):
@@ -92,23 +92,19 @@ def test_the_standard_library_skips_tests_and_installed_packages(tmp_path, monke
     assert stdlib_source(limit=7) == b"a.py\nb/"
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
+def test_unusable_files_are_one_clear_error(tmp_path):
+    for content, message in [
         (b"", "is empty"),
         (b"short", "too short.*5 bytes.*block_size=64 needs at least 65"),
         (b"x" * 300, "too short.*270 to train on and 30 held out"),
         (b"x" * 700 + b"\xff" + b"x" * 700, "not UTF-8: byte 0xff at offset 700"),
         (("é" * 700).encode()[:-1], "not UTF-8: byte 0xc3 at offset 1398"),
-    ],
-    ids=["empty", "no block", "no block held out", "not UTF-8", "cut in a character"],
-)
-def test_unusable_files_are_one_clear_error(tmp_path, content, message):
-    file = write(tmp_path, content)
-    with pytest.raises(DataError, match=message) as caught:
-        load_text(file)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ]:
+        file = write(tmp_path, content)
+        with pytest.raises(DataError, match=message) as caught:
+            load_text(file)
+        assert str(file) in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_and_a_folder(tmp_path):

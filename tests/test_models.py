@@ -29,26 +29,26 @@ def parameter_count(model):
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_construction_and_training_step_are_deterministic_and_without_warnings(name):
-    results = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            torch.manual_seed(3)
-            model = MODELS[name]()
-            model(example_input(name)).square().mean().backward()
-            results.append([*model.state_dict().values(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert all(torch.isfinite(t).all() for t in results[0])
+def test_construction_and_training_step_are_deterministic_and_without_warnings():
+    for name in MODELS:
+        results = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                torch.manual_seed(3)
+                model = MODELS[name]()
+                model(example_input(name)).square().mean().backward()
+                results.append([*model.state_dict().values(), *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert all(torch.isfinite(t).all() for t in results[0])
 
 
-@pytest.mark.parametrize("hidden, count", [((), 650), ((128,), 9610), ((32, 16), 2778)])
-def test_mlp_sizes(hidden, count):
-    model = MLP((1, 8, 8), 10, hidden=hidden)
-    assert parameter_count(model) == count
-    assert model(torch.randn(5, 1, 8, 8)).shape == (5, 10)
-    assert model(torch.randn(5, 64)).shape == (5, 10)
+def test_mlp_sizes():
+    for hidden, count in [((), 650), ((128,), 9610), ((32, 16), 2778)]:
+        model = MLP((1, 8, 8), 10, hidden=hidden)
+        assert parameter_count(model) == count
+        assert model(torch.randn(5, 1, 8, 8)).shape == (5, 10)
+        assert model(torch.randn(5, 64)).shape == (5, 10)
 
 
 def test_dropout_acts_in_training_only():
@@ -59,10 +59,10 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(model(x), model(x))
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (3, 64, 64), (2, 5, 9)])
-def test_convnet_takes_any_image_size_even_a_single_sample(shape):
-    model = ConvNet(shape, num_classes=7, width=4)
-    assert model(torch.randn(1, *shape)).shape == (1, 7)
+def test_convnet_takes_any_image_size_even_a_single_sample():
+    for shape in [(1, 8, 8), (3, 32, 32), (3, 64, 64), (2, 5, 9)]:
+        model = ConvNet(shape, num_classes=7, width=4)
+        assert model(torch.randn(1, *shape)).shape == (1, 7)
 
 
 def test_convnet_depth_is_an_argument():
@@ -72,10 +72,10 @@ def test_convnet_depth_is_an_argument():
     assert two(torch.randn(2, 1, 8, 8)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (64,), (1, 4, 8)])
-def test_convnet_names_the_shapes_it_takes(shape):
-    with pytest.raises(ValueError, match="at least 5x5"):
-        ConvNet(shape, 10)
+def test_convnet_names_the_shapes_it_takes():
+    for shape in [(8, 8), (64,), (1, 4, 8)]:
+        with pytest.raises(ValueError, match="at least 5x5"):
+            ConvNet(shape, 10)
 
 
 def test_gpt_output_and_sizes():
@@ -131,21 +131,21 @@ def test_gpt_refuses_what_it_cannot_take():
         GPT(10, 4, heads=4, width=10)
 
 
-@pytest.mark.parametrize("name, steps", [("mlp", 150), ("convnet", 60)])
-def test_classifiers_learn_digits(name, steps):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    split = load_digits()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    rng = np.random.default_rng(0)
-    for _ in range(steps):
-        x, y = split.train.fetch(rng.integers(0, len(split.train), 128))
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    model.eval()
-    x, y = split.heldout.fetch(np.arange(len(split.heldout)))
-    assert (model(x).argmax(-1) == y).float().mean().item() > 0.93
+def test_classifiers_learn_digits():
+    for name, steps in [("mlp", 150), ("convnet", 60)]:
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        split = load_digits()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        rng = np.random.default_rng(0)
+        for _ in range(steps):
+            x, y = split.train.fetch(rng.integers(0, len(split.train), 128))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        x, y = split.heldout.fetch(np.arange(len(split.heldout)))
+        assert (model(x).argmax(-1) == y).float().mean().item() > 0.93
 
 
 def test_gpt_learns_to_look_back():
