@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +67,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     begun: BegunUpdate | None = None
     """The newest update, made or not: with sharded state a lost worker may interrupt it."""
 
+    steps_without_gradients: int = 0
+    """Calls of `step` that did nothing. Workers on which they differ have lost their common step."""
+
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def _attach(self, updates: Updates, clip_norm: float | None, skip_nonfinite: bool) -> None:
@@ -87,7 +89,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.statistics.bf16_wire = session.comm.dtype == "bf16"
         self._warning, self._comparison = NonfiniteWarning(), Comparison(updates, self._numbers)
         self._pair: Pair | None = None  # averages weights with another worker's before each update
-        self._steps_without_gradients = 0  # workers on which they differ have lost their common step
         self.updates = updates
         self.reducer = Reducer(session, updates, self._trained(), self._named_parameters())
         self.engine.compared = self._comparison.compared
@@ -174,28 +175,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Between trainings: each step's record has so many numbers of a step function's (kf.fit calls it)."""
         self.statistics.carry_figures(count)
         self.engine.carry_figures(count)
-
-    @contextlib.contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Context: what the steps in it record and count is not this optimizer's, also after an error.
-
-        They have statistics of their own: the noise scale does not see them. Parameters and optimizer state are not
-        kept: the caller loads those before the context ends. For a group whose workers stay the same.
-        """
-        statistics, last_lr, tracked = self.statistics, self.last_lr, self.reducer.tracked
-        idle, begun = self._steps_without_gradients, self.begun
-        step, figures, averaged = self.engine.step, self.engine.figures, self.engine.averaged.tensors
-        self.statistics = Statistics()
-        self.statistics.bf16_wire, self.statistics.bf16_sums = statistics.bf16_wire, statistics.bf16_sums
-        try:
-            yield
-        finally:
-            self.statistics, self.last_lr, self.reducer.tracked = statistics, last_lr, tracked
-            self._steps_without_gradients, self.begun = idle, begun
-            self.carry_figures(figures)
-            if self.engine.averaged.tensors != averaged:
-                self.engine.track_buffers(averaged)
-            self.engine.step = step
 
     def fisher(self) -> Tensor | None:
         """Trace and largest entry of the diagonal Fisher information by the state: fp32 [2] on the device, without a
@@ -289,12 +268,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_wrong_use()
+        self.reducer.refuse_changed(self.param_groups)
+        refuse_own_loop(self._session, uses_scaler=hasattr(self, "found_inf"))
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # as GradScaler sets it
         reduced = self.reducer.take(self._named_parameters(), hasattr(self, "found_inf"))
         if reduced is None:
             if not self._session.elastic:  # else a worker that joins has made fewer calls of all kinds
-                self._steps_without_gradients += 1
+                self.steps_without_gradients += 1
             return loss
         refuse_unplanned(self._session, reduced.planned)
         if found_inf is not None and reduced.local:
@@ -330,28 +310,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             leads, finite = self._session.group.rank == 0, update.scaled.finite
             self._warning.after_step(update.step, finite, self.statistics.arrived, self.skip_nonfinite, leads)
 
-    def _refuse_wrong_use(self) -> None:
-        """Raises RuntimeError if parameters were (un)frozen or moved to another group, or if an elastic job has its own
-        loop or a GradScaler.
-        """
-        groups = enumerate(self.param_groups)
-        trained = {id(p): index for index, group in groups for p in group["params"] if p.requires_grad}
-        expected = self.reducer.group_of
-        if trained != expected:
-            only_moved = trained.keys() == expected.keys()
-            what = "moved to another parameter group" if only_moved else "frozen or unfrozen"
-            raise RuntimeError(
-                f"parameters were {what} after the optimizer was made: call opt.rebuild() before backward"
-            )
-        refuse_own_loop(self._session, uses_scaler=hasattr(self, "found_inf"))
-
     def _numbers(self) -> dict[str, float]:
         """Returns the settings that must be equal on all workers, by name."""
         numbers = {f"the learning rate of group {k}": rate for k, rate in enumerate(self.learning_rates())}
         numbers |= numeric_options(self.param_groups)
         numbers["clip_norm"] = math.nan if self.clip_norm is None else float(self.clip_norm)
         numbers["skip_nonfinite"] = float(self.skip_nonfinite)
-        numbers["the number of opt.step() calls without a backward"] = float(self._steps_without_gradients)
+        numbers["the number of opt.step() calls without a backward"] = float(self.steps_without_gradients)
         return numbers | self.updates.numbers()
 
     # -- what was measured ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class Reducer:
     """Reduces an optimizer's gradients over the workers, and keeps what came of it until the update."""
 
     engine: Engine
-    """`build` replaces it."""
+    """`rebuild` replaces it."""
     loop_handles_lost_workers: bool
     """Set by kf.DataLoader's loop: when a worker is lost `step()` does nothing, and the loop takes the error."""
     in_doubt: set[int]
@@ -94,6 +95,17 @@ class Reducer:
         self._attach(engine, groups)
         if old.plan is not None:
             engine.begin(old.plan)
+
+    def refuse_changed(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises RuntimeError if parameters of these groups were frozen, unfrozen or moved to another one since."""
+        every = enumerate(groups)
+        trained = {id(p): index for index, group in every for p in group["params"] if p.requires_grad}
+        if trained != self.group_of:
+            only_moved = trained.keys() == self.group_of.keys()
+            what = "moved to another parameter group" if only_moved else "frozen or unfrozen"
+            raise RuntimeError(
+                f"parameters were {what} after the optimizer was made: call opt.rebuild() before backward"
+            )
 
     def _lane_of(self, groups: list[list[Parameter]]) -> int:
         """That of an optimizer whose parameters it takes over; else a new one."""

@@ -333,7 +333,7 @@ def test_critical_batch_leaves_model_optimizer_and_random_state_as_they_were(nam
             assert state(net, opt) == before and opt.stats == stats
             after = plain_fields(opt)
             changed = {name for name, value in fields.items() if after[name] != value}
-            assert not changed, "a new field? see `opt.unrecorded`"
+            assert not changed, "a new field? see `_unrecorded`"
             assert [p.data_ptr() for p in net.parameters()] == pointers
             assert [module.training for module in net.modules()] == modes
         drawn = [torch.rand(()).item(), np.random.rand(), random.random()]

@@ -17,6 +17,7 @@ from kfuse.data.given import training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies.signals import BATCH_MAX, BasePolicy, Decision, Signals
 from kfuse.session import current
+from kfuse.statistics.step_stats import Statistics
 from kfuse.tools.cbs.estimate import (
     FACTORS,
     REPETITIONS,
@@ -194,8 +195,31 @@ def _kept(model: nn.Module, opt: DistributedOptimizer) -> Iterator[_Start]:
     if any(p.grad is not None for p in params):
         raise ValueError("parameters have gradients: call kf.critical_batch between steps, after opt.zero_grad()")
     start = _Start(model, opt)
-    with opt.unrecorded():
+    with _unrecorded(opt):
         try:
             yield start
         finally:
             start.restore()
+
+
+@contextlib.contextmanager
+def _unrecorded(opt: DistributedOptimizer) -> Iterator[None]:
+    """Context: what the steps in it record and count is not the optimizer's, also after an error.
+
+    They have statistics of their own: the noise scale does not see them. Parameters and optimizer state are not kept:
+    the caller loads those before the context ends. For a group whose workers stay the same.
+    """
+    engine, reducer, statistics = opt.engine, opt.reducer, opt.statistics
+    kept = opt.last_lr, opt.steps_without_gradients, opt.begun, reducer.tracked
+    step, figures, averaged = engine.step, engine.figures, engine.averaged.tensors
+    opt.statistics = Statistics()
+    opt.statistics.bf16_wire, opt.statistics.bf16_sums = statistics.bf16_wire, statistics.bf16_sums
+    try:
+        yield
+    finally:
+        opt.statistics = statistics
+        opt.last_lr, opt.steps_without_gradients, opt.begun, reducer.tracked = kept
+        opt.carry_figures(figures)
+        if engine.averaged.tensors != averaged:
+            engine.track_buffers(averaged)
+        engine.step = step
