@@ -53,21 +53,6 @@ def test_unigram_entropy_known_answers():
     assert unigram_entropy(skewed) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
-def test_unigram_entropy_is_the_best_loss_without_context():
-    tokens = torch.randint(0, 40, (500,), generator=torch.Generator().manual_seed(0))
-    logits = torch.zeros(256, requires_grad=True)
-    optimizer = torch.optim.LBFGS([logits], max_iter=100)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(logits.expand(500, 256), tokens)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert closure().item() == pytest.approx(unigram_entropy(tokens.numpy().astype(np.uint8)), abs=1e-3)
-
-
 def test_the_default_is_the_standard_library():
     split = load_text()
     assert len(split.train.tokens) + len(split.heldout.tokens) == STDLIB_BYTES
