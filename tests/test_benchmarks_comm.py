@@ -55,30 +55,6 @@ def test_every_variant_trains_alike_and_sends_what_the_model_says(tmp_path: Path
     assert own == [0.0, 0.0, 0.0], "each is its own base"
 
 
-@pytest.mark.full
-def test_memory_is_counted_a_variant_at_a_time(tmp_path: Path) -> None:
-    """Parameters, gradients and two moments: 16 bytes; of two workers' sharded state ZeRO has half of the moments.
-
-    kfuse has no more, but for its sums of squares: some bytes for 4096 parameters. Messages have taken their memory
-    along.
-    """
-    [size] = measured(tmp_path, "--megabytes", "4", "--memory", "--variants", "ddp,zero,sharded")["sizes"]
-    assert size["memory"]["sharded"]["tensor_bytes"] <= size["memory"]["zero"]["tensor_bytes"] + 0.03
-    assert 16 <= size["memory"]["ddp"]["tensor_bytes"] < 17.5
-    assert size["memory"]["zero"]["tensor_bytes"] < size["memory"]["ddp"]["tensor_bytes"] - 3
-
-
-@pytest.mark.full
-def test_a_link_has_its_rate(tmp_path: Path, links: ModuleType) -> None:
-    if not links.allowed():
-        with pytest.raises(RuntimeError), links.links(2, "200mbit"):
-            pass
-        return
-    [size] = measured(tmp_path, "--megabytes", "2", "--variants", "ddp", "--link", "200mbit")["sizes"]
-    seconds = 4 * size["parameters"] * 8 / 200e6  # with two workers as many bytes go each way as there are gradients
-    assert size["variants"]["ddp"]["step_ms"] > 900 * seconds
-
-
 def test_rates_are_written_as_tc_writes_them(links: ModuleType) -> None:
     with pytest.raises(ValueError, match="rate '2 GB': must be a number and one of kbit, mbit, gbit"):
         links.shaper("2 GB")
@@ -106,41 +82,3 @@ def test_slow_pairs_are_named_by_their_workers(links: ModuleType) -> None:
     for wrong in ("a-b", "1-0", "0-3", ""):
         with pytest.raises(ValueError, match=f"--slow {wrong}: must be one of none, 0-1, 0-2, 1-2"):
             topology.settings(wrong, 3)
-
-
-FAILS = """
-import sys, time
-import torch.multiprocessing as mp
-from workers import messages_from
-
-def tells(rank, how, messages):
-    if rank == 0:
-        messages.put(("here", rank))
-    if how == "raise" and rank == 0:
-        raise RuntimeError("as it should")
-    time.sleep(600)
-
-if __name__ == "__main__":
-    messages = mp.get_context("spawn").Queue()
-    workers = mp.spawn(tells, (sys.argv[1], messages), nprocs=2, join=False)
-    try:
-        list(messages_from(workers, messages, limit_s=10.0 if sys.argv[1] == 'hang' else 200.0))
-    except Exception as error:
-        print(type(error).__name__, any(process.is_alive() for process in workers.processes))
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("how", "error"), [("hang", "TimeoutError"), ("raise", "ProcessRaisedException")])
-def test_no_worker_is_left_where_one_hangs_or_fails(how: str, error: str, tmp_path: Path) -> None:
-    """One of the workers says that it is there, and then fails, or all wait for nothing."""
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS)
-    done = subprocess.run(
-        [sys.executable, str(script), how],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{tmp_path}"},
-    )
-    assert done.stdout.split() == [error, "False"], done.stderr
