@@ -156,14 +156,16 @@ class Kfuse(Variant):
 
     def build(self) -> None:
         alone = self.alone
-        if alone:
-            session.reset()
-            with patch.dict(os.environ):
+        with contextlib.ExitStack() as stack:
+            if alone:  # without torchrun's variables, and without DDP's process group, which it would join
+                session.reset()
+                stack.enter_context(patch.dict(os.environ))
+                stack.enter_context(patch.object(dist, "is_initialized", lambda: False))
                 del os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
                 kf.init(self.comm)
-        else:
-            new_session(self.comm)
-        self.optimizer = kf.FusedAdamW(self.model.parameters(), lr=LR)
+            else:
+                new_session(self.comm)
+            self.optimizer = kf.FusedAdamW(self.model.parameters(), lr=LR)
         workers = 1 if alone else self.settings.workers
         self._plan = StepPlan(self.settings.samples * workers, tuple(range(r, r + 1) for r in range(workers)))
         if not self.statistics:
