@@ -297,22 +297,13 @@ def halve_in_place(net: nn.Module) -> None:
             p.mul_(0.5)
 
 
-def halve_by_data(net: nn.Module) -> None:
-    for p in net.parameters():
-        p.data.mul_(0.5)
-
-
 def replace_data(net: nn.Module) -> None:
     for p in net.parameters():
         p.data = p.data * 0.5
 
 
-def load_half(net: nn.Module) -> None:
-    net.load_state_dict({name: value * 0.5 for name, value in net.state_dict().items()})
-
-
 @ALL
-@pytest.mark.parametrize("change", [halve_in_place, halve_by_data, replace_data, load_half])
+@pytest.mark.parametrize("change", [halve_in_place, replace_data])
 def test_a_changed_parameter_replaces_its_master(make: Make, change: Callable[[nn.Module], None]) -> None:
     """A stale master would undo the change with the next update."""
     net, twin = networks()
@@ -362,8 +353,7 @@ def test_freezing_and_unfreezing_keeps_masters(make: Make) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-@pytest.mark.parametrize("done", [0, 3])
+@pytest.mark.parametrize(("order", "done"), [("model first", 3), ("optimizer first", 0)])
 def test_a_training_that_is_loaded_goes_on_bit_by_bit(make: Make, order: str, done: int) -> None:
     net, _ = networks()
     opt = make(net.parameters())
