@@ -55,7 +55,7 @@ def worker(rank: int, args: argparse.Namespace, port: int, results: Any) -> None
     """One worker: all rounds; rank 0 hands back [round][audited][wall, cpu], seconds a step."""
     torch.set_num_threads(1)
     set_torchrun_variables(rank, args.workers, port)
-    session = kf.init(kf.CommOptions(reproducible=True, check_every=None))
+    session = kf.init(comm_reproducible=True, comm_check_every=None)
     torch.manual_seed(0)
     model = GPT(VOCABULARY, BLOCK, 6, 4, 256, dropout=0.1)
     opt = kf.FusedAdamW(model.parameters(), lr=1e-4)
@@ -68,8 +68,8 @@ def worker(rank: int, args: argparse.Namespace, port: int, results: Any) -> None
     def block(every: int | None) -> list[float]:
         session.comm = replace(current().comm, audit_every=every)
         clock, batch = Clock(), SAMPLES * args.micro_batches
-        arguments: dict[str, Any] = {"steps": WARM + args.steps, "batch_size": batch, "micro_batch": SAMPLES}
-        kf.fit(model, data, opt, kf.Hook(clock), epochs=None, loss_fn=loss, progress=False, **arguments)
+        arguments: dict[str, Any] = {"train_steps": WARM + args.steps, "batch_size": batch, "batch_micro": SAMPLES}
+        kf.fit(model, data, opt, kf.Hook(clock), train_epochs=None, loss_fn=loss, observe_progress=False, **arguments)
         spent = [(times[-1] - times[WARM - 1]) / args.steps for times in (clock.wall, clock.cpu)]
         together = [each.tolist() for each in session.group.all_gather(torch.tensor(spent), "times")]
         return [max(wall for wall, _ in together), sum(cpu for _, cpu in together)]

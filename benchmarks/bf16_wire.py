@@ -38,6 +38,7 @@ sys.path[:0] = [str(HERE.parent / "tests")]
 from distributed import run_workers  # noqa: E402
 
 import kfuse as kf  # noqa: E402
+from kfuse.comm.options import CommOptions  # noqa: E402
 
 WAYS = {
     "fp32": {"schedule": "allreduce", "dtype": "fp32"},
@@ -103,7 +104,7 @@ def timed(rounds: int) -> dict[str, dict[str, list[float]]]:
     for size, numel in SIZES.items():
         made = {}
         for name, way in TIMED.items():
-            session.comm = kf.CommOptions(bucket_mb=1000.0, **way)  # type: ignore[arg-type]
+            session.comm = CommOptions(bucket_mb=1000.0, **way)  # type: ignore[arg-type]
             p = nn.Parameter(torch.zeros(numel))
             made[name] = (p, kf.FusedSGD([p], lr=0.0))
         gradient, order = torch.randn(numel), np.random.default_rng(0)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import kfuse as kf
+from kfuse.comm.options import CommOptions
 from kfuse.comm.tail import digest
 from kfuse.models import GPT
 
@@ -28,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rounds", type=int, default=30)
     rounds: int = parser.parse_args().rounds
-    every = kf.CommOptions().check_every
+    every = CommOptions().check_every
     assert every is not None
     torch.manual_seed(0)
     model = GPT(VOCABULARY, BLOCK, 6, 4, 256, dropout=0.0)

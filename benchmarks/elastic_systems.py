@@ -63,8 +63,17 @@ class System(ABC):
 
 class Kfuse(System):
     def _start(self) -> None:
-        bounds = ["--workers", str(WORKERS), "--max-workers", str(WORKERS), "--run-dir", str(self.directory / "run")]
-        self._run("-m", "kfuse.cli.kfuse_run", "--quiet", *bounds, WORKER, self.name, str(self.directory))
+        bounds = [
+            "--workers-count",
+            str(WORKERS),
+            "--workers-max",
+            str(WORKERS),
+            "--run-dir",
+            str(self.directory / "run"),
+        ]
+        self._run(
+            "-m", "kfuse.cli.kfuse_run", "--observe-progress=false", *bounds, WORKER, self.name, str(self.directory)
+        )
 
 
 class Torchrun(System):

@@ -51,7 +51,7 @@ def draw(step: int, rank: int, count: int) -> Tensor:
 def kfuse(directory: Path, reproducible: bool) -> None:
     import kfuse as kf
 
-    kf.init(kf.CommOptions(reproducible=reproducible), timeout_s=30)
+    kf.init(comm_reproducible=reproducible, comm_timeout_s=30)
     model, x, y = problem()
     opt = kf.FusedAdamW(model.parameters(), lr=LR)
     log, wish = Log(directory), directory / "workers"
@@ -63,7 +63,9 @@ def kfuse(directory: Path, reproducible: bool) -> None:
                 kf.resize(int(wish.read_text()))
 
     hook = kf.Hook(Told())
-    kf.fit(model, (x, y), opt, hook, epochs=10**6, batch_size=BATCH, micro_batch=BATCH // 2)  # one each, as in DDP
+    kf.fit(
+        model, (x, y), opt, hook, train_epochs=10**6, batch_size=BATCH, batch_micro=BATCH // 2
+    )  # one each, as in DDP
 
 
 def torchrun(directory: Path) -> None:

@@ -100,13 +100,13 @@ def work(device: str, what: str, killed: str) -> None:
     expected = place(device, int(os.environ["LOCAL_RANK"]), 2)
     if what == "init" and int(os.environ["KFUSE_WORKER"]) > 0:
         _die_while_a_group_forms(INIT_KILL_S[device])
-    session = kf.init(kf.CommOptions(reproducible=True), timeout_s=10)
+    session = kf.init(comm_reproducible=True, comm_timeout_s=10)
     if session.group.device != expected:
         raise RuntimeError(f"kfuse has chosen {session.group.device}, not {expected}")
     model = problem(session.group.device)
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
     asked = False
-    loader = kf.DataLoader(samples(960, seed=1), model, opt, batch_size=48, micro_batch=8, epochs=10)
+    loader = kf.DataLoader(samples(960, seed=1), model, opt, batch_size=48, batch_micro=8, train_epochs=10)
     for index, step in enumerate(loader):
         if what in ("grow", "init") and index >= GROW_AT and kf.size() == 1 and not Path(killed).exists():
             if not asked:

@@ -21,6 +21,7 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm import transport_names
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
 
 STEPS, MICRO_BATCHES, SAMPLES = 8, 8, 16
@@ -86,7 +87,7 @@ def _compare(alone: dict[str, Any], first: dict[str, Any], second: dict[str, Any
 def train(device: torch.device, cases: list[Case], timeout_s: float, answer: Callable[[Any], None]) -> None:
     """One rank: each case with the other rank, and alone."""
     for schedule, reproducible, dtype in cases:
-        options = kf.CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, bucket_mb=0.25)
+        options = CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, bucket_mb=0.25)
         found = {}
         for name in ("alone", "together"):
             session = new_session(options, timeout_s, alone=name == "alone")

@@ -109,7 +109,9 @@ def _steps(model: Numbers, device: torch.device, micro_batches: int, **more: Any
     """Trains; yields the time at the end of each step, boundary included, once the device has done it."""
     opt = kf.FusedAdamW(model.parameters(), lr=1e-4)
     ones = torch.ones(MOST_STEPS * micro_batches, 1)
-    for step in kf.DataLoader((ones, ones), model, opt, batch_size=micro_batches, micro_batch=1, epochs=1, **more):
+    for step in kf.DataLoader(
+        (ones, ones), model, opt, batch_size=micro_batches, batch_micro=1, train_epochs=1, **more
+    ):
         for x, _ in step:
             model(x.to(device)).backward()  # type: ignore[no-untyped-call]
         opt.step()
@@ -140,7 +142,7 @@ def _growth(device: str, count: int, limit_s: float) -> dict[str, Any]:
 def work(name: str, count: int, log: Path) -> None:
     """A worker's training script. It appends to `log` a line with its median step and its peak memory."""
     expected = place(name, int(os.environ["LOCAL_RANK"]), 2)
-    device = kf.init(timeout_s=30).group.device
+    device = kf.init(comm_timeout_s=30).group.device
     if device != expected:
         raise RuntimeError(f"kfuse has chosen {device}, not {expected}")
     model = Numbers(count, device)
@@ -178,9 +180,9 @@ def _checkpoint(device: str, count: int, limit_s: float) -> dict[str, Any]:
 
 def checkpointed(device: torch.device, count: int, folder: str, answer: Any) -> None:
     """Trains CHECKPOINT_STEPS steps with a checkpoint every CHECKPOINT_EVERY."""
-    kf.init(timeout_s=30)
+    kf.init(comm_timeout_s=30)
     model = Numbers(count, device)
-    more = {"checkpoint": folder, "checkpoint_every": CHECKPOINT_EVERY, "steps": CHECKPOINT_STEPS}
+    more = {"checkpoint_dir": folder, "checkpoint_every_steps": CHECKPOINT_EVERY, "train_steps": CHECKPOINT_STEPS}
     ends: list[float] = []
     free = False
     for end in _steps(model, device, 1, **more):

@@ -28,6 +28,7 @@ from workers import set_torchrun_variables
 
 import kfuse as kf
 from kfuse import session
+from kfuse.comm.options import CommOptions
 from kfuse.elastic.launchers import LocalLauncher
 from kfuse.elastic.supervisor import Elasticity, Supervisor
 
@@ -82,13 +83,13 @@ def place(device: str, rank: int, count: int) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def new_session(options: kf.CommOptions, timeout_s: float, alone: bool = False) -> kf.Session:
+def new_session(options: CommOptions, timeout_s: float, alone: bool = False) -> kf.Session:
     """Another session of this process, on the store that `Ranks` hosts. alone: of this worker only."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
     kept = {name: os.environ.pop(name) for name in _GROUP} if alone else {}
     session.reset()
     try:
-        return kf.init(options, timeout_s=timeout_s)
+        return kf.init(**options.named(), comm_timeout_s=timeout_s)
     finally:
         os.environ.update(kept)
 

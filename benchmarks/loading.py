@@ -88,7 +88,7 @@ def train(data: Any, workers: int) -> float:
     model = net()
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
     started = time.perf_counter()
-    kf.fit(model, data, opt, batch_size=BATCH, micro_batch=MICRO_BATCH, num_workers=workers)
+    kf.fit(model, data, opt, batch_size=BATCH, batch_micro=MICRO_BATCH, data_workers=workers)
     return time.perf_counter() - started
 
 

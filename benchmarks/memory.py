@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm.group import Group, Pending
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.ranges import bound, bytes_a_parameter
 from kfuse.comm.sharded_gradient import ShardedGradient
@@ -35,14 +36,14 @@ from kfuse.session import reset
 TENSORS, NUMEL = 2, 2**18  # a bucket each: padding and tail are well below 1 % of it; both are under way at once
 WORKERS = (2, 3, 4, 8, 16, 32, 64)
 WITHOUT_ORDER = {
-    "allreduce": kf.CommOptions("allreduce"),
-    "allreduce, bf16 wire": kf.CommOptions("allreduce", dtype="bf16"),
-    "all_to_all": kf.CommOptions("all_to_all"),
-    "all_to_all, bf16 wire": kf.CommOptions("all_to_all", dtype="bf16"),
-    "tree (binary)": kf.CommOptions("tree"),
-    "sharded": kf.CommOptions(state="sharded"),
+    "allreduce": CommOptions("allreduce"),
+    "allreduce, bf16 wire": CommOptions("allreduce", dtype="bf16"),
+    "all_to_all": CommOptions("all_to_all"),
+    "all_to_all, bf16 wire": CommOptions("all_to_all", dtype="bf16"),
+    "tree (binary)": CommOptions("tree"),
+    "sharded": CommOptions(state="sharded"),
 }
-REPRODUCIBLE = kf.CommOptions(reproducible=True)
+REPRODUCIBLE = CommOptions(reproducible=True)
 
 
 class Slow(Pending):
@@ -82,7 +83,7 @@ class StandIn(Group):
         return self._count(what)
 
 
-def measure(options: kf.CommOptions, ranges: Sequence[range], rank: int, message: type[Pending] = Slow) -> float:
+def measure(options: CommOptions, ranges: Sequence[range], rank: int, message: type[Pending] = Slow) -> float:
     """Bytes a parameter on worker `rank` of a job whose workers sum these ranges of micro-batches, rank after rank.
 
     message: Slow: all messages are under way at once; Pending: each arrives at once.
@@ -90,7 +91,7 @@ def measure(options: kf.CommOptions, ranges: Sequence[range], rank: int, message
     reset()
     gc.collect()
     gc.freeze()  # the collector then knows of what is made from now on
-    kf.init(kf.CommOptions(**{**vars(options), "bucket_mb": 4 * NUMEL / 2**20}))
+    kf.init(**CommOptions(**{**vars(options), "bucket_mb": 4 * NUMEL / 2**20}).named())
     group = StandIn(rank, len(ranges), message)
     opt = kf.FusedAdamW([nn.Parameter(torch.zeros(NUMEL)) for _ in range(TENSORS)])
     opt.engine.set_group(group)

@@ -114,7 +114,7 @@ def run(directory: Path, choice: str, kill: int) -> dict[str, float]:
 
 def steps_in_turns(rounds: int, steps: int) -> list[list[float]]:
     """On each of several workers: seconds a step without mirrors and with them, by round."""
-    kf.init(kf.CommOptions(state="sharded", bucket_mb=1.0))
+    kf.init(comm_state="sharded", comm_bucket_mb=1.0)
     pairs = []
     for mirrors in (False, True):
         model = network(HIDDEN)

@@ -36,6 +36,7 @@ from kfuse import session
 from kfuse.comm import transports
 from kfuse.comm.cost import PROBED, Costs, Job, fit, price, traffic
 from kfuse.comm.group import Group
+from kfuse.comm.options import CommOptions
 from kfuse.comm.transports.tree import parents
 
 LINKS: dict[str, tuple[str | None, int]] = {
@@ -135,7 +136,7 @@ class _Steps:
     """Steps of one schedule: gradients that are there already, and AdamW."""
 
     def __init__(self, elements: int, schedule: str, state: str, group: Group | None = None) -> None:
-        options = kf.CommOptions(schedule, state=state, bucket_mb=4 * elements / BUCKETS / 2**20)
+        options = CommOptions(schedule, state=state, bucket_mb=4 * elements / BUCKETS / 2**20)
         new_session(options)
         self.params = [torch.nn.Parameter(torch.zeros(elements // BUCKETS)) for _ in range(BUCKETS)]
         self.gradients = [torch.randn(elements // BUCKETS) for _ in self.params]

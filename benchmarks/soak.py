@@ -46,6 +46,7 @@ from warm import WarmLauncher  # noqa: E402
 
 from kfuse.comm import transport_names  # noqa: E402
 from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
+from kfuse.settings.tree import flat  # noqa: E402
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.02 lr.base=0.003 lr.scaling=adascale train.clip_norm=0.5 model=mlp",
@@ -61,7 +62,7 @@ async def run(directory: Path, overrides: list[str], soak: dict[str, Any] | None
     """One job, with a soak of these settings, or without. Raises JobFailed, AssertionError."""
     config = compose([*TRAINING, *overrides])
     recorder = Recorder(directory)
-    elasticity = Elasticity.configured(config)
+    elasticity = Elasticity.of(flat(config))
     launcher = WarmLauncher(directory.with_suffix(".log"))
     supervisor = Supervisor(launcher, {**config, "run_dir": str(directory)}, recorder, elasticity)
     job = asyncio.create_task(supervisor.run())

@@ -26,6 +26,7 @@ import kfuse as kf
 from kfuse import session
 from kfuse.comm import measurement
 from kfuse.comm import step as steps
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.transports import all_to_all, two_workers
 from kfuse.kernels import Merges, PackTable, reduce
@@ -44,7 +45,7 @@ class Settings:
     """Sequences a micro-batch."""
     micro_batches: int = 1
     """A worker's micro-batches a step."""
-    bucket_mb: float = kf.CommOptions().bucket_mb
+    bucket_mb: float = CommOptions().bucket_mb
     """kfuse's comm.bucket_mb. DDP keeps its own default."""
     layers: int = 6
     width: int = 256
@@ -244,9 +245,9 @@ class Kfuse(Variant):
     """kfuse's fused AdamW. With statistics, the host digests a step's record one step later, as the trainer does."""
 
     def __init__(self, settings: Settings, rank: int, *, statistics: bool, **comm: Any) -> None:
-        """comm: kf.CommOptions."""
+        """comm: CommOptions."""
         super().__init__(settings, rank)
-        new_session(kf.CommOptions(bucket_mb=settings.bucket_mb, **comm))
+        new_session(CommOptions(bucket_mb=settings.bucket_mb, **comm))
         self.statistics = statistics
         self.optimizer = kf.FusedAdamW(self.parameters, lr=LR)
         count = settings.micro_batches
@@ -327,11 +328,11 @@ VARIANTS = {
 }
 
 
-def new_session(options: kf.CommOptions) -> None:
+def new_session(options: CommOptions) -> None:
     """A group of its own for one variant, on the store that the benchmark's parent process hosts."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
     session.reset()
-    kf.init(options)
+    kf.init(**options.named())
 
 
 def _token_pool(settings: Settings, rank: int) -> list[Tensor]:

@@ -32,6 +32,7 @@ from workers import outcome_of, set_torchrun_variables
 
 import kfuse as kf
 from kfuse.comm.gloo import GlooGroup
+from kfuse.comm.options import CommOptions
 from kfuse.data.text import load_text
 from kfuse.models import GPT
 
@@ -72,7 +73,7 @@ def work(rank: int, port: int, name: str, seed: int, steps: int, lr: float, resu
     """One worker of one run; rank 0 puts the figures into `results`."""
     set_torchrun_variables(rank, WORKERS, port)
     torch.set_num_threads(1)
-    kf.init(kf.CommOptions("allreduce", **VARIANTS[name]))
+    kf.init(**CommOptions("allreduce", **VARIANTS[name]).named())
     torch.manual_seed(seed)
     split = load_text(block_size=BLOCK)
     model = GPT(split.spec["vocab_size"], BLOCK)
@@ -84,15 +85,15 @@ def work(rank: int, port: int, name: str, seed: int, steps: int, lr: float, resu
         model,
         split.train,
         opt,
-        steps=steps,
+        train_steps=steps,
         batch_size=BATCH,
-        micro_batch=MICRO_BATCH,
+        batch_micro=MICRO_BATCH,
         seed=seed,
-        warmup_steps=steps // 10,
-        decay="cosine",
-        clip_norm=1.0,
+        lr_warmup_steps=steps // 10,
+        lr_decay="cosine",
+        train_clip_norm=1.0,
         heldout=heldout,
-        eval_every=steps,
+        train_eval_every=steps,
     )
     assert summary is not None
     if rank == 0:

@@ -56,7 +56,7 @@ def work(rank: int, places: list[Place], megabytes: float, rounds: int, messages
     places: of each rank's worker. Workers of one place are told that they have one host.
     """
     store = join(places, rank, 29400)  # any port is free: the namespace is this run's own
-    kf.init(kf.CommOptions(tree="latency", bucket_mb=megabytes + 1), timeout_s=120)
+    kf.init(comm_tree="latency", comm_bucket_mb=megabytes + 1, comm_timeout_s=120)
     group = current().group
     group.hosts = [place.address for place in places]  # this machine's name would be the same for all
     param = torch.nn.Parameter(torch.zeros(int(megabytes * 2**20 / 4)))

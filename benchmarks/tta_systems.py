@@ -23,6 +23,7 @@ from tta_problems import LARGEST, Problem, deviations
 
 import kfuse as kf
 from kfuse import policies
+from kfuse.comm.options import CommOptions
 from kfuse.data import EpochSampler
 from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
 
@@ -184,7 +185,7 @@ def run(job: Job, problem: Problem) -> dict[str, Any]:
 
 def train_kfuse(job: Job, problem: Problem) -> Course:
     """By kf.fit."""
-    new_session(kf.CommOptions("allreduce"))  # what `auto` takes would depend on the machine's load
+    new_session(CommOptions("allreduce"))  # what `auto` takes would depend on the machine's load
     policy, scaling, decay = KFUSE[job.system](problem)
     setting, model = problem.setting, problem.model(job.seed)
     made = kf.FusedAdamW if setting.optimizer == "adamw" else kf.FusedSGD
@@ -194,17 +195,17 @@ def train_kfuse(job: Job, problem: Problem) -> Course:
         problem.data(job.seed),
         made(model.parameters(), lr=job.lr),
         kf.Hook(Timed(policy, course)),
-        epochs=1,
+        train_epochs=1,
         batch_size=setting.batch_size,
-        micro_batch=setting.micro_batch,
-        max_micro_batch=LARGEST * setting.micro_batch,  # no more in one pass than DDP has
-        max_batch_size=LARGEST * setting.batch_size,
+        batch_micro=setting.micro_batch,
+        batch_micro_max=LARGEST * setting.micro_batch,  # no more in one pass than DDP has
+        batch_max=LARGEST * setting.batch_size,
         seed=job.seed,
         lr_scaling=scaling,
-        warmup_steps=warm_up_steps(problem),
-        decay=decay,
+        lr_warmup_steps=warm_up_steps(problem),
+        lr_decay=decay,
         loss_fn=problem.loss,
-        progress=False,
+        observe_progress=False,
     )
     return course
 

@@ -37,25 +37,6 @@ def allowed(reproducible: bool, sharded: bool) -> tuple[str, ...]:
     return "auto", *left
 
 
-def check(schedule: str, reproducible: bool, sharded: bool) -> None:
-    """Raises ValueError for an unknown `comm.schedule`, and for one that `reproducible` or `sharded` rules out.
-
-    A dotted path names the user's own class; whether its sums are reproducible is not checked.
-    """
-    if "." in schedule:
-        if sharded:
-            raise ValueError(f"comm.state=sharded: must be replicated with comm.schedule={schedule}")
-        return
-    if schedule not in ("auto", *NAMES):
-        raise ValueError(f"comm.schedule={schedule}: must be one of auto, {', '.join(NAMES)}")
-    for setting, left in (
-        ("comm.reproducible=true", allowed(reproducible, False)),
-        ("comm.state=sharded", allowed(False, sharded)),
-    ):
-        if schedule not in left:
-            raise ValueError(f"comm.schedule={schedule}: must be one of {', '.join(left)} with {setting}")
-
-
 def default(reproducible: bool, sharded: bool, dtype: str) -> str:
     """What `comm.schedule=auto` takes where messages have not been measured.
 

@@ -1,8 +1,8 @@
 """KungFu's policy for image classification (Mai et al., OSDI 2020): workers join so that the batch follows the noise
 scale, with as many samples a worker all the time.
 
-kfuse-run --workers 1 --max-workers 4 examples/kungfu_batch_size.py              # scikit-learn's digits
-kfuse-run --workers 1 --max-workers 4 examples/kungfu_batch_size.py CIFAR_FOLDER
+kfuse-run --workers-count 1 --workers-max 4 examples/kungfu_batch_size.py              # scikit-learn's digits
+kfuse-run --workers-count 1 --workers-max 4 examples/kungfu_batch_size.py CIFAR_FOLDER
 """
 
 import math
@@ -39,10 +39,10 @@ summary = kf.fit(
     data.train,
     opt,
     kf.Hook(FollowNoiseScale()),
-    epochs=10,
+    train_epochs=10,
     batch_size=PER_WORKER,
-    micro_batch=4,
-    max_batch_size=PER_WORKER * MOST_WORKERS,
+    batch_micro=4,
+    batch_max=PER_WORKER * MOST_WORKERS,
     lr_scaling="linear",
     heldout=data.heldout,
 )

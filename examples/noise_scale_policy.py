@@ -1,6 +1,6 @@
 """KungFu's example, with kfuse: a worker more whenever the gradient noise scale grows.
 
-kfuse-run --workers 1 --max-workers 3 examples/noise_scale_policy.py
+kfuse-run --workers-count 1 --workers-max 3 examples/noise_scale_policy.py
 """
 
 import torch
@@ -25,4 +25,4 @@ digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
 opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
 hook = kf.Hook(GNSPolicy())
-print(kf.fit(model, digits.train, opt, hook, batch_size=64, micro_batch=8, epochs=60, heldout=digits.heldout))
+print(kf.fit(model, digits.train, opt, hook, batch_size=64, batch_micro=8, train_epochs=60, heldout=digits.heldout))

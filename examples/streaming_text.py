@@ -1,7 +1,7 @@
 """Text that is read as it is used, from a file for each shard: python examples/streaming_text.py FILE [FILE ...]
 
-kfuse-run --workers 2 --max-workers 3 examples/streaming_text.py FILE ...: each byte window is used exactly once in a
-pass over its file, whichever workers come and go.
+kfuse-run --workers-count 2 --workers-max 3 examples/streaming_text.py FILE ...: each byte window is used exactly once
+in a pass over its file, whichever workers come and go.
 """
 
 import sys
@@ -37,7 +37,7 @@ def main(files):
     torch.manual_seed(0)
     model = GPT(vocab_size=256, block_size=CONTEXT, layers=2, heads=2, width=64)
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
-    summary = kf.fit(model, Files(files), opt, batch_size=16, steps=60, loss_fn=bits)
+    summary = kf.fit(model, Files(files), opt, batch_size=16, train_steps=60, loss_fn=bits)
     if kf.rank() == 0:
         print(f"{summary['samples']} windows, {summary['loss']:.2f} bits a byte")
 

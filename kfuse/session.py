@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,10 @@ from kfuse.comm import devices
 from kfuse.comm.devices import DeviceError
 from kfuse.comm.group import Group, drop_retired
 from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommSettings
 from kfuse.membership import Record, Session, measure_links
+from kfuse.settings import rules
+from kfuse.settings.tree import by_key, resolved
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
     from kfuse.elastic.client import ControlClient
@@ -32,27 +35,27 @@ _CLOSE_S = 5.0  # how long an ending process waits until the others end too
 _current: Session | None = None
 
 
-def init(comm: CommOptions | None = None, timeout_s: float | None = None) -> Session:
+def init(**settings: Unpack[CommSettings]) -> Session:
     """Joins the other workers and returns the session; a second call returns the first one's.
 
-    comm: how gradients are reduced. timeout_s: how long any wait for another worker may take (60 s by default). With
-    comm.reproducible torch is set to one CPU thread, since a matrix product's bits depend on the number of threads.
-    The first optimizer calls it, if nothing has before.
-    Raises RuntimeError if a session exists with other options, DeviceError for a GPU that is not there, ControlError or
-    CommError if joining fails.
+    settings: `comm_reproducible=True`, ...: docs/reference.md lists them, and `kfuse --help` too, where it is called
+    `comm.reproducible`. With it torch is set to one CPU thread, since a matrix product's bits depend on the number of
+    threads. The first optimizer calls this function, if nothing has before.
+    Raises ConfigError (a ValueError) for settings that are not allowed, RuntimeError if a session exists with others,
+    DeviceError for a GPU that is not there, ControlError or CommError if joining fails.
     """
-    comm_options = comm or CommOptions()
+    values = resolved("kf.init", CommSettings, settings)
+    comm_options, timeout_s = CommOptions.of(values), values["comm_timeout_s"]
     if _current is not None:
         _check_torchs_group(_current)
-        has = (_current.comm, _current.group.timeout_s)
-        if (comm or has[0], timeout_s or has[1]) != has:
+        has = _current.comm.named() | {"comm_timeout_s": _current.group.timeout_s}
+        if any(values[name] != has[name] for name in settings):
             raise RuntimeError(
-                f"kf.init: this process has a session already, with comm={has[0]} and timeout_s={has[1]:g}. Call "
-                "kf.init before the first optimizer is made; for other options start the process (the notebook's "
-                "kernel) anew"
+                "kf.init: this process has a session already, with other settings. Call kf.init before the first "
+                "optimizer is made; for other settings start the process (the notebook's kernel) anew"
             )
         return _current
-    timeout_s = 60.0 if timeout_s is None else timeout_s
+    rules.check(by_key(values) | {"job.gpus": devices.count() or None})
     if comm_options.reproducible:
         torch.set_num_threads(1)
     from kfuse.elastic import protocol  # not before it is needed: `import kfuse` is quick
@@ -109,11 +112,7 @@ def connect_to_supervisor(client: ControlClient, comm: CommOptions, timeout_s: f
 
     Raises ValueError for a schedule that needs a fixed number of workers.
     """
-    if comm.schedule == "symmetric":
-        raise ValueError(
-            "comm.schedule='symmetric': the number of workers may change: must be one of auto, allreduce, "
-            "reduce_scatter, all_to_all, tree where a supervisor has started them"
-        )
+    rules.check(by_key(comm.named()) | {"job": "elastic"})
     if "observe" in client.job:
         from kfuse.logs import set_up_logging  # in the commands' processes only
 

@@ -32,6 +32,7 @@ from elastic_job import (
 from warm import CONTEXT, WarmLauncher
 
 from kfuse.elastic.supervisor import Elasticity, Supervisor
+from kfuse.settings.tree import flat
 
 TRAINING = words(
     "comm=reproducible comm.bucket_mb=0.02 lr.base=0.003 model=mlp model.hidden=[64] model.dropout=0.1 data=digits",
@@ -96,7 +97,7 @@ def _start(directory: Path, overrides: list[str]) -> ForkServerProcess:
 
 def _supervise(directory: str, config: dict[str, Any]) -> None:
     path = Path(directory)
-    elasticity = Elasticity.configured(config)
+    elasticity = Elasticity.of(flat(config))
     launcher = WarmLauncher(path.with_suffix(".log"), multiprocessing.get_context("fork"))
     supervisor = Supervisor(launcher, {**config, "run_dir": directory}, FileRecorder(Job(path)), elasticity)
     asyncio.run(supervisor.run())

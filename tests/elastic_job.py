@@ -20,10 +20,11 @@ import hydra
 from omegaconf import OmegaConf
 from warm import WarmLauncher
 
-from kfuse.config.check import drop_replaced_arguments, validate
+from kfuse.cli.check import prepare, validate
 from kfuse.elastic.launchers import Launcher
 from kfuse.elastic.supervisor import Elasticity, JobFailed, Supervisor
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.settings.tree import flat
 
 TESTS = Path(__file__).parent
 DEADLINE_S = 300.0  # against hanging for ever; a busy machine may take long
@@ -116,7 +117,7 @@ def compose(overrides: Iterable[str]) -> dict[str, Any]:
     given = list(overrides)
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", given)
-    drop_replaced_arguments(cfg, given)
+    prepare(cfg, given)
     validate(cfg)
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     return dict(plain)
@@ -172,7 +173,7 @@ def run_job(
         launcher or warm,
         {**config, "run_dir": str(directory)},
         FileRecorder(job),
-        Elasticity.configured(config, restart),
+        Elasticity.of(flat(config), restart),
     )
 
     async def go() -> None:

@@ -12,6 +12,7 @@ from distributed import KEPT
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm.options import CommOptions
 from kfuse.session import reset
 
 BUCKET_MB = 40_000 * 4 / 2**20
@@ -72,7 +73,7 @@ def optimizer(kind: str, model: Net, **more: Any) -> Any:
 
 def init(state: str = "sharded", **options: Any) -> Any:
     reset()
-    return kf.init(kf.CommOptions(**{"state": state, "bucket_mb": BUCKET_MB, **options}), timeout_s=20.0)
+    return kf.init(**CommOptions(**{"state": state, "bucket_mb": BUCKET_MB, **options}).named(), comm_timeout_s=20.0)
 
 
 def loss_of(model: Net, step: int, part: int) -> Tensor:
@@ -130,7 +131,7 @@ def beside_ddp(kind: str) -> dict[str, float]:
     torch.distributed.init_process_group("gloo")
     ddp = nn.parallel.DistributedDataParallel(theirs)
     KEPT.append(ddp)
-    opt = optimizer(kind, ours, clip_norm=0.5)
+    opt = optimizer(kind, ours, train_clip_norm=0.5)
     plain = getattr(torch.optim, name)(groups(theirs), **options)
     norms = []
     for step in range(5):

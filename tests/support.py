@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse import session
+from kfuse.cli.check import prepare, validate
 from kfuse.comm.group import Group
-from kfuse.config.check import drop_replaced_arguments, validate
-from kfuse.config.schema import ConfigError
+from kfuse.comm.options import CommOptions
+from kfuse.comm.settings import CommSettings
 from kfuse.data import DataSplit
 from kfuse.elastic.protocol import Member, View
+from kfuse.settings import rules
+from kfuse.settings.tree import ConfigError, by_key, resolved
 
 
 class Case(NamedTuple):
@@ -76,6 +79,19 @@ def overrides(case: Case) -> dict[str, Any]:
     }
 
 
+def facts(case: Case) -> dict[str, Any]:
+    """Returns what the rules ask of a combination. With several workers, as the tests have."""
+    kind = {"adamw": kf.FusedAdamW, "sgd": kf.FusedSGD, "lamb": kf.FusedLAMB, "torch": kf.Optimizer}[case.optimizer]
+    job = {"job": "fixed" if case.workers == "fixed" else "elastic", "scaler": case.clip == "GradScaler"}
+    return overrides(case) | job | rules.optimizer_facts(kind)
+
+
+@cache
+def supported() -> list[Case]:
+    """Returns the combinations that no rule refuses."""
+    return [case for case in CASES if not list(rules.broken(facts(case)))]
+
+
 # -- a training with a combination, in a script ---------------------------------------------------------------------
 
 
@@ -111,10 +127,12 @@ class Supervised:
         return {}
 
 
-def options(case: Case) -> kf.CommOptions:
-    """Raises ValueError for what kf.CommOptions refuses."""
-    own = {key.partition(".")[2]: value for key, value in overrides(case).items() if not key.startswith("train.")}
-    return kf.CommOptions(bucket_mb=_BUCKET_MB, check_every=1, **own)
+def options(case: Case) -> CommOptions:
+    """Raises ValueError for what kf.init refuses."""
+    own = {key.replace(".", "_"): value for key, value in overrides(case).items() if not key.startswith("train.")}
+    values = resolved("kf.init", CommSettings, {"comm_bucket_mb": _BUCKET_MB, "comm_check_every": 1, **own})
+    rules.check(by_key(values))
+    return CommOptions.of(values)
 
 
 def net(case: Case) -> nn.Sequential:
@@ -168,7 +186,7 @@ class Refused(Exception):
 class _Stage:
     """Where a training stands."""
 
-    now = "kf.CommOptions"
+    now = "kf.init"
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         self.now = "the first opt.step()"
@@ -205,10 +223,10 @@ def _train(
     model = net(case)
     opt = optimizer(case, model)
     stage.now = "kf.fit, kf.DataLoader"
-    settings: dict[str, Any] = dict(batch_size=batch, micro_batch=MICRO, steps=steps, seed=SEED)
+    settings: dict[str, Any] = dict(batch_size=batch, batch_micro=MICRO, train_steps=steps, seed=SEED)
     if case.clip != "GradScaler":
         given = overrides(case)
-        settings |= {"precision": given["train.precision"], "clip_norm": given["train.clip_norm"]}
+        settings |= {key.replace(".", "_"): given[key] for key in ("train.precision", "train.clip_norm")}
         settings |= more(opt)
         kf.fit(model, data(), opt, loss_fn=stage.loss, **settings)
         return model
@@ -298,7 +316,7 @@ def composed(*chosen: str) -> DictConfig:
     own = ["model._target_=support.Head", "data._target_=support.split"]
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", [*chosen, *own])
-    drop_replaced_arguments(cfg, own)
+    prepare(cfg, own)
     return cfg
 
 

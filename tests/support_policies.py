@@ -16,6 +16,7 @@ from support import Case, Refused
 import kfuse as kf
 from kfuse import policies
 from kfuse.comm.group import Group
+from kfuse.settings import rules
 from kfuse.train.evaluation import params_sha256
 
 
@@ -117,12 +118,26 @@ def _arguments(choice: Choice, opt: Any) -> dict[str, Any]:
     return {
         "hook": kf.Hook(policy(choice.policy)),
         "lr_scaling": given["lr.scaling"],
-        "decay": given["lr.decay"],
-        "change_warmup_steps": given["lr.change_warmup_steps"],
-        "max_micro_batch": given["batch.micro_max"],
-        "max_batch_size": given["batch.max"],
+        "lr_decay": given["lr.decay"],
+        "lr_change_warmup_steps": given["lr.change_warmup_steps"],
+        "batch_micro_max": given["batch.micro_max"],
+        "batch_max": given["batch.max"],
         "scheduler": torch.optim.lr_scheduler.StepLR(opt, 3, 0.5) if choice.scheduler == "torch's" else None,
     }
+
+
+def facts(choice: Choice) -> dict[str, Any]:
+    """Returns what the rules ask of a combination."""
+    scheduler = None if choice.scheduler == "none" else "StepLR"
+    of_policy = rules.policy_facts(policy(choice.policy))
+    run = rules.run_facts(STEPS, choice.decay, 0.1)
+    return (
+        support.facts(choice.case)
+        | _settings(choice)
+        | of_policy
+        | run
+        | {"lr.warmup_steps": 0, "scheduler": scheduler}
+    )
 
 
 def outcomes(choices: list[Choice]) -> dict[Choice, str | Refused]:

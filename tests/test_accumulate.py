@@ -195,7 +195,7 @@ def several(_: int = 0) -> tuple[list[Any], list[Tensor]]:
     model = network()
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
     figures = []
-    loop = kf.DataLoader(problem(), model, opt, batch_size=32, micro_batch=6, epochs=2, several_backwards=True)
+    loop = kf.DataLoader(problem(), model, opt, batch_size=32, batch_micro=6, train_epochs=2, several_backwards=True)
     for step in loop:
         for x, y in step:
             first, second = losses(model, x, y)
@@ -214,7 +214,7 @@ def by_sum() -> tuple[list[Any], list[Tensor]]:
     model = network()
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
     figures = []
-    for step in kf.DataLoader(problem(), model, opt, batch_size=32, micro_batch=6, epochs=2):
+    for step in kf.DataLoader(problem(), model, opt, batch_size=32, batch_micro=6, train_epochs=2):
         for x, y in step:
             sum(losses(model, x, y)).backward()  # type: ignore[union-attr]
         opt.step()

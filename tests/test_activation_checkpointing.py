@@ -70,7 +70,7 @@ def fitted(reentrant: bool | None) -> list[float]:
     kf.init()
     net = Net(reentrant)
     data = torch.utils.data.TensorDataset(X, Y)
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), loss_fn=loss, batch_size=12, micro_batch=3, epochs=2)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), loss_fn=loss, batch_size=12, batch_micro=3, train_epochs=2)
     return torch.cat([p.detach().view(-1) for p in net.parameters()]).tolist()
 
 

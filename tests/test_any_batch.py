@@ -68,7 +68,7 @@ def plain_torch(model: nn.Module, loss: Any, steps: int = 4) -> list[Tensor]:
 
 def fit(model: nn.Module, data: Any, **arguments: Any) -> dict[str, Any]:
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
-    summary = kf.fit(model, data, opt, epochs=4, batch_size=64, micro_batch=10, **arguments)
+    summary = kf.fit(model, data, opt, train_epochs=4, batch_size=64, batch_micro=10, **arguments)
     assert summary is not None
     return summary
 
@@ -148,7 +148,7 @@ def test_the_loader_yields_the_structure_of_the_data_set(wrap: Any) -> None:
     x, y = problem()
     ours = network()
     opt = kf.FusedSGD(ours.parameters(), lr=0.5)
-    for step in kf.DataLoader(wrap(x, y), ours, opt, batch_size=64, micro_batch=10, epochs=4):
+    for step in kf.DataLoader(wrap(x, y), ours, opt, batch_size=64, batch_micro=10, train_epochs=4):
         for batch in step:
             got = vars(batch) if isinstance(batch, Sample) else batch
             F.cross_entropy(ours(got["image"]), got["label"]).backward()

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import kfuse as kf
+from kfuse.comm.options import CommOptions
 from kfuse.comm.tail import digest
-from kfuse.config.schema import ConfigError
+from kfuse.settings.tree import ConfigError
 from kfuse.train.audit import choose, culprit
 from kfuse.train.step import StepSamples
 
@@ -127,7 +128,7 @@ def train(
     logging.getLogger("kfuse").addHandler(handler)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have loaders
-    own = kf.init(kf.CommOptions(reproducible=True, audit_every=every, bucket_mb=0.0005))
+    own = kf.init(comm_reproducible=True, comm_audit_every=every, comm_bucket_mb=0.0005)
     rank, net, policy = own.group.rank, Network(), Sees()
     if threads is not None:
         torch.set_num_threads(threads[rank])
@@ -137,7 +138,13 @@ def train(
     if faults is not None and rank in faults:
         parameter, index, bit = faults[rank]
         flip([p for p in net.parameters() if p.requires_grad][parameter], index, bit)
-    given = {"epochs": 2, "batch_size": BATCH, "micro_batch": MICRO, "run_dir": run_dir, "progress": False} | arguments
+    given = {
+        "train_epochs": 2,
+        "batch_size": BATCH,
+        "batch_micro": MICRO,
+        "run_dir": run_dir,
+        "observe_progress": False,
+    } | arguments
     chosen = data() if source is None else {"Augmented": Augmented, "Shards": Shards}[source]()
     summary = kf.fit(net, chosen, opt, kf.Hook(policy), **given)
     assert summary is not None
@@ -263,7 +270,7 @@ def test_a_worker_of_three_is_named_within_four_audits_in_twenty_of_twenty_runs(
 
 
 def train_for(run_dir: Path, every: int, faults: dict[int, tuple[int, int, int]], steps: int, seed: int) -> None:
-    train(run_dir, every, faults, epochs=None, steps=steps, seed=seed)
+    train(run_dir, every, faults, train_epochs=None, train_steps=steps, seed=seed)
 
 
 @pytest.mark.full
@@ -299,10 +306,10 @@ class Noisy(Network):
 def test_one_worker_runs_it_twice_and_finds_that_a_model_is_not_deterministic(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kf.init(kf.CommOptions(reproducible=True, audit_every=1))
+    kf.init(comm_reproducible=True, comm_audit_every=1)
     for kind, differs in ((Network, False), (Noisy, True)):
         net, where = kind(), tmp_path / kind.__name__
-        kf.fit(net, data(), kf.FusedSGD(net.parameters(), lr=0.1), epochs=1, batch_size=BATCH, run_dir=where)
+        kf.fit(net, data(), kf.FusedSGD(net.parameters(), lr=0.1), train_epochs=1, batch_size=BATCH, run_dir=where)
         events = corruptions(where)
         assert len(events) == (4 if differs else 0)
         assert all("not deterministic" in event["note"] for event in events)
@@ -336,8 +343,8 @@ TIMES = ("step_time_s", "data_wait_s", "data_bytes_per_s", "signals")  # which h
     [
         {"num_workers": 2},
         {"precision": "bf16"},
-        {"micro_batch": 20},  # one micro-batch a step: workers 1 and 2 have none
-        {"batch_size": 5, "micro_batch": 5},
+        {"batch_micro": 20},  # one micro-batch a step: workers 1 and 2 have none
+        {"batch_size": 5, "batch_micro": 5},
         {"weight_fn": len},
         {"wrapped": True},
         {"source": "Augmented"},
@@ -371,17 +378,6 @@ def test_workers_of_another_kind_are_not_compared_and_a_warning_says_so(tmp_path
 # -- what cannot be audited is refused ----------------------------------------------------------------------------
 
 
-def test_audits_need_reproducible_sums() -> None:
-    with pytest.raises(ValueError, match=r"^comm.reproducible=false: must be true with comm.audit_every=5$"):
-        kf.CommOptions(audit_every=5)
-    with pytest.raises(ValueError, match=r"^comm.audit_every=0: must be at least 1, or None for never$"):
-        kf.CommOptions(reproducible=True, audit_every=0)
-    with pytest.raises(ConfigError, match=r"^comm.reproducible=false: must be true with comm.audit_every=5$"):
-        compose(["comm.audit_every=5"])
-    with pytest.raises(ConfigError, match=r"^comm.audit_every=0: must be "):
-        compose(["comm=reproducible", "comm.audit_every=0"])
-
-
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
@@ -389,13 +385,13 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def test_what_cannot_be_run_again_is_refused() -> None:
-    kf.init(kf.CommOptions(reproducible=True, audit_every=3))
+    kf.init(comm_reproducible=True, comm_audit_every=3)
     net = Network()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"^comm.audit_every=3: must be None with kf.DataLoader, .* kf.fit can$"):
         kf.DataLoader(data(), net, opt, batch_size=BATCH)
     with pytest.raises(ValueError, match=r"^comm.audit_every=3: must be None with Endless, which cannot seek"):
-        kf.fit(net, Endless(), opt, steps=2, batch_size=BATCH)
+        kf.fit(net, Endless(), opt, train_steps=2, batch_size=BATCH)
     x, y = data()
     torch.nn.functional.mse_loss(net(x), y).backward()
     before = [p.clone() for p in net.parameters()]

@@ -128,7 +128,7 @@ def test_small_updates_add_up() -> None:
 
 @pytest.mark.parametrize("sync", ["fp32", "bf16"])
 def test_statistics_are_those_of_the_bf16_gradients_in_fp32(sync: str) -> None:
-    kf.init(kf.CommOptions(dtype=sync))
+    kf.init(comm_dtype=sync)
     net, _ = networks()
     opt = kf.FusedAdamW(net.parameters())
     each = [torch.cat([g.double().flatten() for g in part]) for part in gradients(net, 0, parts=4)]
@@ -528,12 +528,12 @@ def test_a_wrapped_optimizer_updates_in_bf16_as_torch_does(clip_norm: float | No
 def test_fit_refuses_a_model_that_is_not_bf16() -> None:
     net = network()
     with pytest.raises(ValueError, match=r"precision='bf16-true': 0.weight is torch.float32, must be torch.bfloat16"):
-        kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), precision="bf16-true")
+        kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), train_precision="bf16-true")
     mixed = network().bfloat16()
     mixed[0].bias.data, mixed[2].bias.data = mixed[0].bias.data.float(), mixed[2].bias.data.float()
     opt = kf.FusedAdamW(mixed.parameters())
     with pytest.raises(RuntimeError, match="same dtype"):  # by torch: its linear layers take one type
-        kf.fit(mixed, problem(), opt, precision="bf16-true", steps=1)
+        kf.fit(mixed, problem(), opt, train_precision="bf16-true", train_steps=1)
 
 
 @pytest.mark.parametrize("kind", ["pair", "mapping", "step_fn"])
@@ -560,7 +560,7 @@ def test_fit_casts_the_models_inputs_alone(kind: str) -> None:
         options = {"metrics": {"exact": lambda output, target: (target["x"].dtype == F32) * torch.ones(())}}
     if kind == "step_fn":
         options = {"step_fn": lambda model, pair: F.cross_entropy(model(pair[0].bfloat16()).float(), pair[1])}
-    summary = kf.fit(net, data, opt, epochs=4, precision="bf16-true", heldout=data, **options)
+    summary = kf.fit(net, data, opt, train_epochs=4, train_precision="bf16-true", heldout=data, **options)
     assert summary is not None and set(seen) == {BF16}
     assert summary["eval_loss"] < 1.0
     assert summary["eval_metrics"].get("exact", 1.0) == 1.0

@@ -41,24 +41,26 @@ def optimizer(kind: str, net: nn.Module) -> Any:
 
 def fitted(kind: str, precision: str, folder: Path | None = None, steps: int = 9, resume: str = "never") -> str:
     torch.set_num_threads(1)
-    kf.init(kf.CommOptions(reproducible=True, bucket_mb=0.0005, check_every=1))
+    kf.init(comm_reproducible=True, comm_bucket_mb=0.0005, comm_check_every=1)
     net = nn.Sequential(network(), nn.Unflatten(1, (3, 1)), nn.BatchNorm1d(3), nn.Flatten(), nn.Dropout(0.1))
     if precision == "bf16-true":
         net.to(BF16)
     if kf.rank():
         with torch.no_grad():
             net[0][0].weight.zero_()  # rank 0's values are shared
-    more = {} if folder is None else {"checkpoint": folder, "checkpoint_every": 4, "resume": resume}
+    more = (
+        {} if folder is None else {"checkpoint_dir": folder, "checkpoint_every_steps": 4, "checkpoint_resume": resume}
+    )
     summary = kf.fit(
         net,
         problem(),
         optimizer(kind, net),
-        steps=steps,
-        epochs=99,
+        train_steps=steps,
+        train_epochs=99,
         batch_size=16,
-        micro_batch=2,
-        clip_norm=0.1,
-        precision=precision,
+        batch_micro=2,
+        train_clip_norm=0.1,
+        train_precision=precision,
         **more,
     )
     assert summary is not None and summary["params_sha256"] == params_sha256(net)
@@ -86,7 +88,7 @@ def test_a_checkpoint_resumes_bit_by_bit(tmp_path: Path) -> None:
 
 
 def started_apart(kind: str, wire: str) -> list[list[float]]:
-    kf.init(kf.CommOptions(dtype=wire))
+    kf.init(comm_dtype=wire)
     net = network().bfloat16()
     with torch.no_grad():
         for p in net.parameters():
@@ -124,7 +126,7 @@ def test_workers_with_other_types_are_refused() -> None:
 
 
 def changed_on_one() -> None:
-    kf.init(kf.CommOptions(check_every=1))
+    kf.init(comm_check_every=1)
     net = network().bfloat16()
     opt = kf.FusedAdamW(net.parameters())
     for step in range(4):

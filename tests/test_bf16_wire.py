@@ -15,6 +15,7 @@ import kfuse as kf
 from kfuse.comm import schedule, transports
 from kfuse.comm.gloo import GlooGroup
 from kfuse.comm.group import Pending
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.schedule import ALL, GRADIENT, SHARD, Op
 from kfuse.kernels import BLOCK
@@ -80,7 +81,7 @@ def one_step(name: str) -> list[dict[str, Any]]:
 
 
 def _one_step(session: Session, name: str, state: str, bucket_mb: float, planned: bool) -> dict[str, Any]:
-    session.comm = kf.CommOptions(schedule=name, dtype="bf16", state=state, bucket_mb=bucket_mb)
+    session.comm = CommOptions(schedule=name, dtype="bf16", state=state, bucket_mb=bucket_mb)
     bag, size = Bag(), kf.size()
     opt = kf.FusedSGD(bag.parameters(), lr=1.0, maximize=True)
     for _ in range(2):  # the second time all buffers are used again
@@ -137,7 +138,7 @@ def test_the_norm_is_that_of_the_fp32_sum_where_an_all_reduce_loses_it() -> None
 
 
 def of_two_parts(name: str) -> float:
-    kf.init(kf.CommOptions(schedule=name, dtype="bf16"))
+    kf.init(comm_schedule=name, comm_dtype="bf16")
     p = nn.Parameter(torch.zeros(BLOCK))
     opt = kf.FusedSGD([p], lr=0.0)
     (p * (1.0 if kf.rank() == 0 else 2.0**-9)).sum().backward()
@@ -151,7 +152,7 @@ def of_two_parts(name: str) -> float:
 
 def sent_bytes(name: str, state: str) -> int:
     """Bytes of gradients and parameters that this worker gives to the group in a step, the tail left out."""
-    kf.init(kf.CommOptions(schedule=name, dtype="bf16", state=state))
+    kf.init(comm_schedule=name, comm_dtype="bf16", comm_state=state)
     sent = 0
     exchange, share = GlooGroup.all_to_all, GlooGroup.share
 
@@ -189,7 +190,7 @@ def test_bytes_a_parameter(state: str, bytes_each: int) -> None:
 
 def equal_samples(name: str, workers_seed: int) -> float:
     """|S| over samples that are all equal, relative to B |gbar|^2 / (M - 1): the rounding that is left."""
-    kf.init(kf.CommOptions(schedule=name, dtype="bf16"))
+    kf.init(comm_schedule=name, comm_dtype="bf16")
     torch.manual_seed(workers_seed)
     net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 1))
     opt = kf.FusedSGD(net.parameters(), lr=0.0)
@@ -209,7 +210,7 @@ def test_the_bound_on_the_rounding_of_s_holds() -> None:
 
 
 def bounds(name: str) -> tuple[bool, bool]:
-    kf.init(kf.CommOptions(schedule=name, dtype="bf16"))
+    kf.init(comm_schedule=name, comm_dtype="bf16")
     p = nn.Parameter(torch.zeros(5))
     opt = kf.FusedSGD([p], lr=0.0)
     p.sum().backward()

@@ -243,15 +243,21 @@ def test_workers_with_other_layouts_are_refused() -> None:
 
 def reproducible(dtype: torch.dtype, audit_every: int | None = None, run_dir: Path | None = None) -> str:
     torch.set_num_threads(1)
-    kf.init(kf.CommOptions(reproducible=True, bucket_mb=0.002, check_every=1, audit_every=audit_every))
+    kf.init(comm_reproducible=True, comm_bucket_mb=0.002, comm_check_every=1, comm_audit_every=audit_every)
     net = network(dtype=dtype)
     if kf.rank():
         with torch.no_grad():
             net[0].weight.zero_()  # rank 0's values are shared
     precision = "fp32" if dtype == torch.float32 else "bf16-true"
     opt = fused("adamw", net)
-    settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch": 2, "clip_norm": 0.1, "run_dir": run_dir}
-    summary = kf.fit(net, problem(), opt, precision=precision, **settings)
+    settings: dict[str, Any] = {
+        "train_epochs": 2,
+        "batch_size": 8,
+        "batch_micro": 2,
+        "train_clip_norm": 0.1,
+        "run_dir": run_dir,
+    }
+    summary = kf.fit(net, problem(), opt, train_precision=precision, **settings)
     assert summary is not None and net[0].weight.is_contiguous(memory_format=LAST)
     return str(summary["params_sha256"])
 

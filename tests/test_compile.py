@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import kfuse as kf
 from kfuse.comm import step as steps
 from kfuse.comm.executor import Executor
-from kfuse.comm.options import CommOptions
 from kfuse.session import reset
 from kfuse.train.evaluation import params_sha256
 
@@ -92,11 +91,11 @@ def problem() -> tuple[Tensor, Tensor]:
 def fitted(way: str, **arguments: Any) -> tuple[str, list[float], dict[str, Any]]:
     """After two epochs of kf.fit: the parameters' digest; figures of the last step; what the model's buffers are."""
     reset()
-    kf.init(CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     net = Net()
     model = compiled(net, way)
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
-    kf.fit(model, problem(), opt, **{"batch_size": 12, "micro_batch": 4, "epochs": 2, **arguments})
+    kf.fit(model, problem(), opt, **{"batch_size": 12, "batch_micro": 4, "train_epochs": 2, **arguments})
     stats = opt.stats
     assert stats is not None and stats.grad_norm is not None and stats.grad_variance is not None
     figures = [stats.grad_norm, stats.grad_variance, float(stats.loss or 0.0)]
@@ -148,7 +147,7 @@ class Events:
 
 
 def one_step(way: str, patch: pytest.MonkeyPatch) -> Events:
-    kf.init(CommOptions(bucket_mb=0.001))
+    kf.init(comm_bucket_mb=0.001)
     net = Net()
     model = compiled(net, way)
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
@@ -192,10 +191,10 @@ def test_files_do_not_depend_on_whether_the_model_is_compiled(way: str, tmp_path
     whole = fitted("eager")[0]
     for first, then in (("eager", way), (way, "eager")):
         kept = tmp_path / f"{first} {then}"
-        fitted(first, checkpoint=kept, epochs=1, run_dir=kept / "run", save_model=True)
+        fitted(first, checkpoint_dir=kept, train_epochs=1, run_dir=kept / "run", train_save_model=True)
         weights = torch.load(kept / "run" / "model.pt", weights_only=True)
         assert list(weights) == list(Net().state_dict())
-        resumed = fitted(then, checkpoint=kept, resume="auto")[0]
+        resumed = fitted(then, checkpoint_dir=kept, checkpoint_resume="auto")[0]
         assert BACKEND != "aot_eager" or resumed == whole
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import re
 import signal
@@ -17,17 +16,14 @@ from typing import Any, Literal
 import hydra
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 import kfuse.cli.run
 from kfuse.cli import kfuse_run
 from kfuse.cli.app import main
-from kfuse.comm.options import CommOptions
-from kfuse.config import instantiate
-from kfuse.config.check import drop_replaced_arguments, validate
-from kfuse.config.schema import SETTINGS, ConfigError, Setting
+from kfuse.cli.check import prepare, validate
+from kfuse.settings import instantiate
+from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.train.build import _optimizer
 
 USER_MODULE = """
@@ -73,7 +69,7 @@ PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True
 def compose(*overrides: str) -> DictConfig:
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", list(overrides))
-    drop_replaced_arguments(cfg, overrides)
+    prepare(cfg, overrides)
     return cfg
 
 
@@ -111,23 +107,19 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     "overrides",
     [
         [],
-        ["optimizer=sgd"],
         ["optimizer=torch"],
         ["policy=none"],
         ["policy=schedule", "policy.phases=[{epoch: 1, batch_size: 64}]"],
         ["policy=schedule", "policy.phases=0:32 10K:64 1M:128"],
-        ["policy=norm_test", "policy.theta=0.25"],
         ["policy=critical_batch", "policy.factor=0.5"],
         ["policy=seesaw", "lr.decay=constant"],
         ["policy=compose", "policy@policy.first=seesaw", "policy@policy.second=gns", "policy.second.factor=2"],
         ["comm=reproducible"],
         ["model=convnet"],
-        ["model=gpt", "data=text"],
         ["model=gpt"],
         ["train.epochs=null", "train.steps=10"],
         ["lr.decay=cosine", "lr.warmup_steps=10"],
         ["lr.decay=wsd", "lr.warmup_steps=10", "lr.decay_fraction=0.2"],
-        ["lr.decay=linear"],
         ["lr.decay=constant"],
         ["train.save_model=false", "model.init=null"],
         ["batch.size=8", "batch.min=8", "batch.max=8"],
@@ -138,67 +130,11 @@ def test_every_option_of_every_group_is_valid(overrides: list[str]) -> None:
     validate(compose(*overrides))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reproducible": True, "dtype": "bf16"},
-        {"reproducible": True, "schedule": "tree"},
-        {"reproducible": True, "sync": "sma"},
-        {"reproducible": True, "bucket_mb": None},
-        {"state": "sharded", "schedule": "allreduce"},
-        {"state": "sharded", "bucket_mb": None},
-        {"audit_every": 5},
-        {"nccl_min_ctas": 4, "nccl_max_ctas": 2},
-    ],
-    ids=str,
-)
-def test_scripts_and_the_command_line_refuse_the_same_options_with_one_message(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^comm\.") as refused:
-        CommOptions(**options)
-    words = [f"comm.{name}={instantiate.show(value)}" for name, value in options.items()]
-    with pytest.raises(ConfigError, match=f"^{re.escape(str(refused.value))}$"):
-        validate(compose(*words))
-
-
 def test_validate_changes_nothing() -> None:
     cfg = compose("batch.micro=4")
     before = OmegaConf.to_yaml(cfg)
     validate(cfg)
     assert OmegaConf.to_yaml(cfg) == before
-
-
-@pytest.mark.parametrize("key", sorted(SETTINGS.keys() - {"comm._target_"}))  # its values are not of a kind
-def test_each_setting_refuses_what_it_says_it_does(key: str) -> None:
-    """Through `validate`, so that no setting is left out of it."""
-    setting = SETTINGS[key]
-    wrong: Any
-    if setting.kind is bool or (setting.kind is str and not setting.choices):
-        wrong = None
-    elif setting.choices:
-        wrong = "neither"
-    else:
-        wrong = setting.above if setting.above is not None else setting.least - 1  # type: ignore[operator]
-    cfg = compose()
-    OmegaConf.set_struct(cfg, False)
-    values: Any = OmegaConf.to_container(cfg)
-    section, _, name = key.rpartition(".")
-    (values[section] if section else values)[name] = wrong
-    with pytest.raises(ConfigError, match=rf"^{key}=") as caught:
-        validate(OmegaConf.create(values))
-    assert setting.allowed in str(caught.value)
-
-
-@given(st.integers(), st.none() | st.integers(), st.none() | st.integers())
-def test_bounds_include_least_and_most(value: int, least: int | None, most: int | None) -> None:
-    setting = Setting("x", int, False, 0, "", least=least, above=None, most=most, choices=())
-    low, high = -math.inf if least is None else least, math.inf if most is None else most
-    assert setting.allows(value) == (low <= value <= high)
-
-
-@given(st.floats())
-def test_above_is_strict_and_numbers_are_finite(value: float) -> None:
-    setting = Setting("x", float, False, 1.0, "", least=None, above=0.5, most=None, choices=())
-    assert setting.allows(value) == (value > 0.5 and value != math.inf)
 
 
 # -- `_target_` --------------------------------------------------------------------------------------------------
@@ -242,11 +178,6 @@ def test_build_makes_an_argument_that_is_a_node() -> None:
     inner = {"_target_": "fractions.Fraction", "numerator": 1, "denominator": 2}
     node = {"_target_": "fractions.Fraction", "numerator": inner, "denominator": 3}
     assert instantiate.build(node) == __import__("fractions").Fraction(1, 6)
-
-
-def test_build_supplies_what_the_signature_has_and_the_node_wins() -> None:
-    node = {"_target_": "fractions.Fraction", "denominator": 4}
-    assert instantiate.build(node, numerator=3, denominator=5, unheard_of=7) == __import__("fractions").Fraction(3, 4)
 
 
 def test_class_of_ones_own_drops_the_arguments_of_the_one_it_replaces(workplace: Path) -> None:
@@ -515,22 +446,12 @@ def test_help_names_every_setting(
 ) -> None:
     out = help_text(monkeypatch, capsys)
     in_one_line = " ".join(out.split())
-    for setting in SETTINGS.values():
+    for setting in AT_SHELL.values():
         # The default is set apart from the text.
         assert re.search(rf"^  {re.escape(setting.key)}=\S+  +\S", out, re.MULTILINE)
         assert f" {setting.text} ({setting.range})" in in_one_line
     assert max(map(len, out.splitlines())) <= 120
     assert list(workplace.iterdir()) == [workplace / "users_own.py"]
-
-
-def test_help_lists_the_options_of_each_group(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = help_text(monkeypatch, capsys)
-    listed = {group: set(options.split("|")) for group, options in re.findall(r"(\w+)=(\w+(?:\|\w+)+)", out)}
-    configs = Path(kfuse.__file__).parent / "configs"
-    there = {folder: {option.stem for option in folder.glob("*.yaml")} for folder in configs.iterdir()}
-    assert listed == {folder.name: options for folder, options in there.items() if options}
 
 
 def test_every_example_of_the_help_runs(

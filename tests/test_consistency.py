@@ -72,7 +72,7 @@ SGD: dict[str, tuple[Callable[[Any, nn.Module], None], str]] = {
 
 def differ(state: str, kind: str) -> dict[str, tuple[int, str]]:
     """Rank 1 alone does each of these things, in step 3. The step in which it was noticed, and how."""
-    kf.init(kf.CommOptions(state=state, check_every=1, bucket_mb=0.02))
+    kf.init(comm_state=state, comm_check_every=1, comm_bucket_mb=0.02)
     found = {}
     for name, (act, _) in (ADAMW if kind == "adamw" else SGD).items():
         if state == "replicated" and name in ("an older state", "a gradient set to None"):
@@ -112,7 +112,7 @@ def test_workers_that_differ_are_told_what_differs(state: str, kind: str) -> Non
 
 
 def scheduled(state: str) -> int:
-    kf.init(kf.CommOptions(state=state, check_every=1))
+    kf.init(comm_state=state, comm_check_every=1)
     net = network()
     groups = [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}, {"params": net[4].weight}]
     opt = kf.FusedAdamW(groups, lr=0.01, clip_norm=1.0)
@@ -143,12 +143,12 @@ def test_what_all_workers_change_alike_is_no_difference(state: str) -> None:
 
 def one_idles(reproducible: bool) -> str:
     """The second of three workers never has a micro-batch; its learning rate differs."""
-    kf.init(kf.CommOptions(check_every=1, state="sharded", reproducible=reproducible))
+    kf.init(comm_check_every=1, comm_state="sharded", comm_reproducible=reproducible)
     net = nn.Linear(4, 2)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     idle = None
     try:
-        for step in kf.DataLoader((torch.randn(24, 4), torch.randn(24, 2)), net, opt, batch_size=2, micro_batch=1):
+        for step in kf.DataLoader((torch.randn(24, 4), torch.randn(24, 2)), net, opt, batch_size=2, batch_micro=1):
             idle = len(step.mine) == 0
             if idle:
                 opt.param_groups[0]["lr"] = 0.3

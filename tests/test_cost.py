@@ -22,6 +22,7 @@ from kfuse.cli.app import main
 from kfuse.comm import transport_names, transports
 from kfuse.comm.cost import PROBED, Costs, Job, Traffic, choose, exchange, fit, price, traffic, traffic_of_tree
 from kfuse.comm.group import CommError, Group
+from kfuse.comm.options import CommOptions
 from kfuse.comm.probe import BUCKETS_MB, BUDGET_S, SMALL, Plan, choose_program
 from kfuse.comm.schedule import Op, Program, mirror
 from kfuse.comm.topology import chunks
@@ -250,7 +251,7 @@ def test_a_probe_keeps_to_its_time_on_any_link(alpha: float, beta: float, larges
 
 def chosen(schedule: str) -> tuple[object, ...]:
     """What a worker's optimizers run by, their choices, and whether the second one measured again."""
-    kf.init(kf.CommOptions(schedule=schedule, bucket_mb=0.01))
+    kf.init(comm_schedule=schedule, comm_bucket_mb=0.01)
     first = kf.FusedSGD([torch.nn.Parameter(torch.zeros(5000))], lr=0.1)
     costs = current().group.costs
     second = kf.FusedSGD([torch.nn.Parameter(torch.zeros(300))], lr=0.1)
@@ -291,29 +292,29 @@ def test_a_schedule_that_is_named_is_not_measured() -> None:
 
 
 def test_reproducible_sums_and_a_single_worker_leave_nothing_to_measure() -> None:
-    def measured(options: kf.CommOptions, size: int) -> object:
+    def measured(options: CommOptions, size: int) -> object:
         reset()
-        kf.init(options)
+        kf.init(**options.named())
         opt = kf.FusedSGD([torch.nn.Parameter(torch.zeros(10))], lr=0.1)
         group = Group()
         group.size, group.hosts = size, ["here"] * size
         opt.engine.set_group(group)  # one that sends nothing: to measure it would end in an error
         return opt.engine.choice
 
-    assert measured(kf.CommOptions(), 1) is None
-    assert measured(kf.CommOptions(reproducible=True), 2) is None
-    assert measured(kf.CommOptions(dtype="bf16"), 2) is None
+    assert measured(CommOptions(), 1) is None
+    assert measured(CommOptions(reproducible=True), 2) is None
+    assert measured(CommOptions(dtype="bf16"), 2) is None
 
 
 def test_the_choice_is_what_the_constants_say() -> None:
     slow_ring = Costs({"all_reduce": 1e-3, "all_to_all": 1e-5, "share": 1e-5}, dict.fromkeys(PROBED, 1e-9), 0.0)
-    auto, one = kf.CommOptions(), {25.0: [1000]}
+    auto, one = CommOptions(), {25.0: [1000]}
     assert choose_program(slow_ring, 2, auto, one).schedule == "all_to_all"
-    assert choose_program(slow_ring, 2, kf.CommOptions("allreduce", bucket_mb=None), one).schedule == "allreduce"
+    assert choose_program(slow_ring, 2, CommOptions("allreduce", bucket_mb=None), one).schedule == "allreduce"
     equal = replace(slow_ring, alpha=dict.fromkeys(PROBED, 1e-5))
     choice = choose_program(equal, 2, auto, one)
     assert (choice.schedule, choice.bucket_mb) == ("allreduce", 25.0)
-    assert choose_program(equal, 2, kf.CommOptions(dtype="bf16", bucket_mb=None), one).schedule == "all_to_all"
+    assert choose_program(equal, 2, CommOptions(dtype="bf16", bucket_mb=None), one).schedule == "all_to_all"
     assert choice.predicted_s["allreduce"] == pytest.approx(2e-5 + 4e-6)
     unknown = choose_program(replace(slow_ring, largest_bytes=10.0), 2, auto, one)
     assert unknown.schedule == "allreduce" and "could be measured" in unknown.reason
@@ -323,7 +324,7 @@ def test_slow_links_want_small_buckets_unless_each_message_takes_long() -> None:
     """100 MB of gradients, backward as long as the messages: what is left to wait for is the last bucket."""
     million = 10**6
     buckets = {25.0: [5 * million] * 5, 4.0: [million] * 25}
-    options = kf.CommOptions("allreduce", bucket_mb=None)
+    options = CommOptions("allreduce", bucket_mb=None)
     zero = dict.fromkeys(PROBED, 0.0)
     assert choose_program(Costs(zero, dict.fromkeys(PROBED, 1e-9), 0.0), 2, options, buckets).bucket_mb == 4.0
     assert choose_program(Costs(dict.fromkeys(PROBED, 1e-2), zero, 0.0), 2, options, buckets).bucket_mb == 25.0
@@ -332,7 +333,7 @@ def test_slow_links_want_small_buckets_unless_each_message_takes_long() -> None:
 def trained(bucket_mb: float | None, cost: float) -> tuple[float, list[float]]:
     """Two steps with constants by which small buckets are best, then two with none: the buckets' size, parameters."""
     torch.manual_seed(0)
-    kf.init(kf.CommOptions("allreduce", bucket_mb=bucket_mb, check_every=1))
+    kf.init(comm_schedule="allreduce", comm_bucket_mb=bucket_mb, comm_check_every=1)
     group = current().group
     free = Costs(dict.fromkeys(PROBED, 0.0), dict.fromkeys(PROBED, cost), 0.0)
     group.costs = free if bucket_mb is None else None
@@ -415,7 +416,7 @@ def test_a_program_is_shown_with_its_price(words: list[str], said: list[str], tm
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("comm._target_=kfuse.comm.transports.allreduce.AllReduce", "transport are not known"),
+        ("comm.schedule=kfuse.comm.transports.allreduce.AllReduce", "transport are not known"),
         ("comm.sync=local:5", "comm.sync=local:5: no gradients are sent"),
     ],
 )

@@ -34,7 +34,6 @@ from torch.utils.data import (
 )
 
 import kfuse as kf
-from kfuse.config.schema import ConfigError
 from kfuse.data import (
     DataError,
     DataSplit,
@@ -48,6 +47,7 @@ from kfuse.data import (
 )
 from kfuse.data.fetching import Fetcher, Task
 from kfuse.data.given import training_data
+from kfuse.settings.tree import ConfigError
 from kfuse.train.evaluation import params_sha256
 
 
@@ -352,7 +352,9 @@ def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
     source = Regression(30, 50, 20)
     model, opt = linear()
     signals = Recorder()
-    summary = kf.fit(model, source, opt, kf.Hook(signals), steps=12, batch_size=16, micro_batch=4, decay="cosine")
+    summary = kf.fit(
+        model, source, opt, kf.Hook(signals), train_steps=12, batch_size=16, batch_micro=4, lr_decay="cosine"
+    )
     assert summary is not None
     got = {name: summary[name] for name in ("steps", "epochs", "samples", "exit_reason")}
     assert got == {"steps": 12, "epochs": 0, "samples": 192, "exit_reason": "steps"}
@@ -372,7 +374,7 @@ def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
             return everything[indices]
 
     with patch("kfuse.data.sampler.permutation", lambda length, seed, epoch: np.arange(length)):
-        kf.fit(by_hand, InOrder(), plain, epochs=1, batch_size=16, micro_batch=4, decay="cosine")
+        kf.fit(by_hand, InOrder(), plain, train_epochs=1, batch_size=16, batch_micro=4, lr_decay="cosine")
     assert params_sha256(by_hand) == summary["params_sha256"]
 
 
@@ -389,7 +391,7 @@ class Recorder(kf.BasePolicy):
 
 def test_a_stream_that_cannot_seek_trains_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     model, opt = linear()
-    summary = kf.fit(model, Rows(), opt, steps=9, batch_size=16)
+    summary = kf.fit(model, Rows(), opt, train_steps=9, batch_size=16)
     assert summary is not None and summary["samples"] == 144
     [said] = [record.message for record in caplog.records]
     assert said.startswith("Rows cannot seek: each worker reads the whole stream")
@@ -405,7 +407,7 @@ def test_loader_processes_read_a_stream_with_the_same_bits(make: Any, workers: i
         model, opt = linear()
         data = DataLoader(make(), 12, num_workers=num_workers) if workers == 1 else make()
         more = {} if workers == 1 else {"num_workers": num_workers}
-        summary = kf.fit(model, data, opt, steps=15, batch_size=12, micro_batch=3, step_fn=first_column, **more)
+        summary = kf.fit(model, data, opt, train_steps=15, batch_size=12, batch_micro=3, step_fn=first_column, **more)
         assert summary is not None
         hashes.append(summary["params_sha256"])
     assert hashes[0] == hashes[1]
@@ -415,13 +417,13 @@ def test_a_scheduler_by_the_epoch_is_refused_for_a_stream() -> None:
     model, opt = linear()
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
     with pytest.raises(ValueError, match="scheduler_interval='epoch': must be 'step', as a stream has no epochs"):
-        kf.fit(model, Rows(), opt, steps=3, scheduler=scheduler, scheduler_interval="epoch")
+        kf.fit(model, Rows(), opt, train_steps=3, scheduler=scheduler, scheduler_interval="epoch")
 
 
 def test_a_loop_of_ones_own_takes_a_stream() -> None:
     model, opt = linear()
     steps = 0
-    loop = kf.DataLoader(Regression(30, 30), model, opt, steps=5, batch_size=8)
+    loop = kf.DataLoader(Regression(30, 30), model, opt, train_steps=5, batch_size=8)
     for step in loop:
         assert (len(loop), loop.epoch, loop.step) == (5, 0, steps)
         for x, y in step:
@@ -449,7 +451,7 @@ def test_a_data_loader_trains_as_its_data_set_does() -> None:
         (DataLoader(pairs(), batch_size=12, shuffle=True, num_workers=2, persistent_workers=False), {}),
     ):
         model, opt = linear()
-        summary = kf.fit(model, data, opt, epochs=2, micro_batch=3, **more)
+        summary = kf.fit(model, data, opt, train_epochs=2, batch_micro=3, **more)
         assert summary is not None and (summary["steps"], summary["batch_size"]) == (8, 12)
         hashes.append(summary["params_sha256"])
     assert len(set(hashes)) == 1

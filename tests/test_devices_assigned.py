@@ -21,12 +21,12 @@ from kfuse import session
 from kfuse.cli import kfuse_run
 from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
-from kfuse.config.schema import ConfigError
 from kfuse.elastic import processes as elastic_processes
 from kfuse.elastic import protocol
 from kfuse.elastic.launchers import LocalLauncher, TorchrunLauncher
 from kfuse.elastic.processes import Processes
 from kfuse.elastic.supervisor import Supervisor
+from kfuse.settings.tree import ConfigError
 
 # -- the worker's side: its session chooses the device --------------------------------------------------------------
 
@@ -117,7 +117,7 @@ def test_the_command_lines_refuse_more_workers_than_gpus(
     with pytest.raises(ConfigError, match=r"^workers\.count=3: must be at most 2, the number of GPUs"):
         run_job(tmp_path / "run", ["data=digits", "workers.count=3", "workers.max=3"])
     with pytest.raises(SystemExit, match="2"):
-        kfuse_run.main(["--workers", "3", __file__])
+        kfuse_run.main(["--workers-count", "3", __file__])
     for command in (["--listen", "127.0.0.1:0", "--slots", "3", __file__], ["--join", "127.0.0.1:1", "--slots", "3"]):
         with pytest.raises(SystemExit, match="2"):
             kfuse_run.main(command)

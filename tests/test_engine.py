@@ -74,7 +74,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 
 def beside_ddp(steps: int) -> dict[str, dict[str, float]]:
     """Trains twins, one with DDP; one layer is used on rank 0 only, on all, or on none, and one never."""
-    kf.init(kf.CommOptions(bucket_mb=0.005))
+    kf.init(comm_bucket_mb=0.005)
     dist.init_process_group("gloo")
     found = {}
     for name, (fused, plain) in OPTIMIZERS.items():
@@ -116,7 +116,7 @@ SIZES = [[5, 2, 7], [4], [1, 9]]  # of each worker's micro-batches
 
 
 def unequal(schedule: str, dtype: str, planned: bool, steps: int) -> dict[str, Any]:
-    session = kf.init(kf.CommOptions(schedule=schedule, dtype=dtype, bucket_mb=0.002))
+    session = kf.init(comm_schedule=schedule, comm_dtype=dtype, comm_bucket_mb=0.002)
     net, twin = Net(), Net()
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     mine = SIZES[session.group.rank]
@@ -206,7 +206,7 @@ class Trip(Exception):
 
 def broken_then_whole(schedule: str, where: str, repeats: int) -> float:
     """Every rank raises at the same place, in a step that is then done again."""
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS))
+    session = kf.init(comm_schedule=schedule, comm_bucket_mb=TINY_BUCKETS)
     net, twin = Net(), Net()
     net.sometimes = net.never = nn.Identity()  # every parameter has a gradient, so that buckets leave early
     twin.sometimes = twin.never = nn.Identity()
@@ -307,7 +307,7 @@ def test_wrong_micro_batches_are_refused_and_training_goes_on() -> None:
     ("lasts", "reproducible"), [([True], False), ([False, False, True], True), ([False, False, False], False)]
 )
 def test_another_number_of_micro_batches_than_planned_is_refused(lasts: list[bool], reproducible: bool) -> None:
-    kf.init(kf.CommOptions(reproducible=reproducible))
+    kf.init(comm_reproducible=reproducible)
     net, opt, x, y = one_net()
     opt.begin(StepPlan(8, (range(0, 2),)))
     with pytest.raises(RuntimeError, match="the plan has 2 micro-batches"):

@@ -151,7 +151,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_kungfus_policies_add_workers(name: str, tmp_path: Path) -> None:
     """To the end of training; the second one's batch grows with them."""
     (tmp_path / "slowly.py").write_text(SLOWLY)
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "1", "--max-workers", "3", "--run-dir", "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "kfuse.cli.kfuse_run",
+        "--workers-count",
+        "1",
+        "--workers-max",
+        "3",
+        "--run-dir",
+        "run",
+    ]
     done = subprocess.run(
         [*command, "slowly.py", str(EXAMPLES / f"{name}.py")],
         capture_output=True,

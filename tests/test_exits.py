@@ -49,7 +49,7 @@ def test_torchruns_workers_have_the_same_error(tmp_path: Path) -> None:
 def fit(how: Any) -> None:
     net = Net((8, 8), 10, how)
     data = (torch.randn(64, 8, 8), torch.arange(64) % 10)
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=16, micro_batch=4, progress=False)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=16, batch_micro=4, observe_progress=False)
 
 
 @pytest.mark.parametrize(("how", "error"), [(5, SystemExit), ("interrupt", KeyboardInterrupt), ("stop", Stop)])

@@ -146,14 +146,14 @@ def noise_seen(**loading: Any) -> tuple[dict[int, list[float]], list[float]]:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     opt = kf.FusedSGD(model.parameters(), lr=1e-4)
-    kf.fit(model, Noise(), opt, batch_size=8, micro_batch=3, epochs=2, seed=SEED, step_fn=step_fn, **loading)
+    kf.fit(model, Noise(), opt, batch_size=8, batch_micro=3, train_epochs=2, seed=SEED, step_fn=step_fn, **loading)
     return seen, [value for p in model.parameters() for value in p.flatten().tolist()]
 
 
 def test_training_has_the_same_bits_with_any_number_of_loader_processes() -> None:
     alone = noise_seen()
     for number in (1, 3):
-        assert noise_seen(num_workers=number) == alone
+        assert noise_seen(data_workers=number) == alone
 
 
 def test_many_requests_and_large_replies_do_not_wait_for_each_other() -> None:
@@ -338,7 +338,7 @@ def test_wrong_arguments_are_refused_before_training(given: dict[str, Any], kind
 def own_loop(until: Callable[[int], None]) -> None:
     model = torch.nn.Linear(2, 1)
     opt = kf.FusedSGD(model.parameters(), lr=1e-4)
-    for number, step in enumerate(kf.DataLoader(Noise(), model, opt, batch_size=8, epochs=3, num_workers=2)):
+    for number, step in enumerate(kf.DataLoader(Noise(), model, opt, batch_size=8, train_epochs=3, data_workers=2)):
         for x, _ in step:
             model(x.float()).mean().backward()
         opt.step()
@@ -385,7 +385,7 @@ class Data(torch.utils.data.Dataset):
 
 model = torch.nn.Linear(2, 2)
 opt = kf.FusedSGD(model.parameters(), lr=0.1)
-for number, step in enumerate(kf.DataLoader(Data(), model, opt, batch_size=8, epochs=100, num_workers=2)):
+for number, step in enumerate(kf.DataLoader(Data(), model, opt, batch_size=8, train_epochs=100, data_workers=2)):
     for x, y in step:
         torch.nn.functional.cross_entropy(model(x), y).backward()
     opt.step()
@@ -410,7 +410,7 @@ def init(number):
     os.write(1, f"{os.getpid()}\\n".encode())
 
 model = torch.nn.Linear(2, 2)
-kf.fit(model, Data(), kf.FusedSGD(model.parameters(), lr=0.1), num_workers=2, worker_init_fn=init)
+kf.fit(model, Data(), kf.FusedSGD(model.parameters(), lr=0.1), data_workers=2, worker_init_fn=init)
 """
 
 

@@ -115,7 +115,7 @@ def train(batch_size: int, micro_batch: int) -> Heard:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return output.mean()
 
-    kf.fit(model, Noise(), opt, batch_size=batch_size, micro_batch=micro_batch, epochs=2, seed=3, loss_fn=loss)
+    kf.fit(model, Noise(), opt, batch_size=batch_size, batch_micro=micro_batch, train_epochs=2, seed=3, loss_fn=loss)
     return model
 
 
@@ -139,8 +139,8 @@ def test_what_a_forward_draws_does_not_depend_on_what_its_fetch_drew() -> None:
         Quiet(),
         kf.FusedSGD(with_quiet.parameters(), lr=1e-4),
         batch_size=8,
-        micro_batch=4,
-        epochs=2,
+        batch_micro=4,
+        train_epochs=2,
         seed=3,
         loss_fn=lambda output, target: output.mean(),
     )

@@ -73,14 +73,14 @@ def test_trains_on_what_users_have(wrap: Any) -> None:
     net = network()
     before = F.cross_entropy(net(x), y).item()
     summary = kf.fit(
-        net, wrap(x, y), kf.FusedAdamW(net.parameters(), lr=0.02), epochs=15, batch_size=16, heldout=(x, y)
+        net, wrap(x, y), kf.FusedAdamW(net.parameters(), lr=0.02), train_epochs=15, batch_size=16, heldout=(x, y)
     )
     assert summary is not None
     after = F.cross_entropy(net(x), y).item()
     assert after < before / 2
     assert summary["eval_loss"] == pytest.approx(after, rel=1e-4)
     assert summary["eval_accuracy"] == (net(x).argmax(1) == y).float().mean().item() > 0.8
-    expected = {"steps": 60, "epochs": 15, "samples": 960, "workers": 1, "batch_size": 16, "exit_reason": "epochs"}
+    expected = {"train_steps": 60, "train_epochs": 15, "samples": 960, "workers": 1, "batch_size": 16, "exit_reason": "epochs"}
     assert {name: summary[name] for name in expected} == expected
 
 
@@ -88,7 +88,7 @@ def test_is_the_loop_one_would_write_by_hand() -> None:
     """One step over all data is the full-batch step, in whatever order the samples came."""
     x, y = problem()
     ours, theirs = network(), network()
-    kf.fit(ours, (x, y), kf.FusedSGD(ours.parameters(), lr=0.5), epochs=4, batch_size=64, micro_batch=10)
+    kf.fit(ours, (x, y), kf.FusedSGD(ours.parameters(), lr=0.5), train_epochs=4, batch_size=64, batch_micro=10)
     plain = torch.optim.SGD(theirs.parameters(), lr=0.5)
     for _ in range(4):
         plain.zero_grad()
@@ -101,7 +101,9 @@ def test_is_the_loop_one_would_write_by_hand() -> None:
 def test_hooks_run_in_order_and_every_step_is_decided_upon_once() -> None:
     policy = Recorder()
     net = network()
-    kf.fit(net, problem(20), kf.FusedSGD(net.parameters()), kf.Hook(policy), epochs=2, batch_size=8, micro_batch=3)
+    kf.fit(
+        net, problem(20), kf.FusedSGD(net.parameters()), kf.Hook(policy), train_epochs=2, batch_size=8, batch_micro=3
+    )
     step = ["before_step", "after_step"]
     epoch = ["before_epoch", *step, *step, *step, "after_epoch"]
     assert policy.calls == ["before_train", *epoch, *epoch, "after_train"]
@@ -130,7 +132,7 @@ def test_kungfus_script_runs_as_written() -> None:
     hook = kf.Hook(GNSPolicy())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kf.fit(model, data, opt, hook, epochs=5)
+        kf.fit(model, data, opt, hook, train_epochs=5)
     assert math.isfinite(hook.policy.prev), "the noise scale became known"
     assert caught and all("number of workers is fixed" in str(w.message) for w in caught)
 
@@ -155,7 +157,7 @@ class Orders(kf.BasePolicy):
 
 
 def adapt(samples: int, batch_size: int, micro_batch: int, schedule: str = "auto") -> tuple[Any, Any, str]:
-    kf.init(kf.CommOptions(schedule=schedule))
+    kf.init(comm_schedule=schedule)
     net = network()
     policy = Orders(
         {
@@ -170,9 +172,9 @@ def adapt(samples: int, batch_size: int, micro_batch: int, schedule: str = "auto
         problem(samples),
         kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1),
         kf.Hook(policy),
-        epochs=1,
+        train_epochs=1,
         batch_size=batch_size,
-        micro_batch=micro_batch,
+        batch_micro=micro_batch,
     )
     assert summary is not None
     return policy.seen, (summary["batch_size"], summary["lr"], summary["samples"]), summary["params_sha256"]
@@ -246,7 +248,7 @@ def warnings_of_idle_workers(micro_batch: int) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("kfuse").addHandler(handler)
     net = network()
-    kf.fit(net, problem(), kf.FusedSGD(net.parameters()), batch_size=8, micro_batch=micro_batch, steps=3)
+    kf.fit(net, problem(), kf.FusedSGD(net.parameters()), batch_size=8, batch_micro=micro_batch, train_steps=3)
     return said
 
 
@@ -272,14 +274,14 @@ class AlwaysTwo(kf.BasePolicy):
 def test_what_was_asked_for_in_the_last_step_is_not_for_the_next_training() -> None:
     net = network()
     opt = kf.FusedSGD(net.parameters())
-    kf.fit(net, problem(), opt, kf.Hook(AlwaysTwo()), batch_size=8, steps=4)
-    summary = kf.fit(net, problem(), opt, batch_size=8, steps=5)
+    kf.fit(net, problem(), opt, kf.Hook(AlwaysTwo()), batch_size=8, train_steps=4)
+    summary = kf.fit(net, problem(), opt, batch_size=8, train_steps=5)
     assert summary is not None and (summary["batch_size"], summary["samples"]) == (8, 40)
 
 
 def test_whole_floats_are_taken_as_counts() -> None:
     net = network()
-    summary = kf.fit(net, problem(), kf.FusedSGD(net.parameters()), batch_size=8.0, steps=3e0)  # type: ignore[arg-type]
+    summary = kf.fit(net, problem(), kf.FusedSGD(net.parameters()), batch_size=8.0, train_steps=3e0)  # type: ignore[arg-type]
     assert summary is not None and (summary["steps"], summary["batch_size"]) == (3, 8)
 
 
@@ -313,8 +315,8 @@ def test_a_batch_size_out_of_bounds_is_clipped() -> None:
             kf.FusedSGD(net.parameters()),
             kf.Hook(policy),
             batch_size=8,
-            micro_batch=2,
-            max_batch_size=32,
+            batch_micro=2,
+            batch_max=32,
         )
         assert summary is not None and summary["batch_size"] == expected
 
@@ -328,8 +330,8 @@ def test_a_batch_size_need_not_be_whole_micro_batches() -> None:
         kf.FusedSGD(net.parameters()),
         kf.Hook(policy),
         batch_size=64,
-        micro_batch=64,
-        max_batch_size=128,
+        batch_micro=64,
+        batch_max=128,
     )
     assert summary is not None and summary["batch_size"] == 127
 
@@ -351,7 +353,7 @@ def test_the_same_clipping_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Reporter, "event", event)
     net = network()
-    kf.fit(net, problem(1600), kf.FusedSGD(net.parameters()), kf.Hook(Greedy()), batch_size=8, max_batch_size=32)
+    kf.fit(net, problem(1600), kf.FusedSGD(net.parameters()), kf.Hook(Greedy()), batch_size=8, batch_max=32)
     asked = [(step, note.split(" clipped")[0]) for step, note in notes if note.startswith("batch_size")]
     first = asked[0][0]
     assert [note for _, note in asked] == [f"batch_size {10**size}" for size in (6, 5, 6, 6)]
@@ -403,7 +405,7 @@ BATCH, RATE = ("set_batch_size", 64), ("set_lr", 0.02)
 
 def both(calls: dict[int, list[tuple[str, float]]], **arguments: Any) -> list[tuple[int, float]]:
     net, policy = network(), Both(calls)
-    given = {"batch_size": 16, "micro_batch": 8, "steps": 24, "epochs": 90} | arguments
+    given = {"batch_size": 16, "batch_micro": 8, "train_steps": 24, "train_epochs": 90} | arguments
     kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), **given)
     return policy.seen
 
@@ -422,7 +424,7 @@ def both(calls: dict[int, list[tuple[str, float]]], **arguments: Any) -> list[tu
 def test_set_lr_is_the_rate_from_then_on_in_any_order(calls: Any) -> None:
     for lr_scaling, change_warmup_steps in (("none", 0), ("sqrt", 40), ("linear", 0), ("linear", 40), ("adascale", 40)):
         reset()
-        seen = both(calls, lr_scaling=lr_scaling, change_warmup_steps=change_warmup_steps)
+        seen = both(calls, lr_scaling=lr_scaling, lr_change_warmup_steps=change_warmup_steps)
         batches, rates = [batch for batch, _ in seen], [rate for _, rate in seen]
         assert batches[:6] == [16] * 6 and set(batches[10:]) == {64}
         first = next(step for step, rate in enumerate(rates) if rate == pytest.approx(0.02, rel=1e-13))
@@ -440,7 +442,7 @@ def test_a_batch_size_that_is_set_later_scales_the_rate_that_was_set() -> None:
 
 def test_set_lr_holds_in_its_first_step_under_a_warm_up_and_a_decay() -> None:
     """The step that it applies to has this rate; before, the factor was taken of the step of the request."""
-    for arguments, part in (({"warmup_steps": 100}, lambda s: s + 1), ({"decay": "linear"}, lambda s: 24 - s)):
+    for arguments, part in (({"lr_warmup_steps": 100}, lambda s: s + 1), ({"lr_decay": "linear"}, lambda s: 24 - s)):
         rates = [rate for _, rate in both({3: [RATE]}, **arguments)]
         first = next(step for step, rate in enumerate(rates) if rate == pytest.approx(0.02, rel=1e-12))
         assert first == 6 and len(rates) == 24
@@ -524,7 +526,7 @@ def test_fit_again_with_the_same_optimizer_goes_on() -> None:
     opt = kf.FusedAdamW(net.parameters())
     policies = [Recorder(), Recorder()]
     for policy in policies:
-        kf.fit(net, problem(20), opt, kf.Hook(policy), epochs=2, batch_size=8)
+        kf.fit(net, problem(20), opt, kf.Hook(policy), train_epochs=2, batch_size=8)
     assert [len(p.signals) for p in policies] == [6, 6]
 
 
@@ -559,9 +561,9 @@ def test_the_users_random_numbers_go_on() -> None:
     [
         ({}, TypeError, r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not SGD"),
         ({"data": [1, 2]}, TypeError, "int|pair"),
-        ({"batch_size": 8, "micro_batch": 9}, ValueError, "micro_batch=9: must be 1 to batch_size=8"),
-        ({"batch_size": 8, "max_batch_size": 2**24 + 1}, ValueError, "max_batch_size=16777217: must be"),
-        ({"precision": "fp8"}, ValueError, "precision='fp8'.*fp32, bf16"),
+        ({"batch_size": 8, "batch_micro": 9}, ValueError, "micro_batch=9: must be 1 to batch_size=8"),
+        ({"batch_size": 8, "batch_max": 2**24 + 1}, ValueError, "max_batch_size=16777217: must be"),
+        ({"train_precision": "fp8"}, ValueError, "precision='fp8'.*fp32, bf16"),
         ({"hook": kf.BasePolicy()}, TypeError, "Hook"),
     ],
 )
@@ -582,6 +584,6 @@ def test_a_hook_takes_a_policy() -> None:
 def test_a_default_micro_batch_of_a_model_with_batchnorm_is_told(given: int | None, caplog: Any) -> None:
     net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     data = torch.randn(16, 6), torch.arange(16) % 3
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=16, micro_batch=given)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=16, batch_micro=given)
     told = [record.getMessage() for record in caplog.records if "BatchNorm normalises" in record.getMessage()]
     assert len(told) == (given is None) and all("4 samples" in each for each in told)

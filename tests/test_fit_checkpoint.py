@@ -70,7 +70,13 @@ def with_loader(net: nn.Module, opt: Any, policy: kf.BasePolicy, **arguments: An
         opt.zero_grad()
 
 
-ARGUMENTS: dict[str, Any] = {"batch_size": 8, "epochs": 4, "warmup_steps": 4, "decay": "cosine", "clip_norm": 0.5}
+ARGUMENTS: dict[str, Any] = {
+    "batch_size": 8,
+    "train_epochs": 4,
+    "lr_warmup_steps": 4,
+    "lr_decay": "cosine",
+    "train_clip_norm": 0.5,
+}
 
 
 def train(how: Train, policy: kf.BasePolicy | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -105,7 +111,11 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("every", [None, 3])
 def test_an_interrupted_training_resumes_with_the_same_bits(how: Train, every: int | None, tmp_path: Path) -> None:
     undisturbed = train(how)
-    arguments: dict[str, Any] = {"checkpoint": tmp_path / "kept", "checkpoint_every": every, "resume": "auto"}
+    arguments: dict[str, Any] = {
+        "checkpoint_dir": tmp_path / "kept",
+        "checkpoint_every_steps": every,
+        "checkpoint_resume": "auto",
+    }
     for after in (5, 13, 20):
         with pytest.raises(Interrupted):
             train(how, Stopping(after), run_dir=tmp_path / "run", **arguments)
@@ -120,20 +130,24 @@ def test_an_interrupted_training_resumes_with_the_same_bits(how: Train, every: i
 
 
 def test_bits_do_not_depend_on_whether_checkpoints_and_records_are_written(tmp_path: Path) -> None:
-    kept = train(with_fit, checkpoint=tmp_path / "a", run_dir=tmp_path / "b", checkpoint_every=1)
+    kept = train(with_fit, checkpoint_dir=tmp_path / "a", run_dir=tmp_path / "b", checkpoint_every_steps=1)
     assert_equal(kept, train(with_fit))
 
 
 def test_resume_from_a_path_leaves_that_folder_alone(tmp_path: Path) -> None:
-    train(with_fit, checkpoint=tmp_path / "first", epochs=2, decay="none")
+    train(with_fit, checkpoint_dir=tmp_path / "first", train_epochs=2, lr_decay="none")
     [*_, newest] = sorted((tmp_path / "first").glob("step-*"))
     before = sorted(path.name for path in (tmp_path / "first").iterdir())
-    assert_equal(train(with_fit, resume=newest, decay="none"), train(with_fit, decay="none"))
+    assert_equal(train(with_fit, checkpoint_resume=newest, lr_decay="none"), train(with_fit, lr_decay="none"))
     assert sorted(path.name for path in (tmp_path / "first").iterdir()) == before
 
 
 def test_a_finished_training_that_resumes_only_reports_again(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"checkpoint": tmp_path / "kept", "resume": "auto", "run_dir": tmp_path / "run"}
+    arguments: dict[str, Any] = {
+        "checkpoint_dir": tmp_path / "kept",
+        "checkpoint_resume": "auto",
+        "run_dir": tmp_path / "run",
+    }
     first = train(with_fit, **arguments)
     assert_equal(train(with_fit, **arguments), first)
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 22
@@ -142,15 +156,15 @@ def test_a_finished_training_that_resumes_only_reports_again(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"checkpoint": 3}, TypeError, "checkpoint=3: must be a folder's path"),
-        ({"checkpoint": "FILE"}, ValueError, "checkpoint=.*must be a folder's path, and is a file"),
-        ({"checkpoint": "FILE/below"}, ValueError, "checkpoint=.*: cannot be written"),
+        ({"checkpoint_dir": 3}, TypeError, "checkpoint=3: must be a folder's path"),
+        ({"checkpoint_dir": "FILE"}, ValueError, "checkpoint=.*must be a folder's path, and is a file"),
+        ({"checkpoint_dir": "FILE/below"}, ValueError, "checkpoint=.*: cannot be written"),
         ({"run_dir": "FILE/below"}, ValueError, "run_dir=.*: cannot be written"),
-        ({"checkpoint": "NEW", "checkpoint_every": 0}, ValueError, "checkpoint_every=0: must be at least 1"),
-        ({"checkpoint_every": 2}, ValueError, "checkpoint_every=2: needs checkpoint="),
-        ({"resume": "auto"}, ValueError, "resume=auto: needs checkpoint="),
-        ({"resume": "NEW"}, ValueError, "resume=.*: must be auto, never, or a path; there is no such path"),
-        ({"save_model": True}, ValueError, "save_model=True: needs run_dir= or checkpoint="),
+        ({"checkpoint_dir": "NEW", "checkpoint_every_steps": 0}, ValueError, "checkpoint_every=0: must be at least 1"),
+        ({"checkpoint_every_steps": 2}, ValueError, "checkpoint_every=2: needs checkpoint="),
+        ({"checkpoint_resume": "auto"}, ValueError, "resume=auto: needs checkpoint="),
+        ({"checkpoint_resume": "NEW"}, ValueError, "resume=.*: must be auto, never, or a path; there is no such path"),
+        ({"train_save_model": True}, ValueError, "save_model=True: needs run_dir= or checkpoint="),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -171,10 +185,10 @@ def test_a_run_directory_is_refused_to_a_second_training_that_does_not_resume(tm
 
 
 def test_a_folder_of_checkpoints_that_are_all_damaged_is_said(tmp_path: Path, caplog: Any) -> None:
-    train(with_fit, checkpoint=tmp_path / "kept", epochs=1)
+    train(with_fit, checkpoint_dir=tmp_path / "kept", train_epochs=1)
     [path] = (tmp_path / "kept").glob("step-*")
     (path / "model.pt").write_bytes(b"")
-    train(with_fit, checkpoint=tmp_path / "kept", epochs=1, resume="auto")
+    train(with_fit, checkpoint_dir=tmp_path / "kept", train_epochs=1, checkpoint_resume="auto")
     assert f"checkpoint rejected {path}: " in caplog.text
 
 
@@ -220,7 +234,7 @@ def test_a_training_that_fails_leaves_its_reason(tmp_path: Path, error: type[Bas
 def test_a_loop_that_is_left_is_recorded_as_that(tmp_path: Path) -> None:
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
-    for step in kf.DataLoader(problem(), net, opt, batch_size=8, epochs=3, run_dir=tmp_path):
+    for step in kf.DataLoader(problem(), net, opt, batch_size=8, train_epochs=3, run_dir=tmp_path):
         for x, y in step:
             F.cross_entropy(net(x), y).backward()
         opt.step()
@@ -237,10 +251,10 @@ def test_what_is_shown(how: Train, capsys: Any, tmp_path: Path) -> None:
     assert capsys.readouterr() == ("", "")
     train(how, run_dir=tmp_path / "silent")
     assert capsys.readouterr() == ("", "")
-    train(how, progress=True)
+    train(how, observe_progress=True)
     shown = capsys.readouterr().out
     assert "loss" in shown and "params sha256" in shown
-    train(how, progress=True, run_dir=tmp_path / "shown")
+    train(how, observe_progress=True, run_dir=tmp_path / "shown")
     assert str(tmp_path / "shown" / "model.pt") in capsys.readouterr().out.replace("\n", "")
 
 
@@ -283,7 +297,7 @@ class Paced(t.Growing):
     def before_step(self):
         time.sleep(pace_s)
 
-kf.init(kf.CommOptions(reproducible=True))
+kf.init(comm_reproducible=True)
 net = t.network()
 opt = kf.FusedAdamW(net.parameters(), lr=0.05)
 {"fit": t.with_fit, "loader": t.with_loader}[how](
@@ -323,7 +337,15 @@ def test_killed_three_times_it_ends_with_the_undisturbed_bits(how: str, starter:
         (tmp_path / folder).mkdir(exist_ok=True)
         before = []
         if starter == "kfuse-run":
-            before = ["-m", "kfuse.cli.kfuse_run", "--workers", "2", "--quiet", "--run-dir", str(next(run_dirs))]
+            before = [
+                "-m",
+                "kfuse.cli.kfuse_run",
+                "--workers-count",
+                "2",
+                "--observe-progress=false",
+                "--run-dir",
+                str(next(run_dirs)),
+            ]
         return [sys.executable, *before, str(script), how, str(tmp_path / folder), str(pace_s)]
 
     assert start(command("undisturbed", 0.0)).wait(DEADLINE_S) == 0
@@ -356,9 +378,9 @@ def test_where_all_workers_are_killed_the_supervisor_starts_new_ones(tmp_path: P
         before = [
             "-m",
             "kfuse.cli.kfuse_run",
-            "--workers",
+            "--workers-count",
             "2",
-            "--quiet",
+            "--observe-progress=false",
             "--run-dir",
             str(tmp_path / f"run-{folder}"),
         ]
@@ -387,11 +409,15 @@ def descendants(pid: int) -> list[int]:
 
 
 def recorded_by_two(folder: str) -> str:
-    kf.init(kf.CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    arguments = ARGUMENTS | {"run_dir": Path(folder, "run"), "checkpoint": Path(folder, "kept"), "resume": "auto"}
-    with_fit(net, opt, Growing(), micro_batch=2, **arguments)
+    arguments = ARGUMENTS | {
+        "run_dir": Path(folder, "run"),
+        "checkpoint_dir": Path(folder, "kept"),
+        "checkpoint_resume": "auto",
+    }
+    with_fit(net, opt, Growing(), batch_micro=2, **arguments)
     return params_sha256(net)
 
 
@@ -431,8 +457,14 @@ def test_a_state_is_refused_where_training_would_go_on_as_another(
         net = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
         generator = torch.Generator().manual_seed(5)
         data = torch.randn(samples, 6, generator=generator), torch.randint(0, 3, (samples,), generator=generator)
-        given = {"batch_size": 8, "epochs": 4, "checkpoint": tmp_path, "resume": "auto", **arguments}
-        return kf.fit(net, data, optimizer(net.parameters(), lr=0.01), steps=steps, **given)
+        given = {
+            "batch_size": 8,
+            "train_epochs": 4,
+            "checkpoint_dir": tmp_path,
+            "checkpoint_resume": "auto",
+            **arguments,
+        }
+        return kf.fit(net, data, optimizer(net.parameters(), lr=0.01), train_steps=steps, **given)
 
     fit(steps)
     if why is None:
@@ -448,5 +480,5 @@ def test_the_summary_names_no_best_model_of_another_training(tmp_path: Path) -> 
     for heldout, has_best in ((problem(), True), (None, False)):
         net = network()
         opt = kf.FusedSGD(net.parameters(), lr=0.01)
-        summary = kf.fit(net, problem(), opt, batch_size=8, checkpoint=tmp_path, heldout=heldout)
+        summary = kf.fit(net, problem(), opt, batch_size=8, checkpoint_dir=tmp_path, heldout=heldout)
         assert summary is not None and ("best_model" in summary) == has_best

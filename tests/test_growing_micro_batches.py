@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfuse as kf
-from kfuse.config.schema import ConfigError
 from kfuse.data.sampler import micro_batch_sizes
 from kfuse.policies import SchedulePolicy
-from kfuse.policies.signals import Bounds
+from kfuse.settings.tree import ConfigError
 from kfuse.train.evaluation import params_sha256
 from kfuse.train.settings import Settings
 
 
 def settings(batch_size: int, micro_batch: int, most: int | None) -> Settings:
-    return Settings(batch_size, micro_batch, Bounds(micro_batch, 2**20, 1, 2**20), max_micro_batch=most)
+    return Settings.of({"batch_size": batch_size, "batch_micro": micro_batch, "batch_micro_max": most})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ class Noted(nn.Module):
 
 def trained(reproducible: bool, most: int | None) -> tuple[str, list[int]]:
     """Digest of the parameters, and the samples of each forward."""
-    kf.init(kf.CommOptions(reproducible=reproducible))
+    kf.init(comm_reproducible=reproducible)
     x = torch.randn(3000, 8, generator=torch.Generator().manual_seed(1))
     model = Noted()
     opt = kf.FusedAdamW(model.parameters(), lr=0.01)
@@ -86,11 +85,11 @@ def trained(reproducible: bool, most: int | None) -> tuple[str, list[int]]:
         (x, (x.sum(1) > 0).long()),
         opt,
         kf.Hook(SchedulePolicy(PHASES)),
-        steps=20,
+        train_steps=20,
         batch_size=32,
-        micro_batch=8,
-        max_micro_batch=most,
-        progress=False,
+        batch_micro=8,
+        batch_micro_max=most,
+        observe_progress=False,
     )
     return params_sha256(model), model.sizes
 
@@ -107,13 +106,6 @@ def test_fewer_passes_over_the_same_samples() -> None:
     for found in (small, large):
         assert sum(sum(sizes) for _, sizes in found) == 4 * 32 + 5 * 64 + 5 * 200 + 6 * 48
     assert sum(len(sizes) for _, sizes in large) < 0.7 * sum(len(sizes) for _, sizes in small)
-
-
-def test_refused() -> None:
-    with pytest.raises(ValueError, match="max_micro_batch=20: must be a multiple of micro_batch=8"):
-        trained(False, 20)
-    with pytest.raises(ConfigError, match=r"^batch\.micro_max=20: must be a multiple of batch\.micro=8$"):
-        compose(["batch.micro_max=20"])
 
 
 TRAINING = words(

@@ -63,14 +63,14 @@ import kfuse as kf
 
 net = torch.nn.Linear(5, 2)
 opt = kf.FusedAdamW(net.parameters(), lr=0.1)
-kf.fit(net, (torch.randn(8, 5), torch.randint(0, 2, (8,))), opt, epochs=2, batch_size=4, micro_batch=2)
+kf.fit(net, (torch.randn(8, 5), torch.randint(0, 2, (8,))), opt, train_epochs=2, batch_size=4, batch_micro=2)
 opt.load_state_dict(opt.state_dict())
 opt.zero_grad()
 """
 
 CHECK = """
 import hydra
-from kfuse.config.check import validate
+from kfuse.cli.check import validate
 
 with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
     validate(hydra.compose("config", []))

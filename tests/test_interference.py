@@ -113,7 +113,7 @@ def train(slow_network: bool) -> tuple[list[bool | None], list[dict[str, Any]]]:
     """What each step's signals said, and the events. Or the network stays as it is, and rank 1 computes slowly."""
     global SLOW_NETWORK
     SLOW_NETWORK = slow_network
-    kf.init(kf.CommOptions(schedule="test_interference.SlowLater"))
+    kf.init(comm_schedule="test_interference.SlowLater")
     events: list[dict[str, Any]] = []
     plain = Reporter.event
 
@@ -125,7 +125,7 @@ def train(slow_network: bool) -> tuple[list[bool | None], list[dict[str, Any]]]:
     Reporter.event = event  # type: ignore[method-assign]
     net, policy = network(), Seen()
     opt = kf.FusedSGD(net.parameters(), lr=0.01)
-    loader = kf.DataLoader(problem(8 * STEPS), net, opt, batch_size=8, micro_batch=4, policy=policy, epochs=1)
+    loader = kf.DataLoader(problem(8 * STEPS), net, opt, batch_size=8, batch_micro=4, policy=policy, train_epochs=1)
     for number, step in enumerate(loader):
         for x, y in step:
             if not slow_network and kf.rank() == 1 and number > CHANGE:

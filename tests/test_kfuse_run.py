@@ -28,14 +28,14 @@ from kfuse.data import load_digits
 from kfuse.models import MLP
 
 torch.set_num_threads(1)
-kf.init(kf.CommOptions(reproducible=True), timeout_s=60)
+kf.init(comm_reproducible=True, comm_timeout_s=60)
 torch.manual_seed(0)
 digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"], dropout=0.1)
 opt = kf.FusedAdamW(model.parameters(), lr=1e-3, clip_norm=1.0)
 marker = pathlib.Path(sys.argv[1])
 steps = 0
-for step in kf.DataLoader(digits.train, model, opt, batch_size=48, micro_batch=8, epochs=2, seed=3):
+for step in kf.DataLoader(digits.train, model, opt, batch_size=48, batch_micro=8, train_epochs=2, seed=3):
     steps += 1
     for x, y in step:
         step.loss = F.cross_entropy(model(x), y)
@@ -81,7 +81,7 @@ def run_script(
     """What a script does under kfuse-run, with these arguments `after` it; fails if it does not end."""
     path, run_dir = folder / "train.py", folder / "run"
     path.write_text(text)
-    command = [sys.executable, *starter, "--workers", str(workers), "--run-dir", str(run_dir)]
+    command = [sys.executable, *starter, "--workers-count", str(workers), "--run-dir", str(run_dir)]
     command += [*arguments, str(path), *after]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, **pipes, text=True, timeout=DEADLINE_S, cwd=folder)
@@ -97,7 +97,9 @@ def trained_alone(marker: str) -> tuple[int, str]:
 
 
 def test_a_loop_of_ones_own_survives_a_death_with_the_same_bits(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, SCRIPT, "--no-replace", "--quiet", after=[str(tmp_path / "marker")])
+    ended = run_script(
+        tmp_path, SCRIPT, "--elastic-replace=false", "--observe-progress=false", after=[str(tmp_path / "marker")]
+    )
     assert ended.status == 0, ended.said
     assert ended.steps == list(range(60))
     kinds = [event["kind"] for event in ended.lines("events.jsonl") if event["kind"] != "straggler"]
@@ -119,7 +121,7 @@ def make():
 def loop(until=None, hook=lambda step: None):
     model, opt = make()
     done = 0
-    for step in kf.DataLoader((x, y), model, opt, batch_size=16, epochs=5):
+    for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=5):
         for a, b in step:
             hook(done)
             step.loss = F.cross_entropy(model(a), b)
@@ -182,7 +184,7 @@ def test_where_one_worker_leaves_the_loop_the_others_go_on(
     timeout_s: int, after: str, how: str, tmp_path: Path
 ) -> None:
     over = "open(__file__ + '-over', 'w')"
-    body = f"kf.init(timeout_s={timeout_s})\nloop(7 if number == 1 else None)\n{after}\n{over}"
+    body = f"kf.init(comm_timeout_s={timeout_s})\nloop(7 if number == 1 else None)\n{after}\n{over}"
     ended = run_script(tmp_path, PRELUDE + body)
     assert ended.status == 0, ended.said
     assert ended.steps == list(range(20))
@@ -261,7 +263,7 @@ def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
     fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, epochs=2)\n"
     text = PRELUDE + fit + "loop(5, lambda step: kf.resize(3))\nloop()"
-    ended = run_script(tmp_path, text, "--max-workers", "3")
+    ended = run_script(tmp_path, text, "--workers-max", "3")
     assert ended.status == 0, ended.said
     records = []
     for place in (ended.run_dir, ended.run_dir / "2", ended.run_dir / "3"):
@@ -287,7 +289,7 @@ def test_a_run_directory_that_is_used_is_refused(tmp_path: Path) -> None:
 def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tmp_path: Path) -> None:
     """Not even one that knows nothing of kfuse."""
     (tmp_path / "train.py").write_text("import os, time\nopen(f'{__file__}-{os.getpid()}', 'w')\ntime.sleep(1000)")
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers-count", "2", "--run-dir", str(tmp_path / "run")]
     process = subprocess.Popen([*command, str(tmp_path / "train.py")])
     try:
         wait_until("both scripts", lambda: len(list(tmp_path.glob("train.py-*"))) == 2)
@@ -313,7 +315,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers", "3", "--max-workers", "2", "x.py"], "--max-workers 2"),
+        (["--workers-count", "3", "--workers-max", "2", "x.py"], "--workers-max 2"),
         (["absent.py"], "absent.py: no such file"),
     ],
 )

@@ -29,13 +29,13 @@ from kfuse.data import load_digits
 from kfuse.models import MLP
 
 torch.set_num_threads(1)
-kf.init(kf.CommOptions(reproducible=True), timeout_s=60)
+kf.init(comm_reproducible=True, comm_timeout_s=60)
 torch.manual_seed(0)
 digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
 opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
 go_on, steps = pathlib.Path(sys.argv[1]), 0
-for step in kf.DataLoader(digits.train, model, opt, batch_size=48, micro_batch=8, epochs=2, seed=3):
+for step in kf.DataLoader(digits.train, model, opt, batch_size=48, batch_micro=8, train_epochs=2, seed=3):
     steps += 1
     while steps == 20 and not go_on.exists():
         time.sleep(0.01)
@@ -97,7 +97,14 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> No
     job = [str(tmp_path / "train.py"), str(go_on)]
     meeting = [f"127.0.0.1:{free_port()}", "--token-file", str(token), "--slots"]
     run_dir = tmp_path / "run"
-    settings = ["--run-dir", str(run_dir), "--workers", "3", "--quiet", "--no-replace"]
+    settings = [
+        "--run-dir",
+        str(run_dir),
+        "--workers-count",
+        "3",
+        "--observe-progress=false",
+        "--elastic-replace=false",
+    ]
     with (
         started(tmp_path / "first.log", "--listen", *meeting, "1", *settings, *job) as first,
         started(tmp_path / "other.log", "--join", *meeting, "2") as other,
@@ -113,7 +120,9 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> No
         go_on.touch()
         assert first.wait(DEADLINE_S) == 0, (tmp_path / "first.log").read_text()
     assert len(events(run_dir, "failure")) == 2
-    with started(tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), "--quiet", *job) as alone:
+    with started(
+        tmp_path / "alone.log", "--run-dir", str(tmp_path / "alone"), "--observe-progress=false", *job
+    ) as alone:
         assert alone.wait(DEADLINE_S) == 0
     assert summary(run_dir)["params_sha256"] == summary(tmp_path / "alone")["params_sha256"]
 
@@ -124,7 +133,7 @@ def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(tmp_p
     token.write_text(TOKEN)
     token.chmod(0o600)
     meeting = [address, "--token-file", str(token), "--slots", "1"]
-    job = ["--run-dir", str(run_dir), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
+    job = ["--run-dir", str(run_dir), "--workers-count", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
     with (
         started(tmp_path / "first.log", "--listen", *meeting, *job) as first,
         started(tmp_path / "other.log", "--join", *meeting) as other,

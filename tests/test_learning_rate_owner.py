@@ -55,7 +55,7 @@ def assert_close(net: nn.Module, twin: nn.Module) -> None:
 
 SCHEDULES = {
     "warm-up from 0": lambda opt: LambdaLR(opt, warm_up),
-    "steps": lambda opt: StepLR(opt, 3, 0.5),
+    "train_steps": lambda opt: StepLR(opt, 3, 0.5),
     "one cycle": lambda opt: OneCycleLR(opt, 0.3, total_steps=100),
 }
 
@@ -67,7 +67,7 @@ def test_a_scheduler_stepped_in_the_loops_body_has_its_effect(kind: str, schedul
     net, (x, y) = network(), problem()
     opt = make(kind, net)
     scheduler = SCHEDULES[schedule](opt)
-    for step in kf.DataLoader((x, y), net, opt, batch_size=16, epochs=3):
+    for step in kf.DataLoader((x, y), net, opt, batch_size=16, train_epochs=3):
         for inputs, targets in step:
             F.cross_entropy(net(inputs), targets).backward()
         opt.step()
@@ -82,7 +82,7 @@ def test_fit_steps_a_scheduler(schedule: str, interval: str) -> None:
     net = network()
     opt = make("fused", net)
     scheduler = SCHEDULES[schedule](opt)
-    kf.fit(net, problem(), opt, batch_size=16, epochs=3, scheduler=scheduler, scheduler_interval=interval)
+    kf.fit(net, problem(), opt, batch_size=16, train_epochs=3, scheduler=scheduler, scheduler_interval=interval)
     assert_close(net, torch_twin(16, 12, interval, SCHEDULES[schedule]))
 
 
@@ -94,8 +94,8 @@ def test_a_plateau_scheduler_is_stepped_with_the_held_out_loss(tmp_path: Path) -
         net = network()
         opt = make("fused", net, 0.3)
         scheduler = ReduceLROnPlateau(opt, factor=0.5, patience=1, threshold=0.2)
-        files = {"checkpoint": tmp_path / "kept", "run_dir": tmp_path / "run", "resume": "auto"}
-        kf.fit(net, problem(), opt, batch_size=16, epochs=epochs, heldout=problem(), scheduler=scheduler, **files)
+        files = {"checkpoint_dir": tmp_path / "kept", "run_dir": tmp_path / "run", "checkpoint_resume": "auto"}
+        kf.fit(net, problem(), opt, batch_size=16, train_epochs=epochs, heldout=problem(), scheduler=scheduler, **files)
         return scheduler
 
     train(5)
@@ -135,7 +135,7 @@ def test_the_rate_that_is_recorded_is_the_one_used(kind: str) -> None:
     net, policy, rates = network(), Rates(), [0.1 / (1 + i) for i in range(6)]
     opt = make(kind, net)
     for step, rate in zip(
-        kf.DataLoader(problem(), net, opt, batch_size=16, steps=6, policy=policy), rates, strict=True
+        kf.DataLoader(problem(), net, opt, batch_size=16, train_steps=6, policy=policy), rates, strict=True
     ):
         opt.param_groups[0]["lr"] = rate
         for x, y in step:
@@ -188,12 +188,21 @@ def test_fit_warms_up_and_decays() -> None:
             return None
 
     net, policy = network(), Rates()
-    kf.fit(net, problem(), make("fused", net), kf.Hook(policy), batch_size=4, warmup_steps=4, decay="cosine", steps=16)
+    kf.fit(
+        net,
+        problem(),
+        make("fused", net),
+        kf.Hook(policy),
+        batch_size=4,
+        lr_warmup_steps=4,
+        lr_decay="cosine",
+        train_steps=16,
+    )
     expected = [0.025, 0.05, 0.075, 0.1, *(0.05 * (1 + math.cos(math.pi * (s - 4) / 12)) for s in range(4, 16))]
     assert policy.seen == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("length", [{"steps": 16}, {"epochs": 4}], ids=str)
+@pytest.mark.parametrize("length", [{"train_steps": 16}, {"train_epochs": 4}], ids=str)
 @pytest.mark.parametrize("scaling", ["none", "linear", "adascale"])
 def test_a_decay_ends_with_the_run_though_the_batch_grows(length: dict[str, int], scaling: Any) -> None:
     class Growing(kf.BasePolicy):
@@ -211,7 +220,7 @@ def test_a_decay_ends_with_the_run_though_the_batch_grows(length: dict[str, int]
     factors: list[float] = []
     net, policy = network(), Rates()
     opt = make("fused", net)
-    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=4, decay="linear", lr_scaling=scaling, **length)
+    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=4, lr_decay="linear", lr_scaling=scaling, **length)
     steps, samples = policy.seen[-1][0] + 1, policy.seen[-1][1]
     before_last = policy.seen[-2][1]
     left = 1 / steps if "steps" in length else 1 - before_last / samples
@@ -224,7 +233,7 @@ def test_a_decay_ends_with_the_run_though_the_batch_grows(length: dict[str, int]
 def test_fit_clips() -> None:
     net = network()
     before = [p.detach().clone() for p in net.parameters()]
-    kf.fit(net, problem(), make("fused", net, lr=1.0), batch_size=64, steps=1, clip_norm=1e-3)
+    kf.fit(net, problem(), make("fused", net, lr=1.0), batch_size=64, train_steps=1, train_clip_norm=1e-3)
     moved = math.sqrt(
         sum(float((p.detach() - q).square().sum()) for p, q in zip(net.parameters(), before, strict=True))
     )
@@ -246,7 +255,7 @@ def fit_two_ranks() -> list[float]:
     net = network()
     opt = make("fused", net, lr=0.1 * (1 + kf.rank()))  # rank 0's rate and schedule are everybody's
     scheduler = StepLR(opt, 2 + kf.rank(), 0.5)
-    kf.fit(net, problem(), opt, batch_size=16, epochs=2, scheduler=scheduler)
+    kf.fit(net, problem(), opt, batch_size=16, train_epochs=2, scheduler=scheduler)
     return [*opt.learning_rates(), *(float(p.detach().sum()) for p in net.parameters())]
 
 
@@ -263,9 +272,9 @@ def test_all_ranks_have_rank_0s_rate_and_schedule() -> None:
         (lambda opt: StepLR(opt, 1), {"scheduler_interval": "batch"}, ValueError, "must be one of step, epoch"),
         (ReduceLROnPlateau, {}, ValueError, "ReduceLROnPlateau: needs heldout="),
         (lambda opt: StepLR(make("fused", network()), 1), {}, ValueError, "belongs to another optimizer"),
-        (lambda opt: None, {"decay": "step"}, ValueError, "decay=step: must be one of none, cosine"),
-        (lambda opt: None, {"clip_norm": 0.0}, ValueError, "clip_norm"),
-        (lambda opt: None, {"target_accuracy": 1.5}, ValueError, "target_accuracy=1.5"),
+        (lambda opt: None, {"lr_decay": "step"}, ValueError, "decay=step: must be one of none, cosine"),
+        (lambda opt: None, {"train_clip_norm": 0.0}, ValueError, "clip_norm"),
+        (lambda opt: None, {"train_target_accuracy": 1.5}, ValueError, "target_accuracy=1.5"),
     ],
 )
 def test_wrong_arguments_are_refused_before_training(
@@ -301,7 +310,7 @@ net = nn.Linear(4, 3)
 opt = kf.FusedSGD(net.parameters(), lr=0.1)
 scheduler = LambdaLR(opt, lambda step: 1 / (1 + step))
 x, y = torch.randn(512, 4), torch.randint(3, (512,))
-for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4, epochs=20, policy=Grow(), {argument}):
+for step in kf.DataLoader((x, y), net, opt, batch_size=8, batch_micro=4, train_epochs=20, policy=Grow(), {argument}):
     import time; time.sleep(0.1 if kf.size() == 1 else 0.002)  # two minutes for the second one to come
     for inputs, targets in step:
         F.cross_entropy(net(inputs), targets).backward()
@@ -315,7 +324,7 @@ def test_a_worker_that_joins_has_the_schedulers_state(tmp_path: Path) -> None:
     """And the parameters stay the same on all: the check would end the job."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(argument="scheduler=scheduler").replace("import kfuse as kf", CHECKED))
-    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--max-workers", "2", "--run-dir", str(tmp_path / "run")]
+    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers-max", "2", "--run-dir", str(tmp_path / "run")]
     job = run_script(tmp_path, starter, script)
     assert job["status"] == 0, job["output"]
     metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -328,12 +337,12 @@ def test_a_worker_that_joins_has_the_schedulers_state(tmp_path: Path) -> None:
 def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(argument=""))
-    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--max-workers", "2", "--run-dir", str(tmp_path / "run")]
+    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers-max", "2", "--run-dir", str(tmp_path / "run")]
     job = run_script(tmp_path, starter, script)
     assert job["status"] == 1 and "in an elastic job pass it as scheduler=" in job["output"]
 
 
-CHECKED = "import kfuse as kf\nkf.init(kf.CommOptions(check_every=1))"
+CHECKED = "import kfuse as kf\nkf.init(CommOptions(check_every=1))"
 
 
 def run_script(tmp_path: Path, starter: list[str], script: Path) -> dict[str, Any]:

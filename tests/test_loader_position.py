@@ -21,7 +21,7 @@ class Grows(kf.BasePolicy):
 def loader(count: int, **arguments: Any) -> tuple[kf.DataLoader, kf.FusedSGD, Any]:
     net = network()
     opt = kf.FusedSGD(net.parameters())
-    return kf.DataLoader(problem(count), net, opt, batch_size=8, micro_batch=4, **arguments), opt, net
+    return kf.DataLoader(problem(count), net, opt, batch_size=8, batch_micro=4, **arguments), opt, net
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_loader_knows_its_steps_and_where_it_is(count: int, arguments: dict[st
 
 
 def test_the_length_follows_the_batch_size() -> None:
-    loop, opt, net = loader(64, epochs=2, policy=Grows())
+    loop, opt, net = loader(64, train_epochs=2, policy=Grows())
     assert len(loop) == 16
     steps = 0
     for step in loop:

@@ -134,7 +134,7 @@ def follow_orders() -> tuple[Any, ...]:
 
     opt.average_models = counted  # type: ignore[method-assign]
     data = (x, x[:, :2].sin())
-    summary = kf.fit(net, data, opt, kf.Hook(policy), epochs=4, batch_size=8, heldout=data)
+    summary = kf.fit(net, data, opt, kf.Hook(policy), train_epochs=4, batch_size=8, heldout=data)
     assert summary is not None
     return policy.seen, averaged, summary["params_sha256"], summary["eval_loss"]
 

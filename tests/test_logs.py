@@ -26,7 +26,7 @@ if "--own" in sys.argv:
     logging.basicConfig(format="OWN %(levelname)s %(message)s")
 net = torch.nn.Linear(3, 2)
 opt = kf.FusedSGD(net.parameters(), lr=0.1)
-kf.fit(net, (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)), opt, epochs=1, batch_size=4, micro_batch=2)
+kf.fit(net, (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)), opt, train_epochs=1, batch_size=4, batch_micro=2)
 """
 
 
@@ -69,7 +69,7 @@ def test_a_run_logs_its_transport_and_checkpoints_where_it_is_asked_to(tmp_path:
 )
 def test_a_scripts_records_are_written_once(arguments: list[str], start: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    lines = records("kfuse.cli.kfuse_run", "--log-level", "info", "train.py", *arguments, folder=tmp_path)
+    lines = records("kfuse.cli.kfuse_run", "--observe-log-level", "info", "train.py", *arguments, folder=tmp_path)
     (line,) = [line for line in lines if "transport" in line]
     assert re.match(start, line)
 

@@ -14,6 +14,7 @@ from distributed import run_workers
 from elastic_job import assert_none_left, wait_until
 from test_kfuse_run import run_script
 
+from kfuse.comm.options import CommOptions
 from kfuse.train.evaluation import params_sha256
 
 pytestmark = [pytest.mark.full, pytest.mark.jobs]
@@ -47,13 +48,13 @@ def patched(self, complete, step, local):
         time.sleep(0.1)
 
 Executor.launch = patched
-kf.init(kf.CommOptions(bucket_mb=0.06, **options), timeout_s=60)
+kf.init(**CommOptions(bucket_mb=0.06, **options).named(), comm_timeout_s=60)
 torch.manual_seed(0)
 x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
 linear = torch.nn.Linear
 model = torch.nn.Sequential(linear(64, 200), torch.nn.Tanh(), linear(200, 80), torch.nn.Tanh(), linear(80, 3))
 opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
-for step in kf.DataLoader((x, y), model, opt, batch_size=24, micro_batch=4, epochs=3):
+for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, train_epochs=3):
     for a, b in step:
         step.loss = F.cross_entropy(model(a), b)
         step.loss.backward()
@@ -94,7 +95,14 @@ def test_a_body_goes_on_where_a_worker_is_lost_during_its_backward(
 ) -> None:
     """Of three workers, then of two. The others have messages to start, and to wait for, in the same backward."""
     given = json.dumps(options)
-    ended = run_script(tmp_path, LOOP, "--no-replace", "--quiet", workers=3, after=[given, json.dumps(strikes)])
+    ended = run_script(
+        tmp_path,
+        LOOP,
+        "--elastic-replace=false",
+        "--observe-progress=false",
+        workers=3,
+        after=[given, json.dumps(strikes)],
+    )
     assert ended.status == 0, ended.said
     assert {path.name for path in tmp_path.glob("died-*")} == {"died-1", "died-2"}
     assert [event["worker"] for event in ended.of_kind("failure")] == [2, 1], ended.said
@@ -136,7 +144,7 @@ x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
 model = torch.nn.Linear(8, 3)
 opt = kf.FusedSGD(model.parameters(), lr=0.1)
 settings = {"checkpoint": "checkpoints", "checkpoint_every": 3, "resume": "auto"} if checkpoints == "yes" else {}
-for step in kf.DataLoader((x, y), model, opt, batch_size=16, epochs=5, **settings):
+for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=5, **settings):
     for a, b in step:
         strikes(step.number)
         step.loss = F.cross_entropy(model(a), b)
@@ -164,7 +172,7 @@ def test_the_last_worker_is_lost_while_another_is_to_join(
     The job goes on from a checkpoint, or ends in one line.
     """
     given = [str(workers), fails, newcomers, checkpoints]
-    ended = run_script(tmp_path, LAST, "--quiet", workers=workers, after=given)
+    ended = run_script(tmp_path, LAST, "--observe-progress=false", workers=workers, after=given)
     assert len([event for event in ended.of_kind("failure") if "worker" in event]) == workers, ended.said
     if said is None:
         assert ended.status == 0, ended.said
@@ -179,7 +187,7 @@ COLLECTIVE = """
 import os, signal, torch, torch.nn.functional as F, kfuse as kf
 
 number = int(os.environ["KFUSE_WORKER"])
-kf.init(kf.CommOptions(state="sharded", bucket_mb=0.01))
+kf.init(comm_state="sharded", comm_bucket_mb=0.01)
 torch.manual_seed(0)
 x, y = torch.randn(64, 64), torch.randint(0, 3, (64,))
 model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Tanh(), torch.nn.Linear(100, 3))
@@ -196,10 +204,10 @@ class Saves(kf.BasePolicy):
     def after_step(self):
         collective(opt.engine.step - 1)
 
-kf.fit(model, (x, y), opt, kf.Hook(Saves()), loss_fn=F.cross_entropy, batch_size=16, epochs=3)
+kf.fit(model, (x, y), opt, kf.Hook(Saves()), loss_fn=F.cross_entropy, batch_size=16, train_epochs=3)
 """
 IN_THE_BODY = """
-for step in kf.DataLoader((x, y), model, opt, batch_size=16, epochs=3):
+for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=3):
     for a, b in step:
         step.loss = F.cross_entropy(model(a), b)
         step.loss.backward()
@@ -216,7 +224,7 @@ assert lost
 @pytest.mark.parametrize("where", [IN_A_HOOK, IN_THE_BODY])
 def test_a_collective_of_the_users_own_meets_a_lost_worker(where: str, tmp_path: Path) -> None:
     """In a hook the loop handles that; in a body the script has to catch the error, and goes on."""
-    ended = run_script(tmp_path, COLLECTIVE + where, "--no-replace", "--quiet", workers=3)
+    ended = run_script(tmp_path, COLLECTIVE + where, "--elastic-replace=false", "--observe-progress=false", workers=3)
     assert ended.status == 0, ended.said
     assert ended.steps == list(range(12)) and len(ended.of_kind("failure")) == 1
 
@@ -231,7 +239,7 @@ opt = kf.FusedSGD(model.parameters(), lr=0.1)
 open(f"pid-{os.getpid()}", "w")
 data = torch.randn(64, 8), torch.randint(0, 3, (64,))
 saved = {"checkpoint": "checkpoints", "checkpoint_every": 9999}
-for step in kf.DataLoader(data, model, opt, batch_size=16, epochs=1000, **saved):
+for step in kf.DataLoader(data, model, opt, batch_size=16, train_epochs=1000, **saved):
     for a, b in step:
         if number == 1:
             time.sleep(0.3)  # meanwhile the leader waits for it in the body
@@ -246,7 +254,7 @@ for step in kf.DataLoader(data, model, opt, batch_size=16, epochs=1000, **saved)
 def test_a_lost_supervisor_leaves_a_last_checkpoint(tmp_path: Path) -> None:
     """Also where that is noticed in the body."""
     (tmp_path / "train.py").write_text(ORPHANED)
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", "run", "train.py"]
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers-count", "2", "--run-dir", "run", "train.py"]
     process = subprocess.Popen(command, cwd=tmp_path)
     try:
         wait_until("three steps", (tmp_path / "begun").exists)

@@ -97,7 +97,7 @@ def test_every_pair_ends_with_the_run(scaling: Scaling) -> None:
     ):
         tried += 1
         length: dict[str, Any] = {"steps": STEPS} if by_steps else {"samples": SAMPLES}
-        options: dict[str, Any] = {"decay_fraction": 0.25, "change_warmup_steps": change_warmup, **length}
+        options: dict[str, Any] = {"lr_decay_fraction": 0.25, "lr_change_warmup_steps": change_warmup, **length}
         schedule = LRSchedule(scaling, warmup, decay, BASE, **options)
         run, what = Run(schedule, sizes, by_steps), (by_steps, name, warmup, change_warmup)
         start = 0.75 if decay == "wsd" else warmup / (STEPS if by_steps else SAMPLES / BASE)
@@ -148,16 +148,16 @@ def test_a_training_ends_where_its_schedule_does(
     length: dict[str, Any] = {"steps": 24} if by_steps else {"epochs": 2}
     net, policy, epoch = network(), Sizes(sizes), 200
     warmup = 4 if warms_up else 0
-    options: dict[str, Any] = {"warmup_steps": warmup, "change_warmup_steps": 8 if warms_up else 0}
+    options: dict[str, Any] = {"lr_warmup_steps": warmup, "lr_change_warmup_steps": 8 if warms_up else 0}
     kf.fit(
         net,
         problem(epoch),
         kf.FusedSGD(net.parameters(), lr=0.5),
         kf.Hook(policy),
         batch_size=BASE,
-        micro_batch=2,
+        batch_micro=2,
         lr_scaling=scaling,
-        decay=decay,
+        lr_decay=decay,
         **length,
         **options,
     )
@@ -195,7 +195,7 @@ def test_adascales_steps_are_those_of_the_base_batch() -> None:
         data = (problem(72)[0], torch.randint(0, 3, (72,)))  # noise: large batches pay
         opt = kf.FusedSGD(net.parameters(), lr=0.05)
         summary = kf.fit(
-            net, data, opt, kf.Hook(policy), steps=60, batch_size=16, micro_batch=2, lr_scaling=scaling, **options
+            net, data, opt, kf.Hook(policy), train_steps=60, batch_size=16, batch_micro=2, lr_scaling=scaling, **options
         )
         assert summary is not None and summary["exit_reason"] == "steps"
         return summary, policy
@@ -260,8 +260,8 @@ def test_the_warm_up_after_a_change_takes_as_many_samples_at_any_batch_size() ->
 def test_a_training_warms_up_after_each_change_that_raises_the_rate() -> None:
     net, policy = network(), Sizes({2: 64, 20: 16})
     opt = kf.FusedSGD(net.parameters(), lr=0.01)
-    options: dict[str, Any] = {"steps": 30, "batch_size": 16, "micro_batch": 2, "lr_scaling": "linear"}
-    kf.fit(net, problem(4096), opt, kf.Hook(policy), change_warmup_steps=20, **options)
+    options: dict[str, Any] = {"train_steps": 30, "batch_size": 16, "batch_micro": 2, "lr_scaling": "linear"}
+    kf.fit(net, problem(4096), opt, kf.Hook(policy), lr_change_warmup_steps=20, **options)
     gains = [seen.lr / 0.01 for seen in policy.seen]
     rising = [1 + 3 * min(1.0, (4 * step + 1) / 20) for step in range(18)]
     assert gains == pytest.approx([1.0] * 6 + rising + [1.0] * 6)
@@ -277,10 +277,10 @@ def test_a_training_resumed_in_the_warm_up_after_a_change_has_the_same_bits(at: 
     def train(steps: int, **where: Any) -> str:
         net = network()
         opt = kf.FusedAdamW(net.parameters(), lr=0.01)
-        options: dict[str, Any] = {"change_warmup_steps": 100, "micro_batch": 2, "batch_size": 8, "max_batch_size": 64}
-        kf.fit(net, problem(4096), opt, kf.Hook(Sizes({2: 64, 12: 16})), steps=steps, **options, **where)
+        options: dict[str, Any] = {"lr_change_warmup_steps": 100, "batch_micro": 2, "batch_size": 8, "batch_max": 64}
+        kf.fit(net, problem(4096), opt, kf.Hook(Sizes({2: 64, 12: 16})), train_steps=steps, **options, **where)
         return params_sha256(net)
 
     whole = train(30)
-    train(at, checkpoint=tmp_path, save_model=False)
-    assert train(30, checkpoint=tmp_path, resume="auto", save_model=False) == whole
+    train(at, checkpoint_dir=tmp_path, train_save_model=False)
+    assert train(30, checkpoint_dir=tmp_path, checkpoint_resume="auto", train_save_model=False) == whole

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import kfuse as kf
-from kfuse.config import instantiate
-from kfuse.config.check import validate
-from kfuse.config.schema import LOADING
+from kfuse.cli.check import validate
 from kfuse.data import DataSplit
 from kfuse.models import GPT
+from kfuse.settings import instantiate
+from kfuse.settings.groups import LOADING
 
 
 class Net(nn.Module):
@@ -123,7 +123,7 @@ def test_gpt_measures_its_normalisation_layers_by_configuration() -> None:
             found.append(kf.nn.norm_layers_noise(model))
 
     opt = kf.FusedAdamW(model.parameters(), lr=1e-3)
-    kf.fit(model, split.train, opt, kf.Hook(Watch()), steps=3, batch_size=8, micro_batch=8)
+    kf.fit(model, split.train, opt, kf.Hook(Watch()), train_steps=3, batch_size=8, batch_micro=8)
     assert [noise.samples for noise in found if noise is not None] == [8, 8, 8]
     assert all(noise.grad_variance > 0 and noise.grad_sq > -noise.grad_variance for noise in found if noise)
 

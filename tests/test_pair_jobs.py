@@ -201,7 +201,7 @@ torch.manual_seed(0)
 digits = load_digits()
 model = MLP(digits.spec["input_shape"], digits.spec["num_classes"])
 opt = kf.FusedAdamW(model.parameters(), lr=1e-2)
-loader = kf.DataLoader(digits.train, model, opt, batch_size=48, micro_batch=8, epochs=4, num_workers=1)
+loader = kf.DataLoader(digits.train, model, opt, batch_size=48, batch_micro=8, train_epochs=4, data_workers=1)
 for number, step in enumerate(loader):
     if number == 10 and kf.rank() == 0:
         kf.set_sync("pair")
@@ -217,7 +217,7 @@ print("rank", kf.rank(), "ended with the same model", flush=True)
 
 
 def test_a_loop_of_ones_own_with_loader_processes(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, SCRIPT, "--quiet", workers=2)
+    ended = run_script(tmp_path, SCRIPT, "--observe-progress=false", workers=2)
     assert ended.status == 0, ended.said
     assert ended.steps == list(range(120))
     assert [event["sync"] for event in ended.of_kind("decision")] == [["ssgd", "pair"]]

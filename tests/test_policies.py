@@ -317,8 +317,8 @@ def test_schedule_phases_are_exact_in_a_training(phases: Any, sizes: list[int], 
     model, data = torch.nn.Linear(3, 1), (torch.randn(1000, 3), torch.randn(1000, 1))
     hook = kf.Hook(SchedulePolicy(phases))
     opt = kf.FusedSGD(model.parameters(), lr=0.01)
-    length = {"epochs": 50, "steps": len(sizes), "max_batch_size": 2000}
-    kf.fit(model, data, opt, hook, batch_size=8, micro_batch=4, run_dir=tmp_path / "run", **length)
+    length = {"train_epochs": 50, "train_steps": len(sizes), "batch_max": 2000}
+    kf.fit(model, data, opt, hook, batch_size=8, batch_micro=4, run_dir=tmp_path / "run", **length)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["batch_size"] for line in lines] == sizes
     seen = signals_of(lines)

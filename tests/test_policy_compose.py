@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from policy_signals import signals
 
-from kfuse.config.classes import make_policy
+from kfuse.cli.classes import make_policy
 from kfuse.policies import (
     BasePolicy,
     ComposePolicy,

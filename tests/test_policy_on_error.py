@@ -65,7 +65,7 @@ def fit(policy: kf.BasePolicy, **arguments: Any) -> dict[str, Any] | None:
     model = torch.nn.Linear(6, 1)
     x, y = torch.randn(96, 6), torch.randn(96, 1)
     opt = kf.FusedSGD(model.parameters(), lr=0.05)
-    given: dict[str, Any] = {"batch_size": 8, "micro_batch": 2, "steps": 12, "loss_fn": F.mse_loss, **arguments}
+    given: dict[str, Any] = {"batch_size": 8, "batch_micro": 2, "train_steps": 12, "loss_fn": F.mse_loss, **arguments}
     return kf.fit(model, (x, y), opt, kf.Hook(policy), **given)
 
 
@@ -112,7 +112,7 @@ def test_a_script_ends_with_the_policy_s_own_error(
     policy: Ends, error: type[Exception], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error):
-        fit(policy, checkpoint=tmp_path / "kept", checkpoint_every=4, run_dir=tmp_path / "run")
+        fit(policy, checkpoint_dir=tmp_path / "kept", checkpoint_every_steps=4, run_dir=tmp_path / "run")
     (event,) = Job(tmp_path / "run").of_kind("policy_failed")
     assert re.search(why, event["why"]) and "Traceback" in event["traceback"]
     assert not list((tmp_path / "kept").glob("step-*"))

@@ -138,12 +138,12 @@ def train(policy: kf.BasePolicy, **options: Any) -> dict[str, Any] | None:
     model = torch.nn.Linear(3, 2)
     opt = kf.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     data = torch.randn(800, 3), torch.randint(0, 2, (800,))
-    return kf.fit(model, data, opt, kf.Hook(policy), batch_size=8, micro_batch=2, **options)
+    return kf.fit(model, data, opt, kf.Hook(policy), batch_size=8, batch_micro=2, **options)
 
 
 def test_seesaw_trains_the_same_samples_in_fewer_steps() -> None:
     policy = Watched()
-    result = train(policy, epochs=2)
+    result = train(policy, train_epochs=2)
     assert result is not None and result["samples"] == 1600
     # In the limit half of 200 steps; cuts that come when the curve has fallen by half cost up to twice as many.
     assert 100 < result["steps"] < 150
@@ -158,7 +158,7 @@ def test_seesaw_trains_the_same_samples_in_fewer_steps() -> None:
 
 def test_seesaw_goes_by_steps_where_they_end_the_run() -> None:
     policy = Watched()
-    result = train(policy, steps=50)
+    result = train(policy, train_steps=50)
     assert result is not None and result["steps"] == 50 and result["samples"] > 400
     assert [seen.done for seen in policy.seen] == [(seen.step + 1) / 50 for seen in policy.seen]
 
@@ -170,4 +170,4 @@ def test_seesaw_is_refused_where_the_rate_would_be_cut_twice() -> None:
         ({"lr_scaling": "adascale"}, "lr_scaling=adascale: must be one of sqrt, linear with SeesawPolicy"),
     ]:
         with pytest.raises(ValueError, match=message):
-            train(SeesawPolicy(), epochs=1, **options)
+            train(SeesawPolicy(), train_epochs=1, **options)

@@ -9,9 +9,9 @@ from policy_signals import signals
 from problems import network, problem
 
 import kfuse as kf
-from kfuse.config.schema import ConfigError
 from kfuse.policies import SyncSwitchPolicy
 from kfuse.policies.signals import Decision
+from kfuse.settings.tree import ConfigError
 
 
 def test_it_asks_once_so_that_the_step_is_the_first() -> None:
@@ -47,7 +47,7 @@ def switched(step: int) -> tuple[list[bool], bytes]:
     """In which steps the mean gradient's norm is known, which it is with ssgd; the model."""
     kf.init()
     net, policy = network(), Kept(step)
-    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.Hook(policy), batch_size=16, steps=24)
+    kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), kf.Hook(policy), batch_size=16, train_steps=24)
     return policy.known, b"".join(param.detach().numpy().tobytes() for param in net.parameters())
 
 
@@ -55,16 +55,3 @@ def test_workers_average_models_up_to_the_step_and_gradients_from_it_on() -> Non
     results = run_workers(2, switched, 14)
     assert results[0] == results[1]
     assert results[0][0] == [False] * 14 + [True] * 10
-
-
-def test_what_rules_sma_out_is_refused_before_training() -> None:
-    for setting, message in [
-        ("comm=reproducible", "comm.sync=sma: must be ssgd with comm.reproducible=true"),
-        ("comm.state=sharded", "comm.sync=sma: must be ssgd with comm.state=sharded"),
-    ]:
-        policy = ["policy=sync_switch", "policy.step=9"]
-        assert compose(policy)["policy"]["step"] == 9
-        with pytest.raises(
-            ConfigError, match=rf"^policy\._target_=kfuse\.policies\.SyncSwitchPolicy: it sets {message}"
-        ):
-            compose([*policy, setting])

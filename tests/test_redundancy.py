@@ -15,6 +15,7 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm.group import CommError, Group
+from kfuse.comm.options import CommOptions
 from kfuse.membership import Session
 from kfuse.optim.interrupted import begun_update, has_begun, resume_update
 from kfuse.optim.sharding import ShardsLost, plan_moves
@@ -145,4 +146,4 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        kf.CommOptions(state="sharded", **options)
+        CommOptions(state="sharded", **options)

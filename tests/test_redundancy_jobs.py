@@ -211,12 +211,12 @@ def dies(kind, what, worker, at):
 
 dies(Executor, "updates", 1, 12)
 dies(GlooGroup, "share", 2, 81)  # the first of three in step 27
-kf.init(kf.CommOptions(state="sharded", reproducible=True, bucket_mb=0.06))
+kf.init(comm_state="sharded", comm_reproducible=True, comm_bucket_mb=0.06)
 torch.manual_seed(0)
 x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
 model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
 opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
-for step in kf.DataLoader((x, y), model, opt, batch_size=24, micro_batch=4, epochs=4):
+for step in kf.DataLoader((x, y), model, opt, batch_size=24, batch_micro=4, train_epochs=4):
     for a, b in step:
         step.loss = F.cross_entropy(model(a), b)
         step.loss.backward()
@@ -233,7 +233,7 @@ def alone(_: str) -> str:
 
 def test_a_loop_of_ones_own_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Where its step's update was begun the body does not run again."""
-    ended = run_script(tmp_path, LOOP, "--no-replace", "--quiet", workers=3)
+    ended = run_script(tmp_path, LOOP, "--elastic-replace=false", "--observe-progress=false", workers=3)
     assert ended.status == 0, ended.said
     assert ended.steps == list(range(40))
     assert len(ended.of_kind("failure")) == 2 and not ended.of_kind("went_back")
@@ -257,12 +257,12 @@ def updates(*args):
         os.kill(os.getpid(), signal.SIGKILL)
 
 Executor.updates = updates
-kf.init(kf.CommOptions(state="sharded", reproducible=True, bucket_mb=0.06))
+kf.init(comm_state="sharded", comm_reproducible=True, comm_bucket_mb=0.06)
 torch.manual_seed(0)
 x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
 model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
 opt = kf.FusedAdamW(model.parameters(), lr=0.01, clip_norm=0.5)
-kf.fit(model, (x, y), opt, loss_fn=F.cross_entropy, batch_size=24, micro_batch=4, epochs=4)
+kf.fit(model, (x, y), opt, loss_fn=F.cross_entropy, batch_size=24, batch_micro=4, train_epochs=4)
 """
 
 
@@ -277,7 +277,7 @@ def test_a_worker_whose_update_failed_takes_the_state_of_one_that_ended_it(tmp_p
 
     The third takes the first one's state, and still has gradients of the step: the next step's are not added to them.
     """
-    ended = run_script(tmp_path, BEHIND, "--no-replace", "--quiet", workers=3)
+    ended = run_script(tmp_path, BEHIND, "--elastic-replace=false", "--observe-progress=false", workers=3)
     assert ended.status == 0, ended.said
     assert ended.steps == list(range(40))
     assert len(ended.of_kind("failure")) == 1 and not ended.of_kind("went_back"), ended.said

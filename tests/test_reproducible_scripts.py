@@ -14,6 +14,7 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm.options import CommOptions
 from kfuse.train import state as training_state
 
 
@@ -56,14 +57,14 @@ def networks(kind: str) -> nn.Module:
 
 
 def bits(kind: str, how: str) -> dict[str, list[float]]:
-    kf.init(kf.CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     assert torch.get_num_threads() == 1
     net = networks(kind)
     opt = kf.FusedAdamW(net.parameters(), lr=0.05)
     if how == "fit":
-        kf.fit(net, Augmented(), opt, batch_size=12, micro_batch=3, epochs=3)
+        kf.fit(net, Augmented(), opt, batch_size=12, batch_micro=3, train_epochs=3)
     else:
-        for step in kf.DataLoader(Augmented(), net, opt, batch_size=12, micro_batch=3, epochs=3):
+        for step in kf.DataLoader(Augmented(), net, opt, batch_size=12, batch_micro=3, train_epochs=3):
             for x, y in step:
                 F.cross_entropy(net(x), y).backward()
             opt.step()
@@ -106,15 +107,13 @@ def test_an_embedding_that_renormalises_in_forward_is_refused_for_several_worker
     embedding(1.0)  # one worker does it as torch does
 
 
-def warnings_of(
-    caplog: Any, net: nn.Module, data: Any, comm: kf.CommOptions | None = None, **arguments: Any
-) -> list[str]:
-    kf.init(comm)
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=12, micro_batch=3, **arguments)
+def warnings_of(caplog: Any, net: nn.Module, data: Any, comm: CommOptions | None = None, **arguments: Any) -> list[str]:
+    kf.init(**(comm or CommOptions()).named())
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=12, batch_micro=3, **arguments)
     return [record.getMessage() for record in caplog.records if record.name == "kfuse"]
 
 
-REPRODUCIBLE = kf.CommOptions(reproducible=True)
+REPRODUCIBLE = CommOptions(reproducible=True)
 
 
 def test_a_changing_buffer_is_named(caplog: Any) -> None:
@@ -159,7 +158,7 @@ def test_batch_norm_and_plain_models_are_silent(caplog: Any) -> None:
 
 
 def test_a_loop_that_plans_nothing_is_warned_of(caplog: Any) -> None:
-    kf.init(REPRODUCIBLE)
+    kf.init(**REPRODUCIBLE.named())
     net = nn.Linear(4, 3)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     for _ in range(3):

@@ -21,7 +21,6 @@ from kfuse.checkpoint.manager import Checkpoints
 from kfuse.comm.group import CommError
 from kfuse.comm.tail import digest, digest_from_slots, digest_slots
 from kfuse.data import as_dataset
-from kfuse.policies.signals import Bounds
 from kfuse.session import current
 from kfuse.train.evaluation import params_sha256
 from kfuse.train.loss import Objective
@@ -46,7 +45,7 @@ def fitted() -> tuple[dict[str, Tensor], str]:
     kf.init()
     net = network(kf.rank())
     opt = kf.Optimizer(torch.optim.SGD(net.parameters(), 0.1))
-    summary = kf.fit(net, problem(), opt, batch_size=16, micro_batch=4)
+    summary = kf.fit(net, problem(), opt, batch_size=16, batch_micro=4)
     assert summary is not None
     return start_of(net), summary["params_sha256"]
 
@@ -170,7 +169,7 @@ def test_a_digest_tells_one_bit_and_a_complement_apart() -> None:
 
 def diverge(what: str, every: int, how: str) -> list[int]:
     """Rank 1 changes something in step 13; returns the steps made until the job ended with an error."""
-    kf.init(kf.CommOptions(check_every=every))
+    kf.init(comm_check_every=every)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
@@ -186,7 +185,7 @@ def diverge(what: str, every: int, how: str) -> list[int]:
 
     try:
         if how == "loader":
-            for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4, epochs=4):
+            for step in kf.DataLoader((x, y), net, opt, batch_size=8, batch_micro=4, train_epochs=4):
                 spoil()
                 for inputs, targets in step:
                     F.cross_entropy(net(inputs), targets).backward()
@@ -252,9 +251,9 @@ def test_expanded_buffers_and_other_memory_formats() -> None:
 
 
 def reproducible_run() -> str:
-    kf.init(kf.CommOptions(reproducible=True, check_every=1))
+    kf.init(comm_reproducible=True, comm_check_every=1)
     net = network(kf.rank())
-    summary = kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), batch_size=12, micro_batch=4, epochs=2)
+    summary = kf.fit(net, problem(), kf.FusedAdamW(net.parameters()), batch_size=12, batch_micro=4, train_epochs=2)
     assert summary is not None and summary["params_sha256"] == params_sha256(net)
     return str(summary["params_sha256"])
 
@@ -269,7 +268,7 @@ def start_that_fails(directory: str) -> None:
     kf.init()
     net, train = network(kf.rank()), as_dataset(problem())
     checkpoints = Checkpoints(Path(directory), current(), every_steps=5, resume="auto")
-    settings = Settings(8, 4, Bounds(4, 8, 1, 2))
+    settings = Settings.of({"batch_size": 8, "batch_micro": 4, "batch_max": 8}, workers_bounds=(1, 2))
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     trainer = Trainer(net, train, opt, settings, checkpoints=checkpoints, objective=Objective(F.cross_entropy))
     if kf.rank() == 1:

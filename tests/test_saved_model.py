@@ -19,8 +19,8 @@ from torch import nn
 import kfuse as kf
 from kfuse.checkpoint import saved_model
 from kfuse.checkpoint.saved_model import load_weights, model_weights
-from kfuse.config.schema import ConfigError
 from kfuse.session import reset
+from kfuse.settings.tree import ConfigError
 from kfuse.train.evaluation import params_sha256
 
 needs_safetensors = pytest.mark.skipif(not importlib.util.find_spec("safetensors"), reason="needs safetensors")
@@ -95,7 +95,7 @@ def test_the_copy_is_dense_and_shares_as_the_model_does() -> None:
 def test_the_summary_has_the_paths(tmp_path: Path) -> None:
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    returned = with_fit(net, opt, Growing(), run_dir=tmp_path, heldout=problem(), batch_size=8, epochs=2)
+    returned = with_fit(net, opt, Growing(), run_dir=tmp_path, heldout=problem(), batch_size=8, train_epochs=2)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert returned is not None
     for found in (summary, returned):
@@ -130,7 +130,7 @@ def test_the_best_is_by_accuracy_where_it_is_known(tmp_path: Path) -> None:
         def before_epoch(self) -> None:
             seen.append(model.weight.detach().clone())
 
-    kf.fit(model, (x, y), opt, kf.Hook(Keep()), heldout=(x, y), batch_size=4, epochs=4, run_dir=tmp_path)
+    kf.fit(model, (x, y), opt, kf.Hook(Keep()), heldout=(x, y), batch_size=4, train_epochs=4, run_dir=tmp_path)
     assert torch.equal(plain(tmp_path / "best.pt")["weight"], seen[2])  # of the second epoch's end
     assert not torch.equal(plain(tmp_path / "model.pt")["weight"], seen[2])
 
@@ -139,7 +139,15 @@ def test_the_best_is_by_loss_where_there_are_no_classes(tmp_path: Path) -> None:
     model = Chosen([], classes=False)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)  # from 1 towards -1, past 0, which the held-out targets want
     x = torch.ones(8, 2)
-    kf.fit(model, (x, -torch.ones(8, 1)), opt, heldout=(x, torch.zeros(8, 1)), batch_size=8, epochs=9, run_dir=tmp_path)
+    kf.fit(
+        model,
+        (x, -torch.ones(8, 1)),
+        opt,
+        heldout=(x, torch.zeros(8, 1)),
+        batch_size=8,
+        train_epochs=9,
+        run_dir=tmp_path,
+    )
     losses = [event["loss"] for event in read_lines(tmp_path / "events.jsonl") if event["kind"] == "evaluation"]
     best = plain(tmp_path / "best.pt")["weight"].item()
     assert 0 < losses.index(min(losses)) < len(losses) - 1
@@ -175,7 +183,7 @@ def test_what_cannot_be_written_is_said_and_leaves_the_old_file(
 
     reset()
     monkeypatch.setattr(where, name, full)
-    model = tied(tmp_path / "a", resume="auto", checkpoint=tmp_path / "none", epochs=2)
+    model = tied(tmp_path / "a", checkpoint_resume="auto", checkpoint_dir=tmp_path / "none", train_epochs=2)
     assert (tmp_path / "a" / "model.pt").read_bytes() == old and params_sha256(model)
     assert f"model failed {tmp_path / 'a' / 'model.pt'}: No space left on device" in caplog.text
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
@@ -293,7 +301,7 @@ import test_fit_checkpoint as t
 for training in (1, 2):
     net = t.network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    kf.fit(net, t.problem(), opt, batch_size=8, epochs=2, heldout=t.problem(), run_dir="mine", seed=training)
+    kf.fit(net, t.problem(), opt, batch_size=8, train_epochs=2, heldout=t.problem(), run_dir="mine", seed=training)
 print("threads", torch.get_num_threads())
 """
 

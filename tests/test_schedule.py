@@ -22,6 +22,7 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm import transport_names, transports
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
 from kfuse.comm.programs import make_programs
 from kfuse.comm.schedule import (
@@ -253,12 +254,12 @@ def test_a_transformation_refuses_what_it_is_not_for() -> None:
         fuse(measures_more)
 
 
-def every_step() -> Iterator[tuple[kf.CommOptions, str, bool, bool]]:
+def every_step() -> Iterator[tuple[CommOptions, str, bool, bool]]:
     """All that the programs of a step depend on."""
     for state, dtype, reproducible in product(("replicated", "sharded"), ("fp32", "bf16"), (False, True)):
         for name in (*transport_names.allowed(reproducible, state == "sharded")[1:], "my.Transport"):
             with contextlib.suppress(ValueError):  # what does not go together
-                options = kf.CommOptions(name, state=state, dtype=dtype, reproducible=reproducible)
+                options = CommOptions(name, state=state, dtype=dtype, reproducible=reproducible)
                 for adds_up, mirrors in product((False, True), repeat=2):
                     yield options, name, adds_up, mirrors
 
@@ -302,8 +303,8 @@ def test_where_a_gpu_does_it() -> None:
 
 def train(schedule: str, state: str, reproducible: bool) -> dict[str, Any]:
     """A few planned, clipped steps; each micro-batch's random numbers are its own. The last bucket has small parts."""
-    options = kf.CommOptions(schedule=schedule, state=state, reproducible=reproducible, bucket_mb=0.2)
-    group = kf.init(options).group
+    options = CommOptions(schedule=schedule, state=state, reproducible=reproducible, bucket_mb=0.2)
+    group = kf.init(**options.named()).group
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(12, 150), nn.Tanh(), nn.Linear(150, 300), nn.Tanh(), nn.Linear(300, 5))
     opt = kf.FusedSGD(net.parameters(), lr=0.5, clip_norm=0.3)

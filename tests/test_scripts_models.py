@@ -214,7 +214,7 @@ def gan_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
     opt_g, opt_d = ours(gan.g.parameters()), ours(gan.d.parameters())
     x = torch.cat([samples(step, rank=0)[0] for step in range(3)])
     seen = []
-    for step in kf.DataLoader((x, targets(x)), gan.d, opt_d, batch_size=8, micro_batch=4, steps=STEPS):
+    for step in kf.DataLoader((x, targets(x)), gan.d, opt_d, batch_size=8, batch_micro=4, train_steps=STEPS):
         mine = []
         for real, _ in step:
             mine.append((real, torch.randn(len(real), 4)))
@@ -247,7 +247,7 @@ def test_gan(script: Callable[..., None], workers: int) -> None:
 
 
 def gan_whose_discriminators_differ() -> None:
-    kf.init(kf.CommOptions(check_every=2))
+    kf.init(comm_check_every=2)
     gan = Gan(0)
     opt_g, opt_d = kf.FusedSGD(gan.g.parameters(), lr=0.1), kf.FusedSGD(gan.d.parameters(), lr=0.1)
     with torch.no_grad():
@@ -335,7 +335,7 @@ def averages_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
     opt, seen = ours(net.parameters()), []
     averages = Averages(net)
     x, y = samples(0, 37, rank=0)
-    for step in kf.DataLoader((x, y), net, opt, batch_size=16, micro_batch=4, epochs=2, clip_norm=0.3):
+    for step in kf.DataLoader((x, y), net, opt, batch_size=16, batch_micro=4, train_epochs=2, train_clip_norm=0.3):
         seen.append([])
         for a, b in step:
             step.loss = F.mse_loss(net(a), b)
@@ -423,7 +423,7 @@ def adapters_by_fit(theirs: Any, ours: Any, seed: int) -> None:
     assert isinstance(twin, Adapted)
     x, y = samples(0, 16, rank=0)
     opt = ours(net.adapters())
-    kf.fit(net, (x, y), opt, steps=STEPS, batch_size=16, micro_batch=4, loss_fn=F.mse_loss)
+    kf.fit(net, (x, y), opt, train_steps=STEPS, batch_size=16, batch_micro=4, loss_fn=F.mse_loss)
     plain = theirs(twin.adapters())
     for _ in range(STEPS):
         F.mse_loss(twin(x), y).backward()
@@ -491,7 +491,7 @@ def heads_from_a_loader(theirs: Any, ours: Any, seed: int) -> None:
     twin = from_rank_0(net)
     x, y = samples(0, 40, rank=0)
     opt, seen = ours(net.parameters()), []
-    for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4, steps=STEPS):
+    for step in kf.DataLoader((x, y), net, opt, batch_size=8, batch_micro=4, train_steps=STEPS):
         seen.append([])
         for a, b in step:
             head = int(a[0, 0] > 0)
@@ -600,7 +600,7 @@ def accumulation_by_fit(theirs: Any, ours: Any, seed: int) -> None:
     twin = from_rank_0(net)
     x, y = samples(0, 14, rank=0)
     opt = ours(net.parameters())
-    kf.fit(net, (x, y), opt, steps=STEPS, batch_size=14, micro_batch=4, loss_fn=F.mse_loss, clip_norm=0.1)
+    kf.fit(net, (x, y), opt, train_steps=STEPS, batch_size=14, batch_micro=4, loss_fn=F.mse_loss, train_clip_norm=0.1)
     plain = theirs(twin.parameters())
     for _ in range(STEPS):
         F.mse_loss(twin(x), y).backward()
@@ -641,7 +641,7 @@ def test_accumulation_as_in_plain_torch_names_the_remedy(contexts: bool, last: b
 def test_a_step_inside_a_micro_batch_names_its_place(by_loader: bool, caplog: pytest.LogCaptureFixture) -> None:
     net = mlp(0)
     opt = kf.FusedSGD(net.parameters())
-    steps = kf.DataLoader(samples(0), net, opt, batch_size=8, micro_batch=8) if by_loader else [[samples(0)]]
+    steps = kf.DataLoader(samples(0), net, opt, batch_size=8, batch_micro=8) if by_loader else [[samples(0)]]
     with pytest.raises(
         RuntimeError, match=r"opt\.step\(\) inside a micro-batch: .*call opt\.step\(\) .*once after the last"
     ):
@@ -662,7 +662,7 @@ def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
     twin = from_rank_0(net)
     x, y = samples(0, 16, rank=0)
     opt = ours(net.parameters())
-    for number, step in enumerate(kf.DataLoader((x, y), net, opt, batch_size=16, micro_batch=4, epochs=10)):
+    for number, step in enumerate(kf.DataLoader((x, y), net, opt, batch_size=16, batch_micro=4, train_epochs=10)):
         if number == 2:
             break
         for a, b in step:
@@ -680,7 +680,7 @@ def one_loop_after_another(theirs: Any, ours: Any, seed: int) -> None:
     opt.step()
     opt.zero_grad()
     assert_plausible(opt, 4, 16 * kf.size(), 2 * kf.size())
-    kf.fit(net, (x, y), opt, steps=2, batch_size=16, micro_batch=4, loss_fn=F.mse_loss)
+    kf.fit(net, (x, y), opt, train_steps=2, batch_size=16, batch_micro=4, loss_fn=F.mse_loss)
     assert_plausible(opt, 2, 16, 4)  # a run counts its own steps
     plain = theirs(twin.parameters())
     for _ in range(6):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse.comm.group import CommError
+from kfuse.comm.options import CommOptions
 from kfuse.kernels import BLOCK
 from kfuse.session import reset
 
@@ -384,7 +385,7 @@ def test_state_saved_on_some_workers_is_loaded_on_others(kind: str, dtype: torch
 def alone() -> tuple[str, str]:
     """Rank 0 alone asks for the state; the other one goes on with the next step."""
     reset()
-    session = kf.init(kf.CommOptions(state="sharded"), timeout_s=5.0)
+    session = kf.init(comm_state="sharded", comm_timeout_s=5.0)
     model = s.net()
     opt = s.optimizer("adamw", model)
     s.loss_of(model, 0, 0).backward()
@@ -457,29 +458,3 @@ def test_two_optimizers_and_buffers() -> None:
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
-
-
-def test_what_is_refused() -> None:
-    model = nn.Linear(3, 2)
-    try:
-        for options, words in (
-            ({"schedule": "allreduce"}, "comm.schedule=allreduce: must be one of auto, all_to_all"),
-            ({"schedule": "tree"}, "comm.schedule=tree: must be one of auto, all_to_all"),
-            ({"schedule": "my.Own"}, "comm.state=sharded: must be replicated with comm.schedule=my.Own"),
-        ):
-            with pytest.raises(ValueError) as error:
-                kf.CommOptions(state="sharded", **options)
-            assert str(error.value).startswith(words)
-        for sync in ("local:4", "sma", "pair"):
-            with pytest.raises(ValueError, match=f"comm.sync={sync}: must be ssgd with comm.state=sharded"):
-                kf.CommOptions(state="sharded", sync=sync)
-        s.init()
-        with pytest.raises(
-            ValueError, match=r"use kf\.FusedAdamW, kf\.FusedSGD or kf\.FusedLAMB, or comm\.state=replicated"
-        ):
-            kf.Optimizer(torch.optim.AdamW(model.parameters()))
-        with pytest.raises(RuntimeError, match=r"comm\.state=sharded has one model only"):
-            kf.FusedAdamW(model.parameters()).average_models()
-    finally:
-        reset()
-    assert issubclass(CommError, RuntimeError)

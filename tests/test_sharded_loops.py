@@ -61,8 +61,9 @@ def fitted(state: str, resumed: Any = None, folder: str | None = None, **options
     if resumed is not None:
         kf.load_state_dict(resumed)
     kf.fit(
-        model, data(), opt, kf.Hook(Policy()), loss_fn=F.mse_loss, batch_size=16, micro_batch=4, epochs=2, seed=1,
-        progress=False, **({} if folder is None else {"checkpoint": folder, "checkpoint_every": 5}), **options,
+        model, data(), opt, kf.Hook(Policy()), loss_fn=F.mse_loss, batch_size=16, batch_micro=4, train_epochs=2, seed=1,
+        observe_progress=False,
+        **({} if folder is None else {"checkpoint_dir": folder, "checkpoint_every_steps": 5}), **options,
     )  # fmt: skip
     return {**found, "params": s.values(model), "opt": s.tensors(opt.state_dict())}
 
@@ -95,7 +96,7 @@ def test_a_scripts_checkpoints(tmp_path: Path) -> None:
 def looped(state: str) -> list[torch.Tensor]:
     s.init(state, reproducible=True)
     model, opt = make()
-    for step in kf.DataLoader(data(), model, opt, batch_size=16, micro_batch=4, epochs=1, seed=1):
+    for step in kf.DataLoader(data(), model, opt, batch_size=16, batch_micro=4, train_epochs=1, seed=1):
         for x, y in step:
             F.mse_loss(model(x), y).backward()  # in the micro-batch's context
         opt.step()

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import kfuse as kf
+from kfuse.comm.options import CommOptions
 from kfuse.session import reset
 
 Weights = dict[str, torch.Tensor]
@@ -169,10 +170,16 @@ def in_mode(mode: str, keep: str, state: dict[str, Any] | None = None, steps: in
     those after which slow workers get fewer micro-batches.
     """
     options, arguments = MODES[mode]
-    kf.init(kf.CommOptions(**options))
+    kf.init(**CommOptions(**options).named())
     net = network()
     opt = kf.FusedSGD(net.parameters(), lr=0.05, momentum=0.9)
-    arguments = {"batch_size": 8, "micro_batch": 2, "epochs": 9, "steps": 6 if keep == "end" else steps, **arguments}
+    arguments = {
+        "batch_size": 8,
+        "batch_micro": 2,
+        "train_epochs": 9,
+        "train_steps": 6 if keep == "end" else steps,
+        **arguments,
+    }
     loader = kf.DataLoader(problem(), net, opt, policy=Growing(at=5), **arguments)
     if state is not None:
         loader.load_state_dict(state)
@@ -350,20 +357,20 @@ def test_torchs_optimizer_loads_it_and_kfuse_loads_torchs(kind: str) -> None:
 
 
 def saved_by_two(folder: str) -> Weights:
-    kf.init(kf.CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.05)
-    kept = loop(kf.DataLoader(problem(), net, opt, policy=Growing(), micro_batch=2, **ARGUMENTS), net, opt, 11)
+    kept = loop(kf.DataLoader(problem(), net, opt, policy=Growing(), batch_micro=2, **ARGUMENTS), net, opt, 11)
     Path(folder, f"state-{kf.rank()}.pt").write_bytes(kept)
     return weights(net)
 
 
 def loaded_by_some(folder: str) -> Weights:
-    kf.init(kf.CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.05)
     kf.load_state_dict(read(Path(folder, "state-0.pt").read_bytes()))
-    loop(kf.DataLoader(problem(), net, opt, policy=Growing(), micro_batch=2, **ARGUMENTS), net, opt)
+    loop(kf.DataLoader(problem(), net, opt, policy=Growing(), batch_micro=2, **ARGUMENTS), net, opt)
     return weights(net)
 
 
@@ -384,13 +391,13 @@ import kfuse as kf
 import test_state_dict as t
 from test_fit_checkpoint import ARGUMENTS, Growing, network, problem
 
-kf.init(kf.CommOptions(reproducible=True))
+kf.init(comm_reproducible=True)
 net = network()
 opt = kf.FusedAdamW(net.parameters(), lr=0.05)
 path = pathlib.Path("state.pt")
 if path.exists():
     kf.load_state_dict(torch.load(path, weights_only=True))
-kept = t.loop(kf.DataLoader(problem(), net, opt, policy=Growing(), micro_batch=2, **ARGUMENTS), net, opt, 11)
+kept = t.loop(kf.DataLoader(problem(), net, opt, policy=Growing(), batch_micro=2, **ARGUMENTS), net, opt, 11)
 if kf.rank() == 0 and not path.exists():
     path.write_bytes(kept)
 """

@@ -138,7 +138,7 @@ def measure(problem: Problem, digits: Digits, steps: int, lr: float = 0.0, plan:
 
 
 def measure_all(schedule: str, digits: Digits) -> dict[str, list[StepStats]]:
-    kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS))
+    kf.init(comm_schedule=schedule, comm_bucket_mb=TINY_BUCKETS)
     return {name: measure(problem, digits, problem.steps) for name, problem in PROBLEMS.items()}
 
 
@@ -233,7 +233,7 @@ def test_loss_is_the_mean_over_samples_not_over_micro_batches(measured: Measured
 
 def reproducible(name: str, digits: Digits, steps: int) -> str:
     """Training for real, so that what is measured (the clip coefficient) feeds back."""
-    kf.init(kf.CommOptions(reproducible=True, bucket_mb=TINY_BUCKETS))
+    kf.init(comm_reproducible=True, comm_bucket_mb=TINY_BUCKETS)
     return repr(measure(PROBLEMS[name], digits, steps, lr=0.5, plan=True))
 
 
@@ -320,7 +320,7 @@ def per_sample_gradients(dtype: str, noise_scales: list[float]) -> list[tuple[St
 
     Two micro-batches of 8 a worker. The statistics after 24 steps, and the mean S from the samples in float64.
     """
-    kf.init(kf.CommOptions(dtype=dtype))
+    kf.init(comm_dtype=dtype)
     found = []
     for seed, noise_scale in enumerate(noise_scales):
         net = nn.Linear(500, 1, bias=False)

@@ -36,7 +36,7 @@ def two_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict
 def train(step_fn: Any = two_losses, **arguments: Any) -> tuple[dict[str, Any], nn.Module]:
     model = network()
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
-    arguments = {"epochs": 2, "batch_size": 64, "micro_batch": 16, "heldout": rows(COUNT), **arguments}
+    arguments = {"train_epochs": 2, "batch_size": 64, "batch_micro": 16, "heldout": rows(COUNT), **arguments}
     summary = kf.fit(model, rows(), opt, step_fn=step_fn, **arguments)
     assert summary is not None
     return summary, model
@@ -67,7 +67,7 @@ def by_metrics(_: int = 0) -> dict[str, float]:
         "top": lambda output, target: (output.topk(2).indices == target[:, None]).any(1),
     }
     summary = kf.fit(
-        model, problem(), opt, heldout=problem(COUNT), metrics=metrics, batch_size=64, micro_batch=16, steps=1
+        model, problem(), opt, heldout=problem(COUNT), metrics=metrics, batch_size=64, batch_micro=16, train_steps=1
     )
     assert summary is not None
     return {**summary["eval_metrics"], "loss": summary["eval_loss"]}
@@ -75,7 +75,7 @@ def by_metrics(_: int = 0) -> dict[str, float]:
 
 def by_chance(_: int = 0) -> dict[str, float]:
     """A step function that draws random numbers, in evaluation too."""
-    summary, _ = train(lambda model, batch: (model(batch["x"]).mean(), {"drawn": torch.rand(())}), steps=1)
+    summary, _ = train(lambda model, batch: (model(batch["x"]).mean(), {"drawn": torch.rand(())}), train_steps=1)
     return {"drawn": summary["eval_metrics"]["drawn"]}
 
 
@@ -104,7 +104,7 @@ def other_figures(extra: int) -> str:
         return loss, {"b": 100.0, **({"a": 1.0} if extra else {})}
 
     with pytest.raises(ValueError, match="step_fn returned the figures") as caught:
-        train(step_fn, steps=1, heldout={name: part[:512] for name, part in rows(COUNT).items()})
+        train(step_fn, train_steps=1, heldout={name: part[:512] for name, part in rows(COUNT).items()})
     return str(caught.value)
 
 
@@ -133,8 +133,8 @@ def reported(_: int = 0) -> list[dict[str, float]]:
         report(self, stats, *others)
 
     with patch.object(Reporter, "step", step):
-        train(micro_batch=10, lr_scaling="none")
-        train(micro_batch=10, weight_fn=lambda batch: 2.0 * len(batch["x"]))
+        train(batch_micro=10, lr_scaling="none")
+        train(batch_micro=10, weight_fn=lambda batch: 2.0 * len(batch["x"]))
     return found
 
 
@@ -207,7 +207,7 @@ def test_a_step_function_without_a_loss_is_refused_before_an_update(step_fn: Any
     before = [p.clone() for p in model.parameters()]
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         opt = kf.FusedSGD(model.parameters(), lr=0.5)
-        kf.fit(model, rows(), opt, step_fn=step_fn, batch_size=64, micro_batch=16)
+        kf.fit(model, rows(), opt, step_fn=step_fn, batch_size=64, batch_micro=16)
     assert "\n" not in str(caught.value)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -224,9 +224,12 @@ def one_score(output: Tensor, target: Tensor) -> Tensor:
     ("arguments", "message"),
     [
         ({"loss_fn": F.cross_entropy}, "loss_fn= and step_fn=: pass one of them"),
-        ({"target_accuracy": 0.9}, r"target_accuracy=0\.9: needs loss_fn="),
+        ({"train_target_accuracy": 0.9}, r"target_accuracy=0\.9: needs loss_fn="),
         ({"metrics": {"top": broken}}, r"metrics\['top'\] with step_fn="),
-        ({"step_fn": None, "target_accuracy": 0.9, "loss_fn": one_score}, r"target_accuracy=0\.9: the accuracy is unk"),
+        (
+            {"step_fn": None, "train_target_accuracy": 0.9, "loss_fn": one_score},
+            r"target_accuracy=0\.9: the accuracy is unk",
+        ),
         ({"step_fn": None, "metrics": {"top": broken}, "heldout": None}, r"metrics\['top'\]: pass heldout="),
         ({"step_fn": None, "metrics": {"top": broken}}, r"metrics\['top'\] raised KeyError: 'logits'"),
         ({"step_fn": None, "metrics": {"top": lambda o, t: o}}, r"metrics\['top'\] is of shape \[64, 3\] for 64"),

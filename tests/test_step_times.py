@@ -17,7 +17,6 @@ from torch import Tensor
 
 import kfuse as kf
 from kfuse.policies import SchedulePolicy
-from kfuse.policies.signals import Bounds
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train import input_bound
@@ -65,11 +64,11 @@ def trained(sync: str, wait_s: float) -> tuple[list[kf.Signals], dict[int, StepC
         report(self, stats, context, signals, samples)
 
     Reporter.step = step  # type: ignore[method-assign]
-    kf.init(kf.CommOptions(sync=sync))
+    kf.init(comm_sync=sync)
     net, policy = network(), Doubling()
     x, y = problem(72)  # the last step of an epoch is shorter
     opt = kf.FusedAdamW(net.parameters())
-    kf.fit(net, Slow(x, y, wait_s), opt, kf.Hook(policy), batch_size=16, epochs=6)
+    kf.fit(net, Slow(x, y, wait_s), opt, kf.Hook(policy), batch_size=16, train_epochs=6)
     return policy.seen, contexts
 
 
@@ -162,7 +161,7 @@ class Session:
 def deciding(policy: kf.BasePolicy, waits: Sequence[float]) -> tuple[list[int], list[tuple[int, dict[str, Any]]]]:
     """What is requested of the supervisor, and the events of refusals, in steps that wait so long for data."""
     session: Any = Session()
-    settings = Settings(16, 4, Bounds(4, 64, 1, 8))
+    settings = Settings.of({"batch_size": 16, "batch_micro": 4, "batch_max": 64}, workers_bounds=(1, 8))
     at, events = Progress(16), []
     reporter: Any = SimpleNamespace(event=lambda step, kind, **fields: events.append((step, kind, fields)))
     opt: Any = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import kfuse as kf
 from kfuse import session
+from kfuse.comm.options import CommOptions
 from kfuse.train.precision import cast_parameters
 
 EVERY_ORDER = [mode for pair in permutations(("ssgd", "local:3", "sma"), 2) for mode in pair]
@@ -57,12 +58,14 @@ SPAN = 7
 
 def switch(modes: list[str], outer: bool) -> tuple[Any, ...]:
     """Each mode is asked for at a multiple of SPAN steps, and is in force four steps later."""
-    kf.init(kf.CommOptions(check_every=1, **({"outer_lr": 0.7, "outer_momentum": 0.9} if outer else {})))
+    kf.init(**CommOptions(check_every=1, **({"outer_lr": 0.7, "outer_momentum": 0.9} if outer else {})).named())
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.02)
     policy = Compares({SPAN * k: mode for k, mode in enumerate(modes)}, net, opt)
     steps = SPAN * len(modes) + 4
-    summary = kf.fit(net, data(), opt, kf.Hook(policy), batch_size=12, micro_batch=3, epochs=None, steps=steps)
+    summary = kf.fit(
+        net, data(), opt, kf.Hook(policy), batch_size=12, batch_micro=3, train_epochs=None, train_steps=steps
+    )
     assert summary is not None
     return policy.alike, policy.known, summary["params_sha256"], summary["loss"]
 
@@ -100,14 +103,14 @@ def test_the_central_model_is_evaluated_and_is_the_result(precision: str) -> Non
 
 def evaluate_centre(precision: str) -> Any:
     """Evaluations leave each worker its own model. The last one is of the model that training ends with."""
-    kf.init(kf.CommOptions(sync="sma"))
+    kf.init(comm_sync="sma")
     net, held = network(), data(60)
     if precision == "bf16-true":
         cast_parameters(net)
     opt = kf.FusedAdamW(net.parameters(), lr=0.02)
     policy = Compares({}, net, opt)
-    arguments: dict[str, Any] = dict(heldout=held, eval_every=4, precision=precision)
-    summary = kf.fit(net, data(), opt, kf.Hook(policy), batch_size=12, micro_batch=3, **arguments)
+    arguments: dict[str, Any] = dict(heldout=held, train_eval_every=4, train_precision=precision)
+    summary = kf.fit(net, data(), opt, kf.Hook(policy), batch_size=12, batch_micro=3, **arguments)
     assert summary is not None and not any(model for model, _ in policy.alike[1:])
     net.eval()
     with torch.no_grad():
@@ -129,7 +132,7 @@ class FromTheStart(Modes):
 
 def initial() -> list[bool]:
     net, policy = network(), FromTheStart({})
-    kf.fit(net, data(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=12, micro_batch=6)
+    kf.fit(net, data(), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), batch_size=12, batch_micro=6)
     return policy.known
 
 
@@ -142,12 +145,12 @@ def test_a_policy_may_begin_with_a_mode() -> None:
 
 
 def outer_in_two_parts(split: int | None) -> list[bytes]:
-    kf.init(kf.CommOptions(sync="local:5", outer_lr=0.7, outer_momentum=0.9))
+    kf.init(comm_sync="local:5", comm_outer_lr=0.7, comm_outer_momentum=0.9)
     state = None
     for part in ("first", "second") if split else ("whole",):
         net = network(3 if part != "second" else 9)
         opt = kf.FusedAdamW(net.parameters(), lr=0.02)
-        loader = kf.DataLoader(data(), net, opt, batch_size=12, micro_batch=4)
+        loader = kf.DataLoader(data(), net, opt, batch_size=12, batch_micro=4)
         if state is not None:
             kf.load_state_dict(state)
         for number, step in enumerate(loader):
@@ -170,13 +173,13 @@ def test_outer_momentum_is_part_of_the_state() -> None:
 
 def fitted(sync: str, folder: Path | None, steps: int) -> str:
     session.reset()
-    kf.init(kf.CommOptions(sync=sync, outer_lr=0.7, outer_momentum=0.9))
+    kf.init(comm_sync=sync, comm_outer_lr=0.7, comm_outer_momentum=0.9)
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.02)
     more: dict[str, Any] = {}
     if folder is not None:
-        more = {"checkpoint": folder, "checkpoint_every": 7, "resume": "auto"}
-    summary = kf.fit(net, data(), opt, batch_size=12, micro_batch=4, epochs=None, steps=steps, **more)
+        more = {"checkpoint_dir": folder, "checkpoint_every_steps": 7, "checkpoint_resume": "auto"}
+    summary = kf.fit(net, data(), opt, batch_size=12, batch_micro=4, train_epochs=None, train_steps=steps, **more)
     assert summary is not None and all_equal(list(net.parameters()))
     return str(summary["params_sha256"])
 
@@ -190,10 +193,10 @@ def test_workers_resume_from_a_checkpoint(sync: str, tmp_path: Path) -> None:
 
 
 def sma_in_two_parts() -> tuple[Any, ...]:
-    kf.init(kf.CommOptions(sync="sma"))
+    kf.init(comm_sync="sma")
     net = network()
     opt = kf.FusedAdamW(net.parameters(), lr=0.02)
-    for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, micro_batch=3)):
+    for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, batch_micro=3)):
         for x, y in step:
             F.mse_loss(net(x), y).backward()
         opt.step()
@@ -204,7 +207,7 @@ def sma_in_two_parts() -> tuple[Any, ...]:
     centre = state["synchronisation"]["method"]["centre"]
     other = network(9)
     opt = kf.FusedAdamW(other.parameters(), lr=0.02)
-    loader = kf.DataLoader(data(), other, opt, batch_size=12, micro_batch=3)
+    loader = kf.DataLoader(data(), other, opt, batch_size=12, batch_micro=3)
     kf.load_state_dict(state)
     for step in loader:
         begins = torch.cat([p.detach().reshape(-1) for p in other.parameters()])
@@ -228,7 +231,7 @@ def test_a_training_that_resumes_begins_from_the_central_model() -> None:
 
 
 def test_a_loop_of_bare_backwards_needs_ssgd() -> None:
-    kf.init(kf.CommOptions(sync="local:4"))
+    kf.init(comm_sync="local:4")
     net = nn.Linear(3, 1)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     net(torch.ones(2, 3)).sum().backward()
@@ -238,13 +241,13 @@ def test_a_loop_of_bare_backwards_needs_ssgd() -> None:
 
 def freezes(thaws: bool, options: dict[str, Any]) -> str:
     """thaws: another layer of the same size is trained then."""
-    kf.init(kf.CommOptions(**options))
+    kf.init(**CommOptions(**options).named())
     net = nn.Sequential(network(), *(nn.Linear(2, 2) for _ in range(2)))
     if thaws:
         net[2].requires_grad_(False)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     try:
-        for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, micro_batch=6)):
+        for number, step in enumerate(kf.DataLoader(data(), net, opt, batch_size=12, batch_micro=6)):
             for x, y in step:
                 F.mse_loss(net(x), y).backward()
             opt.step()

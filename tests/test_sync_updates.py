@@ -45,7 +45,7 @@ def samples(steps: int, dim: int = DIM) -> Tensor:
 def trained(model: Any, opt: Any, data: Tensor, policy: kf.BasePolicy) -> tuple[Any, Any]:
     """What this worker was given in each step, and its model before each step."""
     given, before = [], []
-    for step in kf.DataLoader(TensorDataset(data), model, opt, policy=policy, batch_size=3, micro_batch=1, seed=3):
+    for step in kf.DataLoader(TensorDataset(data), model, opt, policy=policy, batch_size=3, batch_micro=1, seed=3):
         before.append(model.w.detach().numpy().copy())
         for (x,) in step:
             given.append(x[0].numpy().copy())
@@ -58,7 +58,7 @@ def trained(model: Any, opt: Any, data: Tensor, policy: kf.BasePolicy) -> tuple[
 def sma(steps: int, lr: float, alpha: float | None, momentum: float) -> tuple[Any, ...]:
     """What this worker was given in each step, its model before each step, and the result."""
     load_balance.shares = lambda relative: None  # type: ignore[assignment]  # also where the machine is busy
-    kf.init(kf.CommOptions(sync="sma", sma_alpha=alpha, sma_momentum=momentum))
+    kf.init(comm_sync="sma", comm_sma_alpha=alpha, comm_sma_momentum=momentum)
     model, policy = Point(), Unknown()
     opt = kf.FusedSGD(model.parameters(), lr=lr)
     given, before = trained(model, opt, samples(steps), policy)
@@ -125,7 +125,7 @@ def test_sma_has_the_predicted_rate_on_a_noisy_quadratic(alpha: float | None, mo
 
 def diloco(steps: int, every: int, eval_every: int | None, adam: bool, lr: float, momentum: float) -> tuple[Any, ...]:
     load_balance.shares = lambda relative: None  # type: ignore[assignment]
-    kf.init(kf.CommOptions(sync=f"local:{every}", outer_lr=lr, outer_momentum=momentum))
+    kf.init(comm_sync=f"local:{every}", comm_outer_lr=lr, comm_outer_momentum=momentum)
     model = Point(50)
     inner: Any = torch.optim.AdamW(model.parameters(), lr=0.3) if adam else torch.optim.SGD(model.parameters(), lr=0.1)
     opt = kf.Optimizer(inner)
@@ -137,7 +137,7 @@ def diloco(steps: int, every: int, eval_every: int | None, adam: bool, lr: float
         return model.loss(x)
 
     data = samples(steps, 50)
-    arguments: dict[str, Any] = dict(batch_size=3, micro_batch=1, seed=5, eval_every=eval_every)
+    arguments: dict[str, Any] = dict(batch_size=3, batch_micro=1, seed=5, train_eval_every=eval_every)
     summary = kf.fit(model, TensorDataset(data), opt, step_fn=loss, heldout=TensorDataset(data[:6]), **arguments)
     assert summary is not None
     return np.array(given), model.w.detach().numpy().copy(), summary["params_sha256"]
@@ -194,7 +194,7 @@ def idle_steps(sync: str, kind: str, samples: int, batch_size: int, epochs: int)
     step's figures; the result.
     """
     load_balance.shares = lambda relative: None  # type: ignore[assignment]
-    kf.init(kf.CommOptions(sync=sync))
+    kf.init(comm_sync=sync)
     model = Point(40)
     params = list(model.parameters())
     made: dict[str, Any] = {
@@ -205,7 +205,9 @@ def idle_steps(sync: str, kind: str, samples: int, batch_size: int, epochs: int)
     opt = made[kind]()
     x = torch.randn(samples, 40, generator=torch.Generator().manual_seed(0))
     given, before, updates, figures = [], [], [], []
-    loader = kf.DataLoader(TensorDataset(x), model, opt, batch_size=batch_size, micro_batch=1, epochs=epochs, seed=3)
+    loader = kf.DataLoader(
+        TensorDataset(x), model, opt, batch_size=batch_size, batch_micro=1, train_epochs=epochs, seed=3
+    )
     for step in loader:
         before.append(model.w.detach().numpy().copy())
         given.append(np.full(40, np.nan, np.float32))
@@ -296,7 +298,7 @@ class Changes(kf.BasePolicy):
 
 def changing(at: int, mode: str, steps: int) -> tuple[Any, ...]:
     load_balance.shares = lambda relative: None  # type: ignore[assignment]
-    kf.init(kf.CommOptions(sync="local:3", outer_lr=0.7, outer_momentum=0.5))
+    kf.init(comm_sync="local:3", comm_outer_lr=0.7, comm_outer_momentum=0.5)
     model = Point(50)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     return trained(model, opt, samples(steps, 50), Changes(at, mode))

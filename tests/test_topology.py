@@ -267,7 +267,7 @@ def test_a_worker_that_dies_ends_the_measurement(tmp_path: Path) -> None:
 
 def sum_between_hosts_as_one_dies() -> str:
     """Ranks 0, 1 and 3 are the first of their hosts; rank 3 dies between two sums. What rank 0 and 1 say."""
-    group = kf.init(timeout_s=10).group
+    group = kf.init(comm_timeout_s=10).group
     group.hosts = ["a", "b", "b", "c"]
     transport = transports.make("tree", group, "host")
     transport.plan([1] * group.size, ())
@@ -330,7 +330,7 @@ def train_along_lists() -> tuple[list[object], list[kf.Signals], list[list[float
     Reporter.event = event  # type: ignore[assignment, method-assign]
     net, policy, trees = network(), Trees(), []
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    for step in kf.DataLoader(problem(240), net, opt, batch_size=12, micro_batch=4, policy=policy, epochs=1):
+    for step in kf.DataLoader(problem(240), net, opt, batch_size=12, batch_micro=4, policy=policy, train_epochs=1):
         for x, y in step:
             F.cross_entropy(net(x), y).backward()
         opt.step()

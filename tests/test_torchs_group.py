@@ -16,6 +16,7 @@ from distributed import run_workers
 from torch import nn
 
 import kfuse as kf
+from kfuse.comm.options import CommOptions
 from kfuse.optim.refuse import refuse_unplanned
 
 SCRIPT = """
@@ -98,7 +99,7 @@ def test_synchronised_batch_normalisation_is_refused_for_several_workers() -> No
 
 def test_a_loop_of_ones_own_in_an_elastic_job_is_told_what_must_drive_it() -> None:
     """Not to "use one optimizer", which is for a second one beside kf.fit's."""
-    session: Any = SimpleNamespace(elastic=True, in_training=False, comm=kf.CommOptions())
+    session: Any = SimpleNamespace(elastic=True, in_training=False, comm=CommOptions())
     with pytest.raises(RuntimeError, match=r"kf\.fit or kf\.DataLoader must drive"):
         refuse_unplanned(session, planned=False)
     session.in_training = True

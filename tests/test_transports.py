@@ -21,6 +21,7 @@ from kfuse.comm import transports
 from kfuse.comm.gloo import GlooGroup
 from kfuse.comm.group import Group
 from kfuse.comm.latency import measure
+from kfuse.comm.options import CommOptions
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.topology import depths
 from kfuse.comm.transports.tree import parents
@@ -48,12 +49,12 @@ def wanted(shapes: list[tuple[int, ...]], rank: int, j: int) -> list[Tensor]:
 
 def reduce_everything(schedule: str, dtype: str) -> list[tuple[float, str]]:
     """For each set of shapes and bucket size: the largest relative error, and a digest of all gradients' bits."""
-    session = kf.init(kf.CommOptions(schedule=schedule, dtype=dtype))
+    session = kf.init(comm_schedule=schedule, comm_dtype=dtype)
     size = session.group.size
     out = []
     for shapes in TENSORS:
         for bucket_mb in (1e-4, 0.01, 4.0):
-            session.comm = kf.CommOptions(schedule=schedule, dtype=dtype, bucket_mb=bucket_mb)
+            session.comm = CommOptions(schedule=schedule, dtype=dtype, bucket_mb=bucket_mb)
             bag = Bag(shapes)
             opt = kf.FusedSGD(bag.parameters(), lr=0.0)
             for _ in range(2):
@@ -221,7 +222,7 @@ class Grow(kf.BasePolicy):
 
 
 def train(batch_size: int, micro_batch: int, count: int, kind: str) -> dict[str, Any]:
-    kf.init(kf.CommOptions(reproducible=True, bucket_mb=0.0008))
+    kf.init(comm_reproducible=True, comm_bucket_mb=0.0008)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(count, 6, generator=generator)
     y = (x[:, :3] + x[:, 3:]).argmax(1)
@@ -234,7 +235,14 @@ def train(batch_size: int, micro_batch: int, count: int, kind: str) -> dict[str,
     else:
         opt = kf.Optimizer(torch.optim.Adam(model.parameters(), lr=0.01), clip_norm=0.5)
     summary = kf.fit(
-        model, (x, y), opt, kf.Hook(Grow()), epochs=2, batch_size=batch_size, micro_batch=micro_batch, heldout=(x, y)
+        model,
+        (x, y),
+        opt,
+        kf.Hook(Grow()),
+        train_epochs=2,
+        batch_size=batch_size,
+        batch_micro=micro_batch,
+        heldout=(x, y),
     )
     assert summary is not None
     summary.pop("wall_s"), summary.pop("workers")
@@ -266,7 +274,7 @@ def test_another_seed_has_other_bits() -> None:
 
 def silent(schedule: str, absent: int, done: str) -> str | None:
     """One rank never comes to the second step. The others' error, in words."""
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=0.0004))
+    session = kf.init(comm_schedule=schedule, comm_bucket_mb=0.0004)
     model = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 4))
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
@@ -302,7 +310,7 @@ def test_a_rank_that_never_comes_is_named(schedule: str, workers: int, absent: i
 
 
 def dies(schedule: str) -> str:
-    kf.init(kf.CommOptions(schedule=schedule))
+    kf.init(comm_schedule=schedule)
     model = nn.Linear(4, 4)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -327,7 +335,7 @@ def alone() -> str:
     """Rank 0 of two; the other one is never started."""
     started = time.monotonic()
     try:
-        kf.init(timeout_s=2)
+        kf.init(comm_timeout_s=2)
         return "no error"
     except kf.CommError as error:
         return f"{error} [{'in time' if time.monotonic() - started < 30 else 'late'}]"

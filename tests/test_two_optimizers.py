@@ -46,7 +46,7 @@ def sgd(nets: list[nn.Module], fused: bool) -> list[Any]:
 
 def one_backward(schedule: str, steps: int) -> float:
     """Encoder and head, each with an optimizer; which of the head's branches is used differs between ranks."""
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS))
+    session = kf.init(comm_schedule=schedule, comm_bucket_mb=TINY_BUCKETS)
     rank, size = session.group.rank, session.group.size
 
     def make() -> list[nn.Module]:
@@ -75,7 +75,7 @@ def one_backward(schedule: str, steps: int) -> float:
 
 
 def gan(schedule: str, steps: int) -> float:
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS))
+    session = kf.init(comm_schedule=schedule, comm_bucket_mb=TINY_BUCKETS)
     rank, size = session.group.rank, session.group.size
     ours, theirs = ([net(16, 16, 2, seed=1), net(16, 1, 3, seed=2)] for _ in range(2))
     for nets, fused in ((ours, True), (theirs, False)):
@@ -127,7 +127,7 @@ def test_each_optimizer_in_use_has_connections_of_its_own() -> None:
 
 
 def two_contexts(schedule: str) -> float:
-    session = kf.init(kf.CommOptions(schedule=schedule, bucket_mb=TINY_BUCKETS))
+    session = kf.init(comm_schedule=schedule, comm_bucket_mb=TINY_BUCKETS)
     rank, size = session.group.rank, session.group.size
     ours, theirs = ([net(16, 16, 2, seed=1), net(16, 3, 2, seed=2)] for _ in range(2))
     opts, plain = sgd(ours, True), sgd(theirs, False)
@@ -169,7 +169,7 @@ import kfuse as kf
 net, other = nn.Linear(4, 3), nn.Linear(4, 3)
 opt, second = kf.FusedSGD(net.parameters(), lr=0.1), kf.FusedSGD(other.parameters(), lr=0.1)
 x, y = torch.randn(64, 4), torch.randint(3, (64,))
-for step in kf.DataLoader((x, y), net, opt, batch_size=8, micro_batch=4):
+for step in kf.DataLoader((x, y), net, opt, batch_size=8, batch_micro=4):
     for inputs, targets in step:
         F.cross_entropy(net(inputs), targets).backward()
     opt.step(), opt.zero_grad()

@@ -51,9 +51,9 @@ class Watch(kf.BasePolicy):
 def fit(reproducible: bool = False, weight_fn: Any = tokens, **arguments: Any) -> tuple[Any, list[Tensor], list[Any]]:
     reset()
     if reproducible:
-        kf.init(kf.CommOptions(reproducible=True))
+        kf.init(comm_reproducible=True)
     model, watch = network(), Watch()
-    arguments = {"batch_size": COUNT, "micro_batch": MICRO, "epochs": 3, "heldout": sentences(), **arguments}
+    arguments = {"batch_size": COUNT, "batch_micro": MICRO, "train_epochs": 3, "heldout": sentences(), **arguments}
     opt = kf.FusedSGD(model.parameters(), lr=0.5)
     summary = kf.fit(model, sentences(), opt, kf.Hook(watch), step_fn=loss_of_tokens, weight_fn=weight_fn, **arguments)
     names = ("samples", "loss", "grad_variance", "grad_sq", "grad_norm", "noise_scale", "batch_size")
@@ -94,7 +94,7 @@ def test_statistics_are_in_units_of_samples() -> None:
     """Against float64: S in units of tokens, times samples over tokens; G2 = |gbar|^2 - S / B either way."""
     from kfuse.data import EpochSampler
 
-    _, _, signals = fit(steps=1)
+    _, _, signals = fit(train_steps=1)
     order = EpochSampler(COUNT, 0).indices(0, 0, COUNT)
     model, data = network().double(), sentences()
     grads, weights = [], []
@@ -125,7 +125,7 @@ def test_with_the_samples_as_weight_nothing_changes() -> None:
 
 
 def reproducible(_: int) -> tuple[str, list[Any]]:
-    summary, _, signals = fit(reproducible=True, batch_size=23, epochs=2)
+    summary, _, signals = fit(reproducible=True, batch_size=23, train_epochs=2)
     return summary["params_sha256"], signals
 
 
@@ -148,7 +148,7 @@ def local(weighted: bool) -> list[Tensor]:
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     x, y = torch.randn(60, 4, generator=torch.Generator().manual_seed(1)), torch.arange(60) % 3
     weigh = (lambda batch: 3.0 * len(batch[0])) if weighted else None
-    kf.fit(model, (x, y), opt, kf.Hook(Sync()), epochs=4, batch_size=20, micro_batch=6, weight_fn=weigh)
+    kf.fit(model, (x, y), opt, kf.Hook(Sync()), train_epochs=4, batch_size=20, batch_micro=6, weight_fn=weigh)
     return [tensor.float() for tensor in model.state_dict().values()]
 
 

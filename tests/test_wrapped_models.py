@@ -37,7 +37,7 @@ def wrapped_in_ddp() -> list[str]:
     return [
         refused(lambda: refuse_wrapped(nn.Sequential(nn.Linear(2, 2), model))),
         refused(lambda: opt.sync_buffers(model)),
-        refused(lambda: kf.fit(model, data, opt, steps=1)),
+        refused(lambda: kf.fit(model, data, opt, train_steps=1)),
         refused(lambda: kf.DataLoader(data, model, opt)),
     ]
 

@@ -24,15 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from kfuse import interrupt
 from kfuse.cli import torchrun
-from kfuse.comm import devices
-from kfuse.config import instantiate
-from kfuse.config.check import drop_replaced_arguments, expand_home, validate
-from kfuse.config.messages import explain, explain_flags
-from kfuse.config.schema import ConfigError
+from kfuse.cli.check import prepare, validate
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.observe.sweep import Sweep
+from kfuse.settings import instantiate
+from kfuse.settings.messages import explain, explain_flags
+from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
 
 USAGE_ERROR = 2
@@ -96,7 +95,7 @@ def _main(fixed: bool = False) -> int:
             if fixed and len(jobs) > 1:
                 raise ConfigError("-m: sweeps are not supported with launcher=torchrun")
             for overrides in jobs:
-                _check_symmetric(_check(args, overrides, fixed), fixed)
+                _check(args, overrides, fixed)
         # Hydra's own parser takes overrides in one piece only, not `seed=1 -m model=mlp,gpt`.
         flags = [word for word in argv if word not in args.overrides]
         sys.argv[1:] = [*flags, *args.overrides]
@@ -155,7 +154,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.allow_abbrev = False
     if "-help" in argv:  # argparse reads it as -h with a value
-        raise ConfigError(explain_flags([("-help", None)]))
+        raise ConfigError(explain_flags(["-help"]))
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -163,9 +162,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     except SystemExit:
         raise ConfigError(printed.getvalue().strip().splitlines()[-1].partition("error: ")[2]) from None
     if unknown:
-        pairs = zip(argv, [*argv[1:], None], strict=True)
-        flags = [(word, after) for word, after in pairs if word in unknown and word.startswith("-")]
-        raise ConfigError(explain_flags(flags))
+        raise ConfigError(explain_flags([word for word in unknown if word.startswith("-")]))
     return args
 
 
@@ -198,19 +195,11 @@ def _compose(args: argparse.Namespace, overrides: list[str]) -> DictConfig:
 def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictConfig:
     """Composes and validates one run's configuration, before anything is written. Returns it."""
     cfg = _compose(args, overrides)
-    drop_replaced_arguments(cfg, overrides)
-    expand_home(cfg)
+    prepare(cfg, overrides)
     validate(cfg)
     if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
         raise ConfigError("launcher: torchrun started this process; must be launcher=torchrun")
     return cfg
-
-
-def _check_symmetric(cfg: DictConfig, fixed: bool) -> None:
-    """Raises ConfigError for comm.schedule=symmetric where no worker could have it. fixed: the number of workers is."""
-    if cfg.comm.schedule == "symmetric" and not (fixed and devices.count()):
-        where = "under torchrun, which neither adds nor replaces workers" if devices.count() else "with GPUs"
-        raise ConfigError(f"comm.schedule=symmetric: must be used {where}")
 
 
 def _check_directories(overrides: list[str]) -> None:
@@ -251,8 +240,7 @@ def _run_hydra(sweep: Sweep | None) -> int:
 
 def _job(cfg: DictConfig, run_dir: Path) -> tuple[int, str | None]:
     """One run, in the directory that Hydra made for it; returns its exit status, and the error that prevented it."""
-    drop_replaced_arguments(cfg, list(HydraConfig.get().overrides.task))
-    expand_home(cfg)
+    prepare(cfg, list(HydraConfig.get().overrides.task))
     OmegaConf.resolve(cfg)
     try:
         _claim(run_dir, cfg)

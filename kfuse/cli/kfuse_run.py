@@ -1,14 +1,16 @@
-"""`kfuse-run --workers 2 --max-workers 4 script.py ...`: runs the user's own training script on elastic workers."""
+"""`kfuse-run --workers-count 2 script.py ...`: runs the user's own training script on elastic workers."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from kfuse import interrupt
 from kfuse.cli.run import supervise
@@ -16,23 +18,25 @@ from kfuse.comm import devices
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
 from kfuse.elastic.launchers.agent import AgentError, offer
-from kfuse.logs import LEVELS, set_up_logging
+from kfuse.logs import set_up_logging
 from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.settings import rules
+from kfuse.settings.tree import ConfigError, JobSettings, Leaf, by_key, leaves, show
 from kfuse.version import __version__
 
 _EXAMPLES = """\
 on one machine:
-  kfuse-run --workers 2 --max-workers 4 train.py --my-option
+  kfuse-run --workers-count 2 --workers-max 4 train.py --my-option
 on several, with the script at the same place and the same token file on each:
-  kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers 8 train.py     on the first, whose address it is
-  kfuse-run --join 10.0.0.1:29400 --token-file job.token                            on each of the others
+  kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers-count 8 train.py   on the first, at its address
+  kfuse-run --join 10.0.0.1:29400 --token-file job.token                                on each of the others
 """
 _EPILOG = f"""\
 {_EXAMPLES}
 Each worker's CPU threads: OMP_NUM_THREADS, where it is set; else a host's cores divided by the workers that may be
-on it (the smaller of --max-workers and, on several hosts, --slots).
+on it (the smaller of --workers-max and, on several hosts, --slots).
 Exit status: 0 where all workers' scripts end with 0, also if they never train or leave the training loop early; 1 after
 a failure, also of a script whose training had ended; 2 for wrong arguments; 130 after Ctrl-C; 143 after SIGTERM.
 """
@@ -51,18 +55,17 @@ def main(argv: list[str] | None = None) -> int:
         directory = RunDirectory(run_dir, tensorboard=True, ledger=False)
     except OSError as error:
         return _refuse(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}")
-    recorder = Recorder(directory, Display(progress=not args.quiet))
-    set_up_logging(args.log_level, "supervisor", recorder.line)
+    settings = args.settings
+    recorder = Recorder(directory, Display(progress=settings["observe_progress"] is not False))
+    set_up_logging(settings["observe_log_level"], "supervisor", recorder.line)
     command = [sys.executable, str(args.script), *args.arguments]
     # A script that has called kf.init ignores SIGTERM: it ends when it notices that the supervisor is gone.
-    launcher: Launcher = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=args.max_workers)
+    launcher: Launcher = LocalLauncher(command, parent_end_signal=signal.SIGTERM, share=settings["workers_max"])
     if args.listen is not None:
         host, port = args.listen
-        launcher = HostsLauncher(command, host, port, args.token, args.slots, args.max_workers)
-    replace = not args.no_replace
-    elasticity = Elasticity(args.workers, args.min_workers, args.max_workers, replace=replace, script=True)
-    job = {"run_dir": str(run_dir.absolute()), "observe": {"log_level": args.log_level}}
-    return supervise(launcher, job, recorder, elasticity)
+        launcher = HostsLauncher(command, host, port, args.token, args.slots, settings["workers_max"])
+    job = {"run_dir": str(run_dir.absolute()), "observe": {"log_level": settings["observe_log_level"]}}
+    return supervise(launcher, job, recorder, Elasticity.of(settings, script=True))
 
 
 def _refuse(message: str) -> int:
@@ -90,18 +93,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--workers", type=int, default=1, help="processes at first (default 1)")
-    parser.add_argument("--min-workers", type=int, default=1, help="policies never go below it (default 1)")
-    parser.add_argument("--max-workers", type=int, help="policies never go above it (default: --workers)")
-    parser.add_argument("--no-replace", action="store_true", help="restore lost workers only up to --min-workers")
+    for leaf in leaves(JobSettings).values():
+        about = f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})".replace("%", "%%")
+        parser.add_argument(_flag(leaf), metavar="VALUE", type=_value, default=leaf.default, help=about)
     parser.add_argument("--run-dir", type=_path, help="new directory for metrics and events (default runs/DATE/TIME)")
-    parser.add_argument("--quiet", action="store_true", help="show only the script's own output and the summary")
-    parser.add_argument(
-        "--log-level",
-        choices=LEVELS,
-        default="warning",
-        help="lowest level of kfuse's log lines (default warning); a script that sets up logging gets them itself",
-    )
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
     parser.add_argument("--token-file", type=_path, help="holds the job's secret; needed with --listen and --join")
@@ -112,16 +107,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("script", type=_path, nargs="?", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     args = parser.parse_args(argv)
-    args.max_workers = max(args.workers, args.min_workers) if args.max_workers is None else args.max_workers
-    if not 1 <= args.min_workers <= args.workers <= args.max_workers:
-        parser.error(
-            f"--workers {args.workers}: must be --min-workers {args.min_workers} (at least 1) "
-            f"to --max-workers {args.max_workers}"
-        )
+    try:
+        args.settings = _settings(args)
+    except ConfigError as error:
+        parser.error(str(error))
     if args.slots < 1:
         parser.error(f"--slots {args.slots}: must be at least 1")
     several_hosts = args.listen is not None or args.join is not None
-    option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.workers)
+    option, here = ("--slots", args.slots) if several_hosts else ("--workers-count", args.settings["workers_count"])
     if 0 < gpus < here:
         parser.error(f"{option} {here}: must be at most {gpus}, the GPUs here, as each worker needs one of its own")
     if several_hosts:
@@ -132,6 +125,26 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     elif args.script is None or not args.script.is_file():
         parser.error(f"{args.script or 'script'}: no such file; a Python script is needed")
     return args
+
+
+def _value(text: str) -> Any:
+    """Returns a number, true, false or null as what it stands for, any other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _flag(leaf: Leaf) -> str:
+    return "--" + leaf.name.replace("_", "-")
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings that the flags give, by name. Raises ConfigError."""
+    settings = {name: leaf.checked(getattr(args, name), shell=True) for name, leaf in leaves(JobSettings).items()}
+    settings["workers_max"] = settings["workers_max"] or settings["workers_count"]
+    rules.check(by_key(settings), shell=True)
+    return settings
 
 
 def _path(text: str) -> Path:

@@ -11,7 +11,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from kfuse.cli import torchrun
-from kfuse.config import instantiate
 from kfuse.elastic.job import Elasticity, JobFailed
 from kfuse.elastic.launchers import Launcher, TorchrunLauncher
 from kfuse.elastic.protocol import NOT_TRAINED, STOP_STATUS
@@ -20,6 +19,8 @@ from kfuse.logs import set_up_logging
 from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.settings import instantiate
+from kfuse.settings.tree import flat
 
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
@@ -33,13 +34,13 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     job = {**config, "run_dir": str(run_dir.absolute())}
     recorder = Recorder(
         RunDirectory(run_dir, **{name: observe[name] for name in ("tensorboard", "ledger", "every")}),
-        Display(progress=observe["progress"]),
+        Display(progress=observe["progress"] is not False),
     )
     if isinstance(launcher, TorchrunLauncher):
         set_up_logging(observe["log_level"], "worker 0")
         return torchrun.lead(launcher.rendezvous, job, recorder)
     set_up_logging(observe["log_level"], "supervisor", recorder.line)
-    elasticity = Elasticity.configured(config, restart=config["checkpoint"]["every_steps"] is not None)
+    elasticity = Elasticity.of(flat(config), restart=config["checkpoint"]["every_steps"] is not None)
     return supervise(launcher, job, recorder, elasticity)
 
 

@@ -20,6 +20,7 @@ from kfuse.logs import set_up_logging
 from kfuse.membership import Record
 from kfuse.observe.recorder import Recorder
 from kfuse.optim import ConsistencyError
+from kfuse.settings.tree import flat
 from kfuse.train.build import build_trainer, set_threads
 
 
@@ -62,7 +63,7 @@ def follow(rendezvous: Rendezvous) -> int:
 def _train(rendezvous: Rendezvous, job: dict[str, Any], record: Record | None = None) -> str | None:
     """Returns why training ended. Raises CommError if a worker is lost."""
     set_threads(job)
-    session.join_fixed_group(rendezvous, CommOptions.configured(job), job["comm"]["timeout_s"], record)
+    session.join_fixed_group(rendezvous, CommOptions.of(flat(job)), job["comm"]["timeout_s"], record)
     with _collect_stop_signals() as reasons:
         trainer = build_trainer(job)
         trainer.decisions.stop_requests = reasons

@@ -10,6 +10,7 @@ from kfuse import session
 from kfuse.comm.options import CommOptions
 from kfuse.elastic.client import ControlClient, ControlError
 from kfuse.optim import ConsistencyError
+from kfuse.settings.tree import flat
 from kfuse.train.build import build_trainer, set_threads
 
 
@@ -22,7 +23,7 @@ def main() -> int:
     config = client.job
     timeout_s = config["comm"]["timeout_s"]
     set_threads(config)
-    session.connect_to_supervisor(client, CommOptions.configured(config), timeout_s)
+    session.connect_to_supervisor(client, CommOptions.of(flat(config)), timeout_s)
     trainer = build_trainer(config)
     try:
         trainer.run()

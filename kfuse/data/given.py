@@ -24,65 +24,48 @@ class TrainingData:
     """Data to train on, and how it is to be loaded."""
 
     data: Dataset | Stream
-    batch_size: int
-    num_workers: int
-    prefetch_factor: int | None
-    pin_memory: bool
     worker_init_fn: Callable[[int], object] | None
-    batch_of_loader: bool
-    """Whether the batch size is that of a torch DataLoader."""
+    of_loader: dict[str, Any]
+    """The settings that a torch DataLoader has, by name: used where a script does not give others."""
     remarks: tuple[str, ...]
     """What the user must know before training on it."""
 
 
 def training_data(
-    obj: Any,
-    collate_fn: Collate | None = None,
-    batch_size: int | None = None,
-    num_workers: int | None = None,
-    prefetch_factor: int | None = None,
-    pin_memory: bool | None = None,
-    worker_init_fn: Callable[[int], object] | None = None,
+    obj: Any, collate_fn: Collate | None = None, worker_init_fn: Callable[[int], object] | None = None
 ) -> TrainingData:
     """Returns the data to train on: see `as_stream` and `as_dataset`, whose errors it raises.
 
     A torch DataLoader is taken apart: arguments that are None are its own. Its batch_size is the GLOBAL one: samples in
     a step of all workers together. Of its order only shuffle=True is accepted, which kfuse's own order by (seed, epoch)
-    replaces. Raises DataError, with the remedy, for a loader that makes its own batches or order. Without a loader the
-    defaults are batches of 32, no loader processes, pinned memory.
+    replaces. Raises DataError, with the remedy, for a loader that makes its own batches or order, TypeError for a
+    worker_init_fn that is none.
     """
-    remarks: list[str] = []
-    batch_of_loader = False
-    if isinstance(obj, DataLoader):
-        _check_batches(obj)
-        data = _of_loader(obj, collate_fn)
-        if not isinstance(data, Stream):
-            _check_order(obj)
-        if obj.drop_last:
-            remarks.append("DataLoader: drop_last=True is not used: an epoch's last step takes the samples left over")
-        if obj.generator is not None:
-            remarks.append("DataLoader: generator= is not used: the order is drawn from seed=")
-        batch_of_loader = batch_size is None
-        batch_size = obj.batch_size if batch_size is None else batch_size
-        num_workers = obj.num_workers if num_workers is None else num_workers
-        if prefetch_factor is None and num_workers:
-            prefetch_factor = obj.prefetch_factor
-        pin_memory = obj.pin_memory if pin_memory is None else pin_memory
-        worker_init_fn = worker_init_fn or obj.worker_init_fn
-    else:
+    if worker_init_fn is not None and not callable(worker_init_fn):
+        raise TypeError(f"worker_init_fn={worker_init_fn!r}: must be a function of the loader process's number")
+    if not isinstance(obj, DataLoader):
         data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn)
-    if isinstance(data, Stream) and data.warning:
-        remarks.append(data.warning)
-    return TrainingData(
-        data,
-        32 if batch_size is None else batch_size,
-        0 if num_workers is None else num_workers,
-        prefetch_factor,
-        True if pin_memory is None else pin_memory,
-        worker_init_fn,
-        batch_of_loader,
-        tuple(remarks),
-    )
+        return TrainingData(data, worker_init_fn, {}, _warnings(data))
+    _check_batches(obj)
+    data = _of_loader(obj, collate_fn)
+    if not isinstance(data, Stream):
+        _check_order(obj)
+    remarks: list[str] = []
+    if obj.drop_last:
+        remarks.append("DataLoader: drop_last=True is not used: an epoch's last step takes the samples left over")
+    if obj.generator is not None:
+        remarks.append("DataLoader: generator= is not used: the order is drawn from seed=")
+    settings = {
+        "batch_size": obj.batch_size,
+        "data_workers": obj.num_workers,
+        "data_prefetch": obj.prefetch_factor or 2,
+        "data_pin_memory": obj.pin_memory,
+    }
+    return TrainingData(data, worker_init_fn or obj.worker_init_fn, settings, (*remarks, *_warnings(data)))
+
+
+def _warnings(data: Dataset | Stream) -> tuple[str, ...]:
+    return (data.warning,) if isinstance(data, Stream) and data.warning else ()
 
 
 def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kfuse.elastic.protocol import LOOP_LEFT, NOT_TRAINED, View
+from kfuse.settings.tree import SETTINGS
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,12 @@ class Elasticity:
     max: int
     replace: bool = True
     """Restore the wanted number of workers after a loss; otherwise only `min`."""
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = SETTINGS["elastic_heartbeat_timeout_s"].default
     """A worker without a heartbeat for this long is killed."""
-    max_failures: int = 5
+    max_failures: int = SETTINGS["elastic_max_failures"].default
     """Workers lost in a row, with no step completed in between, after which the job fails. Workers lost together, as
     with a host, count as one."""
-    boot_timeout_s: float = 120.0
+    boot_timeout_s: float = SETTINGS["elastic_boot_timeout_s"].default
     restart: bool = False
     """If all workers are lost: start new ones, which resume from the last checkpoint. A script says so as it begins."""
     script: bool = False
@@ -32,11 +33,11 @@ class Elasticity:
     once."""
 
     @classmethod
-    def configured(cls, config: Mapping[str, Any], restart: bool = False) -> Elasticity:
-        """As a command's settings have it; those of `elastic` that are for the workers are left out."""
-        known = {each.name for each in fields(cls)}
-        given = {**config["workers"], **config["elastic"]}
-        return cls(**{name: value for name, value in given.items() if name in known}, restart=restart)
+    def of(cls, settings: Mapping[str, Any], restart: bool = False, script: bool = False) -> Elasticity:
+        """Returns those among `settings`, by name; what is not there has its default."""
+        names = [f"{section}_{each.name}" for each in fields(cls) for section in ("workers", "elastic")]
+        given = {name.partition("_")[2]: settings[name] for name in names if name in settings}
+        return cls(**given, restart=restart, script=script)
 
 
 class JobFailed(RuntimeError):

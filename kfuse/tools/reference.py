@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.resources
 import inspect
 import sys
-import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from kfuse.config.instantiate import show
-from kfuse.config.schema import CLASS_GROUPS, SETTINGS, Config, Setting
 from kfuse.policies.signals import Signals
+from kfuse.settings.groups import CLASS_GROUPS
+from kfuse.settings.rules import RULES
+from kfuse.settings.tree import SCRIPTS_ONLY, SECTIONS, SETTINGS, CommandSettings, show
 from kfuse.statistics.figures import FIGURES, METRICS, StepContext
 
 _VALUE = "a pair [before, after]"
@@ -112,18 +112,24 @@ def reference() -> str:
 
 def _settings() -> Iterable[str]:
     """A table for each section of the settings, with the section's docstring."""
-    sections: dict[str, list[Setting]] = {}
-    for setting in SETTINGS.values():
-        sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
-    kinds = typing.get_type_hints(Config)
-    for section, settings in sections.items():
+    for section, about in {"": "", **SECTIONS}.items():
+        own = [leaf for leaf in SETTINGS.values() if leaf.key.rpartition(".")[0] == section]
         if section:
             yield f"### {section}"
-        if inspect.isclass(kinds.get(section)):
-            yield inspect.getdoc(kinds[section]) or ""
+            yield about
         yield _table(
-            ("setting", "type", "default", "must be", "what it is"),
-            ((f"`{it.key}`", it.kind.__name__, f"`{show(it.default)}`", it.range, it.text) for it in settings),
+            ("`kfuse`", "Python", "type", "default", "must be", "what it is"),
+            (
+                (
+                    "" if leaf.name in SCRIPTS_ONLY else f"`{leaf.key}`",
+                    f"`{leaf.name}`" if leaf.name not in CommandSettings.__annotations__ else "",
+                    leaf.kind.__name__,
+                    f"`{show(leaf.default)}`",
+                    leaf.allowed,
+                    leaf.setting.help,
+                )
+                for leaf in own
+            ),
         )
 
 
@@ -156,5 +162,53 @@ def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+_SUPPORT = """\
+# Which settings go together
+
+Written by `python -m kfuse.tools.reference support > docs/support.md` from `kfuse/settings/rules.py`. All settings go
+together but for what follows; what does not is refused before training starts (a GradScaler at the first step), with
+one line: `KEY=VALUE: must be ... with OTHER=VALUE (why)`. In a script the keys are spelt as there: `comm_sync`.
+
+`job`: fixed without a supervisor (torchrun, one process), elastic with one (`kfuse`, `kfuse-run`). `scaler`: torch's
+GradScaler. `policy.scaling`, `policy.decay`: what a policy accepts, `lr_settings()` of kf.BasePolicy. A mode that a
+policy sets (`modes`) must be allowed too. `run.warmup_most`: the steps that the decay leaves for a warm-up.
+
+{rules}
+
+## What has no effect
+
+- `comm.dtype` and `comm.schedule` with `local:N`, `sma` and `pair`: no gradients are sent.
+- `elastic.redundancy` with replicated state, or with a fixed number of workers.
+- `local:N` and `sma` on one worker, which trains as with `ssgd`, but for outer steps.
+- `gns`, `norm_test`, `critical_batch` and `curvature` with `local:N`, `sma` and `pair` on several workers: there the
+  gradient has no noise scale, and its moments are each worker's own. They ask for nothing. `goodput` asks for workers
+  only, and `lr.scaling=adascale` has its smallest gain, min(1, k).
+- `lr.change_warmup_steps` with `lr.scaling=none`: the rate does not follow the batch size.
+- `autoscale`, and what other policies ask for as workers, with a fixed number of them: an event `clipped` says so.
+
+## What is tested
+
+- `tests/test_settings.py`: each rule refuses what it says, and nothing else does. `tests/test_support*.py`: scripts and
+  the command line refuse what the rules do, and take each two values that no rule excludes.
+- `ssgd` on 1 to 4 workers ends within rounding of DistributedDataParallel with torch's optimizer (LAMB: of the paper's
+  formula). With `comm.reproducible=true` the bits are the same for any number of workers, state and schedule.
+- `local:N`, outer steps and `sma` on 1 to 4 workers end within rounding of the published update, computed with torch.
+  `pair` has tests of its own: `tests/test_pair*.py`.
+- A selection of elastic jobs loses a worker and goes on.
+"""
+
+
+def support_page() -> str:
+    """Returns the text of docs/support.md, of which the rules are the table."""
+    rows = []
+    for rule in RULES:
+        facts = {key: "..." for key in (*rule.when, rule.key)}
+        needs = rule.must.needs()
+        must = " ".join([getattr(rule.must, "how", "one of"), *(f"`{key}`" for key in needs)]) if needs else ""
+        when = " and ".join(f"`{key}`: {condition.words(facts, True)}" for key, condition in rule.when.items())
+        rows.append((f"`{rule.key}`", must or rule.must.words(facts, True), when, rule.why))
+    return _SUPPORT.format(rules=_table(("", "must be", "with", "because"), rows))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    sys.stdout.write(support_page() if sys.argv[1:] == ["support"] else reference())

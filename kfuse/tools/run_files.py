@@ -8,7 +8,6 @@ and what it must be.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
-from kfuse.config.instantiate import describe, fits, is_finite, one_line, show
-from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
 from kfuse.policies.signals import BATCH_MAX, FP32_MIN, OTHER_SIGNALS, Bounds, Signals
+from kfuse.settings.groups import CLASS_GROUPS
+from kfuse.settings.instantiate import describe, fits, is_finite, one_line
+from kfuse.settings.tree import AT_SHELL, WORKERS_MAX, ConfigError, show
 from kfuse.statistics.figures import METRICS, StepContext
 
 ANOTHER_VERSION = "another version of kfuse, or another program, has written it"
@@ -51,19 +51,19 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
     config = read_yaml(path)
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: must be the configuration of a run of `kfuse`: {ANOTHER_VERSION}")
-    sections = {*CLASS_GROUPS, *(key.rpartition(".")[0] for key in SETTINGS)} - {""}
+    sections = {*CLASS_GROUPS, *(key.rpartition(".")[0] for key in AT_SHELL)} - {""}
     for section in sections & config.keys():
         if not isinstance(config[section], dict):
             raise ConfigError(f"{path}: {section}={show(config[section])}: must be settings")
     for group in {*CLASS_GROUPS} & {*needed}:
         if not isinstance(target := config.get(group, {}).get("_target_"), str):
             raise ConfigError(f"{path}: {group}._target_={show(target)}: must be the dotted path of a class")
-    for key, setting in SETTINGS.items():
+    for key, setting in AT_SHELL.items():
         section, _, name = key.rpartition(".")
         values = config.get(section, {}) if section else config
         if name not in values and key in needed:
             raise ConfigError(f"{path}: {key}: missing: {ANOTHER_VERSION}")
-        if name in values and not (fits(values[name], setting.kind | None) and setting.allows(values[name])):
+        if name in values and not setting.allows(values[name]):
             raise ConfigError(f"{path}: {key}={show(values[name])}: must be {setting.allowed}")
     return config
 
@@ -204,7 +204,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("noise_scale", "noise_scale_high", "step_time_s", "previous_step_time_s"), (_TINY, _LARGEST)),
     **dict.fromkeys(("lr", "noise_scale_low", "grad_norm", "data_wait_s", "previous_data_wait_s"), (0, _LARGEST)),
     "batch_size": (1, BATCH_MAX),
-    "workers": (1, SETTINGS["workers.max"].most or math.inf),
+    "workers": (1, WORKERS_MAX),
     "lr_scale": (FP32_MIN, _LARGEST),
     "done": (0, 1),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from kfuse.comm.programs import make_programs
 from kfuse.comm.schedule import Program
 from kfuse.comm.tail import Tail
 from kfuse.comm.transports.tree import parents
-from kfuse.config import instantiate
-from kfuse.config.schema import class_arguments
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.optim.consistency import averaged_buffers
+from kfuse.settings import instantiate
+from kfuse.settings.groups import class_arguments
+from kfuse.settings.tree import flat
 from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks
 from kfuse.train.precision import cast_parameters
 
@@ -46,7 +47,7 @@ MOST_PROCESSES = 4
 
 def main(config: dict[str, Any]) -> int:
     """Prints the program for a checked configuration. Returns the exit status."""
-    console, options = Console(), CommOptions.configured(config)
+    console, options = Console(), CommOptions.of(flat(config))
     workers = max(2, config["workers"]["count"])
     candidates, further = _schedules(options)
     if options.synchronisation.mode != "ssgd":
@@ -102,7 +103,7 @@ def _measure(options: CommOptions, processes: int, elements: int) -> tuple[Costs
 
     elements: of the largest message.
     """
-    arguments = {"options": asdict(options), "timeout_s": TIMEOUT_S, "elements": elements}
+    arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": elements}
     try:
         with ranks("costs", arguments, processes, gpus=0) as started:
             found, problem = started[0].result()

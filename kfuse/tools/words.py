@@ -7,8 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kfuse.config.instantiate import did_you_mean
-from kfuse.config.schema import ConfigError
+from kfuse.settings.tree import ConfigError, did_you_mean
 
 
 def read_words(tool: str, words: Sequence[str], keys: Collection[str]) -> tuple[list[str], dict[str, str]]:

@@ -10,18 +10,17 @@ import torch
 
 from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel, load_weights
-from kfuse.config import instantiate
-from kfuse.config.schema import LOADING
 from kfuse.data import DataSplit
-from kfuse.data.fetching import Loading
 from kfuse.data.given import heldout_data, training_data
 from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
-from kfuse.policies.signals import Bounds
 from kfuse.session import current
+from kfuse.settings import instantiate
+from kfuse.settings.groups import class_arguments
+from kfuse.settings.tree import WORKERS_MAX, flat
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.precision import cast_parameters
-from kfuse.train.settings import WORKERS_MAX, Settings
+from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer
 
 
@@ -42,41 +41,21 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     In an elastic job no other worker is needed yet; else rank 0 shares its parameters with the others here.
     """
     torch.manual_seed(config["seed"])
-    data = dict(config["data"])
-    loading = Loading(**{name: data.pop(name) for name in LOADING})
-    split: DataSplit = instantiate.build(data)
+    values = flat(config)
+    split: DataSplit = instantiate.build(class_arguments("data", config["data"]))
     node, weights = instantiate.initial_weights(config["model"])
     model: torch.nn.Module = instantiate.build(node, **split.spec)
     if weights is not None:
         load_weights(model, weights)
-    if config["train"]["precision"] == "bf16-true":
+    if values["train_precision"] == "bf16-true":
         cast_parameters(model)
     session = current()
     model.to(session.group.device)
-    batch, train, lr, workers = (config[name] for name in ("batch", "train", "lr", "workers"))
     # With a fixed number of workers the bounds are wide open: so a policy's request is seen, and refused by an event.
-    workers_bounds = (workers["min"], workers["max"]) if session.elastic else (1, WORKERS_MAX)
-    settings = Settings(
-        batch_size=batch["size"],
-        micro_batch=batch["micro"],
-        max_micro_batch=batch["micro_max"],
-        bounds=Bounds(batch["min"], batch["max"], *workers_bounds),
-        epochs=train["epochs"],
-        steps=train["steps"],
-        target_accuracy=train["target_accuracy"],
-        eval_every=train["eval_every"],
-        lr_scaling=lr["scaling"],
-        warmup_steps=lr["warmup_steps"],
-        decay=lr["decay"],
-        decay_fraction=lr["decay_fraction"],
-        change_warmup_steps=lr["change_warmup_steps"],
-        precision=train["precision"],
-        seed=config["seed"],
-        base_lr=lr["base"],
-        balance=workers["balance"],
-        loading=loading,
-        ledger=config["observe"]["ledger"],
-    )
+    bounds = (values["workers_min"], values["workers_max"]) if session.elastic else (1, WORKERS_MAX)
+    # The optimizer has the norm to clip to: see `_optimizer`.
+    settings = Settings.of(values | {"train_clip_norm": None}, values["lr_base"], bounds)
+    checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
     given = training_data(split.train)
     log_remarks(given.remarks)
     return Trainer(
@@ -85,8 +64,8 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         _optimizer(config, model),
         settings,
         policy=instantiate.build(config["policy"]),
-        checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **config["checkpoint"]),
-        saved_model=SavedModel(Path(config["run_dir"]), session) if train["save_model"] else None,
+        checkpoints=Checkpoints(Path(config["run_dir"], "checkpoints"), session, **checkpoints),
+        saved_model=SavedModel(Path(config["run_dir"]), session) if values["train_save_model"] is not False else None,
         heldout=heldout_data(split.heldout),
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
         exits_are_errors=True,

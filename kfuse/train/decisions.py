@@ -28,10 +28,12 @@ from typing import Any
 
 from kfuse.comm import interference, transport_names
 from kfuse.comm.latency import measure
+from kfuse.comm.sync import Sync
 from kfuse.comm.topology import Links, check_parents
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies.signals import FP32_MAX, FP32_MIN, FP32_RANGE, Decision, Signals
+from kfuse.settings import rules
 from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train import input_bound, load_balance
@@ -39,9 +41,8 @@ from kfuse.train.lr_schedule import BatchChange, LRSchedule
 from kfuse.train.policy_calls import PolicyCalls
 from kfuse.train.progress import STOP_REASONS, Progress
 from kfuse.train.published import Published
-from kfuse.train.refusals import refuse_pair_alone
 from kfuse.train.reporter import Reporter
-from kfuse.train.settings import Settings
+from kfuse.train.settings import Settings, session_facts
 
 _LOG = logging.getLogger("kfuse")
 
@@ -133,7 +134,7 @@ class Decisions:
         at.held_back = at.held_back and at.input_bound
         if self._session.group.size == 1 and not self._session.elastic:
             return
-        unit = self._settings.micro_batch
+        unit = self._settings.batch_micro
         seconds = [each * (unit / (context.micro_batch or unit)) for each in stats.seconds]
         at.throughput = load_balance.measured(at.throughput, workers, seconds)
         relative = load_balance.relative_throughput(at.throughput, workers_now)
@@ -166,6 +167,7 @@ class Decisions:
         comm.state=sharded rules out.
         """
         if topology is not None:
+            rules.check(session_facts(self._session) | {"comm.schedule": topology})
             topology = self._session.comm.transport(topology)
             if topology == "symmetric" and self._session.comm.schedule != "symmetric":
                 raise ValueError(f"topology {topology!r}: must be named at the start, as comm.schedule")
@@ -176,8 +178,8 @@ class Decisions:
             tree = _whole_numbers(tree)
             check_parents(tree, self._session.group.size)
         if sync is not None:
-            sync = str(replace(self._session.comm, sync=sync).synchronisation)
-            refuse_pair_alone(sync, self._session.elastic)
+            sync = str(Sync.parse(sync))
+            rules.check(session_facts(self._session) | {"comm.sync": sync})
         if lr_scale is not None or lr is not None:
             self._requested.pop("lr", None)
             self._requested.pop("lr_scale", None)
@@ -214,7 +216,7 @@ class Decisions:
         links = self._session.group.links
         return Signals(
             step=stats.step,
-            micro_batch=self._settings.micro_batch,
+            micro_batch=self._settings.batch_micro,
             throughput=tuple(load_balance.relative_throughput(self._progress.throughput, self._session.workers)),
             corrupt_workers=tuple(
                 rank for rank, worker in enumerate(self._session.workers) if worker in self._progress.corrupt
@@ -374,7 +376,7 @@ class Decisions:
         at = self._progress
         batch_size, lr, gain = at.batch_size, self._opt.base_lr * self._lr_factor(), self._gain()
         at.batch_size = announced.get("batch_size", at.batch_size)
-        if at.batch_size != batch_size and self._settings.change_warmup_steps:
+        if at.batch_size != batch_size and self._settings.lr_change_warmup_steps:
             at.batch_change = (at.schedule, gain)
         before, at.lr_scale = at.lr_scale, announced.get("lr_scale", at.lr_scale)
         if "lr" in announced:

@@ -16,11 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kfuse.optim import DistributedOptimizer
-from kfuse.train.refusals import refuse_decay
 
-Scaling = Literal["none", "linear", "sqrt", "adascale"]
-Decay = Literal["none", "cosine", "linear", "wsd", "constant"]
-"""How the rate falls towards the end of the run. constant is none by another name."""
 Interval = Literal["step", "epoch"]
 
 
@@ -34,7 +30,7 @@ class BatchChange(NamedTuple):
 
 
 def gain(
-    scaling: Scaling,
+    scaling: str,
     batch_size: int,
     base_batch_size: int,
     mean_grad_sq: float | None = None,
@@ -96,31 +92,16 @@ class LRSchedule:
     base_batch_size: the batch size that the optimizer's learning rate is meant for; >= 1.
     warmup_steps, change_warmup_steps: length of the warm-ups, in units of progress; >= 0.
     samples, steps: length of the run, whichever ends it first; None: not limited by it. A decay needs one of them.
-
-    Raises ValueError for values out of range; it calls them as kf.fit does.
     """
 
-    scaling: Scaling = "none"
+    scaling: str = "none"
     warmup_steps: float = 0.0
-    decay: Decay = "none"
+    decay: str = "none"
     base_batch_size: int = 1
     samples: float | None = None
     steps: float | None = None
     decay_fraction: float = 0.1
     change_warmup_steps: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value, allowed in (("lr_scaling", self.scaling, Scaling), ("decay", self.decay, Decay)):
-            if value not in get_args(allowed):
-                raise ValueError(f"{name}={value}: must be one of {', '.join(get_args(allowed))}")
-        for name, length in (("warmup_steps", self.warmup_steps), ("change_warmup_steps", self.change_warmup_steps)):
-            if not (math.isfinite(length) and length >= 0):
-                raise ValueError(f"{name}={length}: must be a finite number, at least 0")
-        if not 0 < self.decay_fraction <= 1:
-            raise ValueError(f"decay_fraction={self.decay_fraction}: must be above 0 and at most 1")
-        if self.base_batch_size < 1:
-            raise ValueError(f"base batch size {self.base_batch_size}: must be at least 1")
-        refuse_decay(self.decay, self.warmup_steps, self.total, self.decay_fraction)
 
     @property
     def total(self) -> float | None:

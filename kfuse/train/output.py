@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +17,11 @@ from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT
 from kfuse.membership import Session
-from kfuse.train.settings import whole
+from kfuse.settings import rules
+from kfuse.settings.tree import ConfigError, by_key
 
 _LOG = logging.getLogger("kfuse")
 
-_PATH = "must be a folder's path"
 _TROUBLE = ("checkpoint_failed", "checkpoint_rejected", "model_failed")  # events that a silent script must not hide
 _KEPT_ELSEWHERE = "run_dir={} is not used: kfuse-run keeps the run directory, --run-dir"
 
@@ -47,60 +46,45 @@ class Output:
     shown: bool
     """Whether events are shown on this process's terminal."""
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        checkpoint: str | os.PathLike[str] | None,
-        checkpoint_every: int | None,
-        keep: int,
-        resume: str | os.PathLike[str],
-        run_dir: str | os.PathLike[str] | None,
-        progress: bool | None,
-        save_model: bool | None,
-    ) -> None:
-        """Arguments as kf.fit's. Raises TypeError, ValueError, in one line, for what cannot be used."""
+    def __init__(self, session: Session, settings: Mapping[str, Any]) -> None:
+        """settings: resolved, by name. Raises ConfigError, in one line, for what cannot be used."""
         self._session, self._lock = session, threading.Lock()  # checkpoints are reported by the thread that writes them
         self._recorder: _Recorder | None = None  # while the training is under way, on the rank that keeps the records
-        folder, directory = _folder("checkpoint", checkpoint), _folder("run_dir", run_dir)
-        resume = _checked_resume(resume, folder is not None)
-        if checkpoint_every is not None:
-            checkpoint_every = whole("checkpoint_every", checkpoint_every, 1)
-            if folder is None:
-                raise ValueError(f"checkpoint_every={checkpoint_every}: needs checkpoint=, the folder")
-        whole("keep", keep, 1)
+        rules.check(by_key(settings))
+        folder, directory = _folder("checkpoint_dir", settings), _folder("run_dir", settings)
+        resume = _existing(settings["checkpoint_resume"])
         numbered = session.elastic and directory is not None
         if session.control_client is not None and directory is not None:
             session.report("event", {"step": None, "kind": "note", "note": _KEPT_ELSEWHERE.format(directory)})
             directory = Path(session.control_client.job["run_dir"])
-        if save_model and not (directory or folder):
-            raise ValueError("save_model=True: needs run_dir= or checkpoint=, the folder that the model goes to")
         terminal = sys.stdout is not None and sys.stdout.isatty()
         keeps = not session.elastic and session.group.rank == 0
+        progress = settings["observe_progress"]
         self.shown = keeps and (terminal if progress is None else progress)
         self._directory = directory if keeps else None
         if keeps and directory is not None and resume == "never" and _is_used(directory):
-            raise ValueError(f"run_dir={directory}: holds a run already; must be a new one, or pass resume=")
+            raise ConfigError(f"run_dir={directory}: must be a new one, or one to resume (checkpoint_resume)")
         if keeps and folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ValueError(f"checkpoint={folder}: cannot be written: {error.strerror or error}") from error
+                raise ConfigError(f"checkpoint_dir={folder}: must be writable: {error.strerror or error}") from error
         self.checkpoints = None
         if folder is not None or resume != "never":
+            every = settings["checkpoint_every_steps"]
             self.checkpoints = Checkpoints(
                 folder,
                 session,
-                every_steps=checkpoint_every,
-                each_epoch=folder is not None and checkpoint_every is None,
-                keep=keep,
+                every_steps=every,
+                each_epoch=folder is not None and every is None,
+                keep=settings["checkpoint_keep"],
                 resume=resume,
                 script=True,
                 report=self.report,
             )
         where = directory or folder
         self.saved_model = None
-        if where is not None and save_model is not False:
+        if where is not None and settings["train_save_model"] is not False:
             self.saved_model = SavedModel(where, session, numbered, self.report)
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
@@ -204,25 +188,19 @@ def _is_used(directory: Path) -> bool:
     return RunDirectory.is_used(directory)
 
 
-def _folder(name: str, path: str | os.PathLike[str] | None) -> Path | None:
+def _folder(name: str, settings: Mapping[str, Any]) -> Path | None:
+    """Returns the folder that the setting names. Raises ConfigError for a file's name, and for none."""
+    path = settings[name]
     if path is None:
         return None
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{name}={path!r}: {_PATH}")
-    if not str(path):
-        raise ValueError(f"{name}='': {_PATH}")
     folder = Path(path).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{name}={path}: {_PATH}, and is a file")
+    if not path or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"{name}={path}: must be a folder's path")
     return folder
 
 
-def _checked_resume(resume: str | os.PathLike[str], has_folder: bool) -> str:
-    if not isinstance(resume, str | os.PathLike):
-        raise TypeError(f"resume={resume!r}: must be auto, never, or a path")
-    resume = os.fspath(resume)
-    if resume == "auto" and not has_folder:
-        raise ValueError("resume=auto: needs checkpoint=, the folder with the checkpoints")
+def _existing(resume: str) -> str:
+    """Returns `checkpoint_resume`. Raises ConfigError for a path that is not there."""
     if resume not in ("auto", "never") and (not resume or not Path(resume).expanduser().exists()):
-        raise ValueError(f"resume={resume}: must be auto, never, or a path; there is no such path")
+        raise ConfigError(f"checkpoint_resume={resume}: must be never, auto or a path that exists")
     return resume

@@ -142,17 +142,17 @@ class Progress:
         """Why training is over, or None."""
         if self.stop:
             return STOP_REASONS[self.stop]
-        target = settings.target_accuracy
+        target = settings.train_target_accuracy
         if target is not None and self.accuracy is not None and self.accuracy >= target:
             return "target_accuracy"
-        if settings.steps is not None and self.counted(settings, self.step) >= settings.steps:
+        if settings.train_steps is not None and self.counted(settings, self.step) >= settings.train_steps:
             return "steps"
-        if settings.epochs is not None and self.epoch >= settings.epochs:
+        if settings.train_epochs is not None and self.epoch >= settings.train_epochs:
             return "epochs"
         return None
 
     def counted(self, settings: Settings, steps: int) -> float:
-        """Steps made so far, in the unit of settings.steps: optimizer steps, or with adascale the sum of their gains.
+        """Steps made so far, in the unit of train_steps: optimizer steps, or with adascale the sum of their gains.
 
         steps: optimizer steps made so far.
         """
@@ -160,8 +160,8 @@ class Progress:
 
     def is_last_step(self, settings: Settings, epoch_is_over: bool) -> bool:
         """Whether training ends with the step under way, after its update. An evaluation may end it all the same."""
-        last_epoch = epoch_is_over and self.epoch + 1 == settings.epochs
-        last_step = settings.steps is not None and self.counted(settings, self.step + 1) >= settings.steps
+        last_epoch = epoch_is_over and self.epoch + 1 == settings.train_epochs
+        last_step = settings.train_steps is not None and self.counted(settings, self.step + 1) >= settings.train_steps
         return self.stop > 0 or last_epoch or last_step
 
     def planned_steps(self, settings: Settings, length: int | None) -> int:
@@ -170,12 +170,12 @@ class Progress:
         With adascale at most so many: the coming gains, 1 or more, are unknown. Raises TypeError if it is unknown.
         """
         limit = math.inf
-        if settings.steps is not None:
-            limit = self.step + math.ceil(max(0, settings.steps - self.counted(settings, self.step)))
-        if settings.epochs is not None and length is not None:
+        if settings.train_steps is not None:
+            limit = self.step + math.ceil(max(0, settings.train_steps - self.counted(settings, self.step)))
+        if settings.train_epochs is not None and length is not None:
             left = -(-(length - self.cursor) // self.batch_size)
-            left += max(0, settings.epochs - self.epoch - 1) * -(-length // self.batch_size)
-            limit = min(limit, self.step + (left if self.epoch < settings.epochs else 0))
+            left += max(0, settings.train_epochs - self.epoch - 1) * -(-length // self.batch_size)
+            limit = min(limit, self.step + (left if self.epoch < settings.train_epochs else 0))
         if limit == math.inf:
             raise TypeError("this training has no length: its data tell none, and steps= is not given")
         return int(limit)

@@ -88,9 +88,14 @@ class Reporter:
         earlier step.
         """
         self._told = {}
-        epochs = self._settings.epochs
+        epochs = self._settings.train_epochs
         total = None if epochs is None or self._samples_an_epoch is None else epochs * self._samples_an_epoch
-        about = {"samples": total, "steps": self._settings.steps, "step": step, "training": self._session.training}
+        about = {
+            "samples": total,
+            "steps": self._settings.train_steps,
+            "step": step,
+            "training": self._session.training,
+        }
         self._send("start", {**about, "restarts": restarts, "goes_back": goes_back})
 
     def view(self, step: int, view: View, regroup_s: float, transfer_s: float) -> None:

@@ -46,14 +46,14 @@ class Sampling:
     def of_finished_step(self, stats: StepStats, context: StepContext) -> StepSamples:
         """Those of a step whose statistics have arrived."""
         count = round(stats.samples) if context.share is None else context.batch_size
-        micro_batch = context.micro_batch or self._settings.micro_batch
+        micro_batch = context.micro_batch or self._settings.batch_micro
         return self._samples(context.epoch, context.cursor, count, micro_batch)
 
     def _samples(self, epoch: int, cursor: int, count: int, micro_batch: int) -> StepSamples:
         indices, workers = self._sampler.indices(epoch, cursor, count), self._session.workers
         relative = load_balance.relative_throughput(self._progress.throughput, workers)
         # Apart, each worker knows its own speed only: unequal shares would leave samples out.
-        balanced = self._settings.balance and not self._progress.is_apart
+        balanced = self._settings.workers_balance and not self._progress.is_apart
         shares = load_balance.shares(relative) if balanced else None
         return StepSamples(epoch, cursor, indices, micro_batch, len(workers), shares, self._reproducible)
 

@@ -37,7 +37,7 @@ from kfuse.train.progress import Progress, Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.reporter import Reporter
 from kfuse.train.sampling import Sampling
-from kfuse.train.settings import Settings
+from kfuse.train.settings import Settings, check_training
 from kfuse.train.state import Stateful, Trainable, TrainingState
 from kfuse.train.step import Step
 from kfuse.train.synchronisation import Synchronisation
@@ -96,17 +96,27 @@ class Trainer:
         seed = settings.seed
         self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
         if scheduler is not None and scheduler.interval == "epoch" and self._sampler.length is None:
-            raise ValueError("scheduler_interval='epoch': must be 'step', as a stream has no epochs")
+            raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
         self._scheduler = scheduler
         self._saved_model = saved_model if output is None else output.saved_model
         schedule = settings.schedule(self._sampler.length)
         # Who trains it.
         self.session = current()
-        of_user = "a torch scheduler that was made for this optimizer" if has_scheduler(opt) else None
-        given = of_user if scheduler is None else f"scheduler={type(scheduler.scheduler).__name__}"
-        settings.check(self.policy, opt, given, self.session)
+        of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
+        check_training(
+            settings,
+            self.policy,
+            opt,
+            self.session,
+            self._sampler.length,
+            scheduler=of_loop if scheduler is None else type(scheduler.scheduler).__name__,
+            heldout=heldout is not None,
+            step_fn=self._objective.step_fn is not None,
+        )
         several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
-        self._forward = Forward(model, self._objective, opt, heldout, settings.precision, self.session.group.device)
+        self._forward = Forward(
+            model, self._objective, opt, heldout, settings.train_precision, self.session.group.device
+        )
         self._user_loop, self._several_backwards = user_loop, several_backwards
         # How far training is, what is decided, and what is reported.
         self.progress = Progress(
@@ -163,7 +173,7 @@ class Trainer:
                     p for group in opt.param_groups for p in group["params"]
                 ),
             },
-            base_lr=settings.base_lr,
+            base_lr=settings.lr_base,
             record_update=self._record_finished_update,
         )
         self._under_way: tuple[Step, int] | None = None
@@ -279,7 +289,7 @@ class Trainer:
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
         """Context: sets up the optimizer for this training; on exit, also by an early Ctrl-C, resets its settings."""
-        opt, clip_norm, own = self.opt, self.settings.clip_norm, self.opt.clip_norm
+        opt, clip_norm, own = self.opt, self.settings.train_clip_norm, self.opt.clip_norm
         try:
             if clip_norm is not None:
                 opt.set_clip_norm(clip_norm)
@@ -330,7 +340,9 @@ class Trainer:
                 fisher=self._fisher() if local_rank is None else None,
             )
         self.opt.begin(plan)
-        self._fetcher.expect(samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.epochs))
+        self._fetcher.expect(
+            samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.train_epochs)
+        )
         self._members = tuple(self.session.workers)
         self._newest = Step(
             at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
@@ -421,7 +433,7 @@ class Trainer:
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
             self.decisions.update_progress(stats, context)
-            used = self._sampling.of_finished_step(stats, context) if self.settings.ledger else None
+            used = self._sampling.of_finished_step(stats, context) if self.settings.observe_ledger else None
             signals = self.decisions.signals(stats, context)
             self._reporter.step(stats, context, signals, used)
             self.decisions.decide(stats, context, signals)
@@ -439,7 +451,7 @@ class Trainer:
 
     @property
     def _evaluation_is_due(self) -> bool:
-        every = self.settings.eval_every
+        every = self.settings.train_eval_every
         return (self.progress.step + 1) % every == 0 if every else self._epoch_is_over
 
     def _evaluate_when_due(self) -> None:
@@ -454,7 +466,7 @@ class Trainer:
         at = self.progress
         if self._heldout is None or at.evaluated == steps:
             return
-        group, precision = self.session.group, self.settings.precision
+        group, precision = self.session.group, self.settings.train_precision
         with self._synchronisation.shown():
             result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
             is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
@@ -462,7 +474,7 @@ class Trainer:
                 self._scheduler.after_evaluation(result.loss)
             if is_best and self._saved_model is not None:
                 self._saved_model.save_best(self.model)
-        target = self.settings.target_accuracy
+        target = self.settings.train_target_accuracy
         if target is not None and result.accuracy is None:
             raise ValueError(
                 f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "

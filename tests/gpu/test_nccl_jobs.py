@@ -17,6 +17,7 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm.group import CommError
+from kfuse.comm.options import CommOptions
 from kfuse.session import current
 
 pytestmark = pytest.mark.full
@@ -89,13 +90,26 @@ BRIEF_S = 10.0  # of those that wait until the timeout
 
 def fit(directory: Path, transport: dict[str, Any], checkpoints: bool = True, timeout_s: float = 60.0) -> list[float]:
     """kf.fit on this worker and the others, from the newest checkpoint; the parameters."""
-    kf.init(kf.CommOptions(bucket_mb=1e-3, **transport), timeout_s=timeout_s)
+    kf.init(**CommOptions(bucket_mb=1e-3, **transport).named(), comm_timeout_s=timeout_s)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(2))
-    given: dict[str, Any] = {"checkpoint": directory, "checkpoint_every": 1000, "resume": "auto"} if checkpoints else {}
-    kf.fit(net, (x, x[:, :3].argmax(1)), opt, steps=STEPS, batch_size=12, micro_batch=4, progress=False, **given)
+    given: dict[str, Any] = (
+        {"checkpoint_dir": directory, "checkpoint_every_steps": 1000, "checkpoint_resume": "auto"}
+        if checkpoints
+        else {}
+    )
+    kf.fit(
+        net,
+        (x, x[:, :3].argmax(1)),
+        opt,
+        train_steps=STEPS,
+        batch_size=12,
+        batch_micro=4,
+        observe_progress=False,
+        **given,
+    )
     parameters: list[float] = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
     return parameters
 

@@ -18,6 +18,7 @@ from test_two_optimizers import gan, one_backward, two_contexts
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
 from kfuse.session import current
 
@@ -62,10 +63,8 @@ def train(
     timeout_s: float = 60.0,
 ) -> list[float]:
     """The parameters after some planned steps on this worker and the others."""
-    options = kf.CommOptions(
-        schedule=schedule, reproducible=reproducible, dtype=dtype, state=state, bucket_mb=bucket_mb
-    )
-    kf.init(options, timeout_s=timeout_s)
+    options = CommOptions(schedule=schedule, reproducible=reproducible, dtype=dtype, state=state, bucket_mb=bucket_mb)
+    kf.init(**options.named(), comm_timeout_s=timeout_s)
     session = current()
     net = Net(pause_s)
     opt = kf.FusedAdamW(net.parameters(), lr=0.01, clip_norm=1.0)
@@ -138,7 +137,7 @@ def test_all_to_all_starts_each_share_after_the_next_exchange(tmp_path: Path) ->
 
 def two_over_nccl(log: Path, script: str, schedule: str) -> float:
     with installed(log):
-        kf.init(kf.CommOptions(schedule=schedule, bucket_mb=64 * 4 / 2**20), timeout_s=60.0)
+        kf.init(comm_schedule=schedule, comm_bucket_mb=64 * 4 / 2**20, comm_timeout_s=60.0)
         run: Any = {"one_backward": one_backward, "gan": gan, "two_contexts": two_contexts}[script]
         drift: float = run(schedule, *(() if script == "two_contexts" else (6,)))
         current().group.finish()
@@ -160,7 +159,7 @@ def test_two_optimizers_share_one_communicator_in_one_order(tmp_path: Path, scri
 def pair_with_an_idle_rank(log: Path, schedule: str) -> list[float]:
     """As a GAN's pair: one backward through both. Rank 2 has no micro-batch."""
     with installed(log):
-        kf.init(kf.CommOptions(schedule=schedule, bucket_mb=1e-4), timeout_s=60.0)
+        kf.init(comm_schedule=schedule, comm_bucket_mb=1e-4, comm_timeout_s=60.0)
         session = current()
         torch.manual_seed(5)
         first, second = nn.Linear(16, 16), nn.Linear(16, 16)

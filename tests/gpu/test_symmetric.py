@@ -17,12 +17,13 @@ import support
 import symmetric_double
 import torch
 from distributed import WorkersFailed, run_workers
-from support_page import SUPPORTED
+from support import supported
 
 import kfuse as kf
 from kfuse import session
 from kfuse.comm import symmetric_memory
 from kfuse.comm.group import CommError
+from kfuse.comm.options import CommOptions
 from kfuse.comm.symmetric_memory import SymmetricMemory
 from kfuse.comm.transports.symmetric import Symmetric
 from kfuse.session import current
@@ -89,7 +90,7 @@ def pairs_of_combinations(count: int) -> list[str]:
     group = s.init().group
     fitting = [
         case
-        for case in SUPPORTED
+        for case in supported()
         if (case.schedule, case.workers) == ("all_to_all", "fixed") and case.precision != "bf16 messages"
     ]
     wrong = []
@@ -140,7 +141,9 @@ def test_only_slots_that_are_exchanged_lie_in_symmetric_memory() -> None:
 def loses_rank_1(state: str) -> str:
     symmetric_double.install()
     s.reset()
-    group = kf.init(kf.CommOptions(schedule="symmetric", state=state, bucket_mb=s.BUCKET_MB, check_every=None)).group
+    group = kf.init(
+        comm_schedule="symmetric", comm_state=state, comm_bucket_mb=s.BUCKET_MB, comm_check_every=None
+    ).group
     symmetric_memory.GRACE_S = 15.0 - group.timeout_s  # kernels end after 15 s, long after the host has noticed
     model = s.net()
     opt = s.optimizer("adamw", model)
@@ -212,7 +215,7 @@ def test_where_it_cannot_be_it_is_refused_on_every_worker() -> None:
 
 def test_a_supervisors_worker_is_refused() -> None:
     with pytest.raises(ValueError, match="number of workers may change"):
-        session.connect_to_supervisor(cast(Any, None), kf.CommOptions(schedule="symmetric"), 1.0)
+        session.connect_to_supervisor(cast(Any, None), CommOptions(schedule="symmetric"), 1.0)
 
 
 def test_torch_has_what_is_used() -> None:

@@ -93,5 +93,5 @@ class Counted(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 def test_each_sample_of_an_epoch_is_decoded_once() -> None:
     data, net = Counted(), nn.Linear(3, 2)
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), epochs=2, batch_size=8, micro_batch=4)
+    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), train_epochs=2, batch_size=8, batch_micro=4)
     assert data.decoded == Counter({i: 2 for i in range(24)})

@@ -81,7 +81,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 def test_everything_is_set_before_the_gpu_is_used(gpu: StandIn) -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
-    kf.init(kf.CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     assert gpu.seen == ON | {"workspace": ":4096:8"}
 
 
@@ -93,7 +93,7 @@ def test_tf32_that_the_user_asked_for_by_torchs_newer_settings_is_off(gpu: Stand
     operations["rnn"] = torch.backends.cudnn.rnn
     torch.backends.fp32_precision = "tf32"
     try:
-        kf.init(kf.CommOptions(reproducible=True))
+        kf.init(comm_reproducible=True)
         found = {name: operation.fp32_precision for name, operation in operations.items()}
     finally:
         torch.backends.fp32_precision = "none"
@@ -104,7 +104,7 @@ def test_torch_compile_measures_no_kernels(gpu: StandIn, monkeypatch: pytest.Mon
     """Else each worker chooses by its own timings, and their bits differ."""
     config = SimpleNamespace(deterministic=False)
     monkeypatch.setitem(sys.modules, "torch._inductor.config", config)  # type: ignore[arg-type]
-    kf.init(kf.CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1" and config.deterministic
 
 
@@ -116,7 +116,7 @@ def test_without_the_option_or_a_gpu_nothing_is_set(
         monkeypatch.setattr(StandIn, "asynchronous", False)
         monkeypatch.setattr(devices, "count", lambda: 0)
     before = flags()
-    kf.init(kf.CommOptions(reproducible=not on_gpu))
+    kf.init(comm_reproducible=not on_gpu)
     assert flags() == before and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
@@ -125,13 +125,13 @@ def test_a_workspace_that_the_user_set_stays_and_another_one_or_none_too_late_is
 ) -> None:
     monkeypatch.setattr(devices, "started", lambda: True)
     with pytest.raises(DeviceError, match=r"CUBLAS_WORKSPACE_CONFIG is not set, and .* has used a GPU already"):
-        kf.init(kf.CommOptions(reproducible=True))
+        kf.init(comm_reproducible=True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(DeviceError, match=r"^CUBLAS_WORKSPACE_CONFIG=:0:0: must be one of :4096:8, :16:8"):
-        kf.init(kf.CommOptions(reproducible=True))
+        kf.init(comm_reproducible=True)
     assert not gpu.seen and not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    kf.init(kf.CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     assert gpu.seen["workspace"] == ":16:8" and gpu.seen["algorithms"]
 
 

@@ -321,14 +321,14 @@ def test_critical_batch_leaves_model_optimizer_and_random_state_as_they_were(nam
     def run(measured: bool) -> tuple[list[bytes], list[float]]:
         net, opt, data = problem(name)
         if trained:
-            kf.fit(net, data, opt, steps=20, batch_size=8, micro_batch=2, precision=precision_of(name))
+            kf.fit(net, data, opt, train_steps=20, batch_size=8, batch_micro=2, train_precision=precision_of(name))
         net.layers[2].eval()
         torch.manual_seed(5), np.random.seed(5), random.seed(5)
         if measured:
             before, stats, pointers = state(net, opt), opt.stats, [p.data_ptr() for p in net.parameters()]
             fields = plain_fields(opt)
             modes = [module.training for module in net.modules()]
-            found = kf.critical_batch(net, data, opt, precision=precision_of(name), **ARGUMENTS)  # type: ignore[arg-type]
+            found = kf.critical_batch(net, data, opt, train_precision=precision_of(name), **ARGUMENTS)  # type: ignore[arg-type]
             assert len(found.losses) >= 2 and np.isfinite(found.losses).all()
             assert state(net, opt) == before and opt.stats == stats
             after = plain_fields(opt)
@@ -377,7 +377,9 @@ def test_its_branches_are_trainings_by_kf_fit(tmp_path: Path) -> None:
         net, opt, data = problem("FusedAdamW")
         opt.param_groups[0]["lr"] *= math.sqrt(2)
         where = tmp_path / str(seed)
-        kf.fit(net, data, opt, steps=8, batch_size=16, micro_batch=4, seed=7 + seed, run_dir=where, lr_scaling="none")
+        kf.fit(
+            net, data, opt, train_steps=8, batch_size=16, batch_micro=4, seed=7 + seed, run_dir=where, lr_scaling="none"
+        )
         rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
         # The last quarter of 128 samples: two steps of 16.
         assert found.losses[1][seed] == pytest.approx((rows[6]["loss"] + rows[7]["loss"]) / 2, rel=1e-6)
@@ -401,7 +403,7 @@ def test_a_torch_scheduler_is_not_stepped() -> None:
     before = scheduler.state_dict()
     kf.critical_batch(net, data, opt, **ARGUMENTS)  # type: ignore[arg-type]
     assert scheduler.state_dict() == before and opt.param_groups[0]["lr"] == 0.05
-    kf.fit(net, data, opt, steps=2, batch_size=8, scheduler=scheduler)
+    kf.fit(net, data, opt, train_steps=2, batch_size=8, scheduler=scheduler)
     assert opt.param_groups[0]["lr"] == 0.05 / 4
 
 
@@ -419,8 +421,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
         kf.critical_batch(net, data, opt, lr_scaling="adascale")
     with pytest.raises(ValueError, match="a batch of 512 samples: must be at most the data's 256"):
         kf.critical_batch(net, data, opt, batch_size=32)
-    with pytest.raises(ValueError, match="micro_batch=8: must be 1 to 4, the smallest batch"):
-        kf.critical_batch(net, data, opt, batch_size=8, micro_batch=8, factors=(0.5, 1, 2))
+    with pytest.raises(ValueError, match="batch_micro=8: must be 1 to 4, the smallest batch"):
+        kf.critical_batch(net, data, opt, batch_size=8, batch_micro=8, factors=(0.5, 1, 2))
     for wrong in ({"factors": 8}, {"factors": ["x", 2]}, {"tolerance": "1 %"}, {"window": None}, {"seed": "a"}):
         with pytest.raises(TypeError, match=f"^{next(iter(wrong))}=.*: must be "):
             kf.critical_batch(net, data, opt, **{**ARGUMENTS, **wrong})  # type: ignore[arg-type]
@@ -463,7 +465,7 @@ def test_a_branch_begins_with_its_settings_and_nothing_pending(monkeypatch: pyte
 
     monkeypatch.setattr("kfuse.train.trainer.TrainingState", Kept)
     net, opt, data = problem("FusedAdamW")
-    kf.fit(net, data, opt, steps=5, batch_size=8, hook=kf.Hook(Asking()), seed=4)
+    kf.fit(net, data, opt, train_steps=5, batch_size=8, hook=kf.Hook(Asking()), seed=4)
     state: dict[str, Any] = made[0].capture()
     state["progress"] |= {"best": 0.5, "contexts": {4: "settings of a step whose record is not read"}}
     state["decisions"]["requested"]["batch_size"] = 64

@@ -212,16 +212,16 @@ def test_a_branch_that_fails_is_told_with_its_log(tmp_path: Path, run: Path) -> 
 def measured_by_one_rank() -> tuple[Any, bool]:
     import kfuse as kf
 
-    kf.init(kf.CommOptions(state="sharded"))
+    kf.init(comm_state="sharded")
     torch.manual_seed(0)
     net = torch.nn.Linear(6, 2)
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
     x = torch.randn(256, 6)
     data = (x, (x[:, 0] > 0).long())
-    kf.fit(net, data, opt, steps=5, batch_size=8, micro_batch=2, seed=1)
+    kf.fit(net, data, opt, train_steps=5, batch_size=8, batch_micro=2, seed=1)
     before = [net.weight.detach().clone(), opt.state_dict()["state"][0]["exp_avg"].clone()]
     found = kf.critical_batch(
-        net, data, opt, batch_size=8, micro_batch=2, factors=(1, 2, 4), repetitions=2, samples=128, tolerance=0.5
+        net, data, opt, batch_size=8, batch_micro=2, factors=(1, 2, 4), repetitions=2, samples=128, tolerance=0.5
     )
     after = [net.weight.detach(), opt.state_dict()["state"][0]["exp_avg"]]
     same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -151,7 +151,7 @@ def test_a_process_that_does_not_end_when_killed_is_not_waited_for(monkeypatch: 
     ],
 )
 def test_a_wrong_reduction_fails(transport: str, said: str, bad_transports: Path) -> None:
-    done = run(bad_transports, f"comm._target_=bad.{transport}")
+    done = run(bad_transports, f"comm.schedule=bad.{transport}")
     status, found = lines(done.stdout)["reduction"]
     assert (done.returncode, status, done.stderr) == (1, "fail", "")
     assert re.search(said, found), found
@@ -162,7 +162,7 @@ def test_a_wrong_reduction_fails(transport: str, said: str, bad_transports: Path
 def test_a_hanging_self_test_says_what_it_waited_for(bad_transports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(bad_transports)
     monkeypatch.setattr(processes, "LIMIT_S", 20.0)
-    config = config_of("comm._target_=bad.Hangs")
+    config = config_of("comm.schedule=bad.Hangs")
     [line] = [line for line in doctor.lines(config) if line.name == "reduction"]
     assert line.status == "fail"
     assert "rank 0: no answer within 20 s; it was reducing by bad.Hangs" in line.found
@@ -172,7 +172,7 @@ def test_a_hanging_self_test_says_what_it_waited_for(bad_transports: Path, monke
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_its_processes_die_with_it(number: signal.Signals, bad_transports: Path) -> None:
-    command = [sys.executable, "-m", "kfuse", "doctor", "comm._target_=bad.Hangs"]
+    command = [sys.executable, "-m", "kfuse", "doctor", "comm.schedule=bad.Hangs"]
     process = subprocess.Popen(command, cwd=bad_transports, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 240
     while not all((bad_transports / f"rank{rank}").exists() for rank in range(2)):

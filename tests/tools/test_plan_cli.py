@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kfuse.cli.app import main
-from kfuse.config.schema import ConfigError
+from kfuse.settings.tree import ConfigError
 from kfuse.statistics.figures import METRICS
 from kfuse.tools.plan.command import read
 from kfuse.tools.plan.jobs import LinearStepTime, share

@@ -289,8 +289,8 @@ def train(directory: Path, hook: kf.Hook | None = None, **arguments: Any) -> Non
         opt,
         hook,
         batch_size=8,
-        micro_batch=2,
-        epochs=6,
+        batch_micro=2,
+        train_epochs=6,
         loss_fn=F.mse_loss,
         run_dir=directory,
         **arguments,
@@ -428,11 +428,15 @@ def test_a_resumed_run_is_recorded_as_its_policy_saw_it(tmp_path: Path) -> None:
             return super().decide(signals)
 
     first, second = Ends(), Watching()
-    keeps: dict[str, Any] = {"checkpoint": tmp_path / "checkpoints", "checkpoint_every": 5, "keep": 99}
+    keeps: dict[str, Any] = {
+        "checkpoint_dir": tmp_path / "checkpoints",
+        "checkpoint_every_steps": 5,
+        "checkpoint_keep": 99,
+    }
     with pytest.raises(RuntimeError, match="the end"):
         train(tmp_path / "run", kf.Hook(first), **keeps)
     wait_until("the checkpoint", (tmp_path / "checkpoints" / "step-00000005").exists)
-    train(tmp_path / "run", kf.Hook(second), **keeps, resume="auto", max_batch_size=64)
+    train(tmp_path / "run", kf.Hook(second), **keeps, checkpoint_resume="auto", batch_max=64)
     rebuilt = signals_of(read_lines(tmp_path / "run" / "metrics.jsonl"))
     assert rebuilt == [*first.seen[:4], *second.seen]
     assert [each.bounds.batch_max for each in rebuilt] == [512] * 4 + [64] * 44

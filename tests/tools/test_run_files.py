@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 
 import kfuse as kf
 from kfuse.cli.app import main
-from kfuse.config.schema import ConfigError
 from kfuse.policies import SchedulePolicy
 from kfuse.policies.signals import OTHER_SIGNALS
+from kfuse.settings.tree import ConfigError
 from kfuse.statistics.figures import METRICS
 from kfuse.tools.cbs import command as cbs
 from kfuse.tools.cbs.branches import BranchError
@@ -59,13 +59,13 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kf.FusedSGD(net.parameters(), lr=0.05),
         kf.Hook(SchedulePolicy(PHASES)),
         batch_size=8,
-        micro_batch=2,
-        epochs=16,
+        batch_micro=2,
+        train_epochs=16,
         lr_scaling="linear",
         loss_fn=F.mse_loss,
         run_dir=folder,
-        checkpoint=folder / "checkpoints",
-        checkpoint_every=50,
+        checkpoint_dir=folder / "checkpoints",
+        checkpoint_every_steps=50,
     )
     (folder / ".hydra").mkdir()
     OmegaConf.save(OmegaConf.create(compose(CONFIG)), folder / ".hydra" / "config.yaml")

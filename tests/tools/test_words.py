@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kfuse.cli.app import _TOOLS, main
-from kfuse.config.schema import ConfigError
+from kfuse.settings.tree import ConfigError
 from kfuse.tools.words import plain_value, read_words
 
 

@@ -20,19 +20,20 @@ from rich.console import Console
 
 from kfuse import interrupt
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, steps_in
+from kfuse.cli.check import validate
 from kfuse.cli.run import supervise
-from kfuse.config import instantiate
-from kfuse.config.check import validate
-from kfuse.config.schema import CLASS_GROUPS, SETTINGS, ConfigError
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.protocol import STOP_STATUS
 from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.whole_file import write_whole
+from kfuse.settings import instantiate
+from kfuse.settings.groups import CLASS_GROUPS
+from kfuse.settings.tree import AT_SHELL, ConfigError, flat
 from kfuse.tools.cbs.estimate import Plan, Trace
 from kfuse.tools.run_files import config_path, read_config, read_metrics
-from kfuse.train.lr_schedule import BatchChange, LRSchedule, Scaling, gain
+from kfuse.train.lr_schedule import BatchChange, LRSchedule, gain
 from kfuse.train.state import with_settings
 
 
@@ -66,7 +67,7 @@ class Run:
     """The run's checkpoints by step, ascending."""
     workers: int
     """Worker processes of a branch."""
-    lr_scaling: Scaling
+    lr_scaling: str
     """f: how the learning rate follows the batch size in the branches."""
 
     def __init__(self, path: Path, lr_scaling: str | None = None, workers: int | None = None) -> None:
@@ -79,14 +80,14 @@ class Run:
         self.path = path
         if not config_path(path).is_file():
             raise ConfigError(f"run={path}: must be the directory of a run of `kfuse`; it has no .hydra/config.yaml")
-        self.config = read_config(path, {*SETTINGS, *CLASS_GROUPS})
+        self.config = read_config(path, {*AT_SHELL, *CLASS_GROUPS})
         self.checkpoints = steps_in(path / "checkpoints")
         if not self.checkpoints:
             raise ConfigError(f"run={path}: has no checkpoint: checkpoint.every_steps=N, checkpoint.keep=N write them")
         if (sync := self.config["comm"]["sync"]) != "ssgd":
             raise ConfigError(f"run={path}: comm.sync={sync}: must be ssgd; else workers have batches of their own")
         kind = str(self.config["optimizer"]["_target_"])
-        self.lr_scaling = lr_scaling or ("linear" if "SGD" in kind else "sqrt")  # type: ignore[assignment]
+        self.lr_scaling = lr_scaling or ("linear" if "SGD" in kind else "sqrt")
         self.workers = workers or self.config["workers"]["count"]
 
     def check(self, largest_batch: int) -> None:
@@ -230,7 +231,7 @@ class Start:
                 RunDirectory(folder, tensorboard=False), Display(progress=False, console=Console(file=log, width=120))
             )
             launcher = instantiate.build(config["launcher"])
-            elasticity = Elasticity.configured(config, restart=False)
+            elasticity = Elasticity.of(flat(config), restart=False)
             status = supervise(launcher, {**config, "run_dir": str(folder.absolute())}, recorder, elasticity)
         if status in (*STOP_STATUS.values(), interrupt.STATUS):
             raise KeyboardInterrupt

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kfuse.config.instantiate import describe, fits, show
-from kfuse.config.schema import ConfigError
 from kfuse.observe.display import figure
 from kfuse.observe.whole_file import write_whole
+from kfuse.settings.instantiate import describe, fits
+from kfuse.settings.tree import ConfigError, show
 from kfuse.tools.cbs.branches import BranchError, Run, Start
 from kfuse.tools.cbs.estimate import (
     FACTORS,

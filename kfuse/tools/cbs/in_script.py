@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from kfuse.data.given import training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies.signals import BATCH_MAX, BasePolicy, Decision, Signals
 from kfuse.session import current
+from kfuse.settings.tree import ConfigError, TrainSettings, resolved
 from kfuse.statistics.step_stats import Statistics
 from kfuse.tools.cbs.estimate import (
     FACTORS,
@@ -29,10 +30,12 @@ from kfuse.tools.cbs.estimate import (
     measure,
 )
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
-from kfuse.train.lr_schedule import Scaling
 from kfuse.train.precision import check_parameters
-from kfuse.train.settings import user_loading, user_settings, whole
+from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer
+
+_LOADING = [name for name in TrainSettings.__annotations__ if name.startswith("data_")]
+_TAKEN = ("batch_size", "batch_micro", "seed", "lr_scaling", "train_clip_norm", "train_precision", *_LOADING)
 
 
 def critical_batch(
@@ -40,26 +43,18 @@ def critical_batch(
     data: Any,
     opt: DistributedOptimizer,
     *,
-    batch_size: int | None = None,
-    micro_batch: int | None = None,
     factors: Sequence[float] = FACTORS,
     repetitions: int = REPETITIONS,
     samples: int | None = None,
     tolerance: float = TOLERANCE,
     window: float = WINDOW,
-    lr_scaling: Scaling = "sqrt",
-    seed: int = 0,
-    clip_norm: float | None = None,
     loss_fn: LossFunction | None = None,
     step_fn: StepFunction | None = None,
     weight_fn: WeightFunction | None = None,
-    precision: str = "fp32",
     collate_fn: Collate | None = None,
-    num_workers: int | None = None,
-    prefetch_factor: int | None = None,
-    pin_memory: bool | None = None,
     worker_init_fn: Callable[[int], object] | None = None,
     after_branch: Callable[[float, int], None] | None = None,
+    **settings: Unpack[TrainSettings],
 ) -> CriticalBatch:
     """Measures the critical batch size where the model is now; model, optimizer and random state stay as they are.
 
@@ -70,8 +65,8 @@ def critical_batch(
 
     model, data, opt: as kf.fit's; data must have a length. All parameters are without gradients: call it between steps,
         after opt.zero_grad(). Not inside of kf.fit or a kf.DataLoader's loop, and not under kfuse-run.
-    batch_size: samples of an optimizer step at k = 1, over all workers. Default: that of a DataLoader, else 32.
-    micro_batch: samples of one forward and backward, for all k. Default: a quarter of the smallest batch.
+    batch_size: samples of an optimizer step at k = 1, over all workers. batch_micro: samples of one forward and
+        backward, for all k. Default: a quarter of the smallest batch.
     factors: the values of k, ascending. The first one is the reference.
     repetitions: of each branch, 2 to 31. Repetition r has the data order of the seed `seed` + r, r from 0.
     samples: of each branch. Default: 16 steps of the largest batch.
@@ -79,7 +74,7 @@ def critical_batch(
     window: the part of a branch's samples, at its end, whose mean loss is its smoothed loss.
     lr_scaling: f: sqrt (for Adam-like optimizers), linear (for SGD) or none.
     after_branch: called as after_branch(k, repetition) after each branch, with the repetition from 0.
-    The other arguments are as kf.fit's.
+    The other arguments and settings are as kf.fit's; of these it takes those that a branch has.
 
     All values are restored bit for bit, parameters in place; the optimizer's param_groups and state tensors are new
     objects, as after opt.load_state_dict. A torch scheduler is not stepped.
@@ -97,18 +92,22 @@ def critical_batch(
         )
     if not isinstance(opt, DistributedOptimizer):
         raise TypeError(f"kf.critical_batch takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
-    if lr_scaling not in ("none", "linear", "sqrt"):
-        raise ValueError(f"lr_scaling={lr_scaling}: must be one of none, linear, sqrt")
+    for name in settings:
+        if name not in _TAKEN:
+            raise TypeError(f"kf.critical_batch takes no {name}=; of kf.fit's settings it takes {', '.join(_TAKEN)}")
     refuse_wrapped(model)
-    check_parameters(model, precision)
-    given = training_data(data, collate_fn, batch_size, num_workers, prefetch_factor, pin_memory, worker_init_fn)
+    given = training_data(data, collate_fn, worker_init_fn)
     if isinstance(given.data, Stream):
         raise ValueError("data: must have a length: a stream has one order only, and branches are repeated in others")
+    values = resolved("kf.critical_batch", TrainSettings, {**given.of_loader, **settings})
+    if values["lr_scaling"] == "adascale":
+        raise ConfigError("lr_scaling=adascale: must be one of none, linear, sqrt")
+    check_parameters(model, values["train_precision"])
     plan = Plan(
-        whole("batch_size", given.batch_size, 1),
+        values["batch_size"],
         factors,  # type: ignore[arg-type]  # it makes a tuple of them
-        whole("repetitions", repetitions),
-        None if samples is None else whole("samples", samples, 1),
+        repetitions,
+        samples,
         tolerance,
         window,
     )
@@ -116,28 +115,22 @@ def critical_batch(
         raise ValueError(f"factors={list(plan.factors)}: the largest batch must be at most {BATCH_MAX}")
     steps = {k: plan.steps(k, length=len(given.data)) for k in plan.factors}
     smallest = plan.batch(plan.factors[0])
-    micro_batch = max(1, smallest // 4) if micro_batch is None else whole("micro_batch", micro_batch, 1)
-    if micro_batch > smallest:
-        raise ValueError(f"micro_batch={micro_batch}: must be 1 to {smallest}, the smallest batch")
-    seed = whole("seed", seed)
+    micro = values["batch_micro"] or max(1, smallest // 4)
+    if micro > smallest:
+        raise ConfigError(f"batch_micro={micro}: must be at most {smallest}, the smallest batch")
     objective = Objective(loss_fn, step_fn, weight_fn)
 
     def branch(k: float, repetition: int) -> Trace:
-        settings = user_settings(
-            batch_size=plan.batch_size,
-            micro_batch=micro_batch,
-            max_batch_size=max(plan.batch_size, plan.batch(k)),
-            epochs=None,
-            steps=steps[k],
-            seed=seed + repetition,
-            lr_scaling=lr_scaling,
-            clip_norm=clip_norm,
-            precision=precision,
-            loading=user_loading(given, persistent_workers=True),
-        )
+        own = {
+            "batch_micro": micro,
+            "batch_max": max(plan.batch_size, plan.batch(k)),
+            "train_steps": steps[k],
+            "seed": values["seed"] + repetition,
+        }
+        resolved_settings = Settings.of(values | own, worker_init_fn=given.worker_init_fn)
         recording = _Recording(plan.batch(k))
         start.restore()
-        Trainer(model, given.data, opt, settings, policy=recording, objective=objective).run()
+        Trainer(model, given.data, opt, resolved_settings, policy=recording, objective=objective).run()
         return recording.trace
 
     with _kept(model, opt) as start:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kfuse.tools.doctor import machine
@@ -46,8 +46,9 @@ def main(config: dict[str, Any]) -> int:
 def lines(config: dict[str, Any]) -> Iterator[Line]:
     """The report, line by line, as each is known. Raises ValueError for communication options that do not fit."""
     from kfuse.comm.options import CommOptions
+    from kfuse.settings.tree import flat
 
-    options = CommOptions.configured(config)
+    options = CommOptions.of(flat(config))
     yield machine.size()
     yield machine.versions()
     with started("devices", {}) as process:
@@ -63,7 +64,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
     yield _extras(config)
     if options.schedule == "symmetric" and count < 2:  # the line transport says so
         options = replace(options, schedule="auto")
-    yield from _self_test(asdict(options), count)
+    yield from _self_test(options.named(), count)
 
 
 def _transport(options: CommOptions, gpus: int) -> Line:
@@ -101,9 +102,9 @@ def _extras(config: Mapping[str, Any]) -> Line:
 # -- the self-test -----------------------------------------------------------------------------------------------------
 
 
-def _self_test(options: dict[str, Any], gpus: int) -> Iterator[Line]:
+def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
     """Two ranks that reduce, over NCCL where there are two GPUs, and at the same time a process for the kernels."""
-    arguments = {"options": options, "timeout_s": TIMEOUT_S}
+    arguments = {"settings": settings, "timeout_s": TIMEOUT_S}
     with contextlib.ExitStack() as stack:
         try:
             processes = stack.enter_context(ranks("reduction", arguments, 2, gpus))
@@ -114,12 +115,12 @@ def _self_test(options: dict[str, Any], gpus: int) -> Iterator[Line]:
         if by_triton:
             # Alone, also where this command runs as one of several ranks.
             environment = {"WORLD_SIZE": "1"} | ({} if gpus else {"TRITON_INTERPRET": "1"})
-            where = {"device": "cuda:0" if gpus else "cpu", "options": options}
+            where = {"device": "cuda:0" if gpus else "cpu", "settings": settings}
             kernels = stack.enter_context(started("kernels", where, **environment))
         answers = [rank.result() for rank in processes]
         on_device: tuple[Any, str | None] = kernels.result() if kernels is not None else (None, None)
         worker = on_device[0] if gpus else answers[0][0]  # with one GPU the ranks do without it
-        yield determinism(options["reproducible"], worker and worker["flags"], gpus)
+        yield determinism(settings["comm_reproducible"], worker and worker["flags"], gpus)
         yield _reduction(answers, gpus)
         if answers[0][0] is not None:
             yield _predicted(answers[0][0])

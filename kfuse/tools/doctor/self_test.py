@@ -123,10 +123,10 @@ def _start_nccl() -> str:
 # -- the reduction ----------------------------------------------------------------------------------------------------
 
 
-def reduction(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def reduction(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """One rank's part. Reduces known gradients with the package's engine, by each transport of `_cases`, twice.
 
-    options: of `CommOptions`, as configured. Returns {"backend", "flags": torch's settings once the engine is there,
+    settings: of `kf.init`, by name. Returns {"backend", "flags": torch's settings once the engine is there,
     "cases": [{"name", "reproducible", "digest", "wrong": one line or None, "repeats": same bits the second time}],
     "choice": the fields of `kfuse.comm.probe.Choice`, for one bucket of the configured size}.
     Raises CommError where the other rank does not come, or is lost.
@@ -135,9 +135,9 @@ def reduction(options: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     from kfuse.comm.group import Group
     from kfuse.comm.options import CommOptions
 
-    configured = CommOptions(**options)
+    configured = CommOptions.of(settings)
     _say(at="connecting to the other process")
-    group = session.init(configured, timeout_s).group
+    group = session.init(comm_timeout_s=timeout_s, **settings).group
     cases = []
     for name, each in _cases(configured).items():
         _say(at=f"reducing by {name}")
@@ -166,17 +166,16 @@ def _measure(group: Group, options: CommOptions) -> Choice:
     return choose_program(probe(group, elements, _BUDGET_S), group.size, CommOptions(), {size: [elements]})
 
 
-def costs(options: dict[str, Any], timeout_s: float, elements: int) -> dict[str, Any]:
+def costs(settings: dict[str, Any], timeout_s: float, elements: int) -> dict[str, Any]:
     """One rank's part. Measures the group's messages: the fields of `kfuse.comm.cost.Costs`.
 
     elements: of the largest message. Raises CommError where another rank does not come, or is lost.
     """
     from kfuse import session
-    from kfuse.comm.options import CommOptions
     from kfuse.comm.probe import probe
 
     _say(at="connecting to the other processes")
-    group = session.init(CommOptions(**options), timeout_s).group
+    group = session.init(comm_timeout_s=timeout_s, **settings).group
     _say(at="measuring messages")
     return asdict(probe(group, elements, _BUDGET_S))
 
@@ -264,22 +263,21 @@ def _flags() -> dict[str, Any]:
 # -- the kernels ------------------------------------------------------------------------------------------------------
 
 
-def kernels(device: str, options: dict[str, Any]) -> dict[str, Any]:
+def kernels(device: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Each kernel on `device` beside its PyTorch implementation on the CPU.
 
-    options: of `CommOptions`, as configured. Returns {"wrong": {kernel: what is wrong, or None}, "flags": torch's
+    settings: of `kf.init`, by name. Returns {"wrong": {kernel: what is wrong, or None}, "flags": torch's
     settings in a worker on this device}. On "cpu" the process must have TRITON_INTERPRET=1 in its environment: Triton's
     code then runs in its interpreter.
     """
     import torch
 
     from kfuse import session
-    from kfuse.comm.options import CommOptions
     from kfuse.tools.doctor.kernel_checks import CHECKS
 
     where = torch.device(device)
     _say(at=f"starting a worker on {device}")
-    chosen = session.init(CommOptions(**options)).group.device
+    chosen = session.init(**settings).group.device
     if chosen != where:
         raise RuntimeError(f"a worker alone chooses {chosen}, not {where}")
     found: dict[str, str | None] = {}

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kfuse.config.instantiate import did_you_mean, show
-from kfuse.config.schema import ConfigError
+from kfuse.settings.tree import ConfigError, did_you_mean, show
 from kfuse.tools.plan.allocate import forecast, plan, service
 from kfuse.tools.plan.jobs import Job, LinearStepTime, Option, fit, share
 from kfuse.tools.run_files import read_config, read_metrics, read_yaml

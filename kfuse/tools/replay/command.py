@@ -9,8 +9,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from kfuse.config.messages import explain
-from kfuse.config.schema import ConfigError
+from kfuse.settings.messages import explain
+from kfuse.settings.tree import ConfigError
 from kfuse.tools.replay import report
 from kfuse.tools.replay.decisions import compared
 from kfuse.tools.replay.request import read_request

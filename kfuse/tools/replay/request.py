@@ -13,15 +13,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from kfuse.config.check import drop_replaced_arguments
-from kfuse.config.classes import make_policy
-from kfuse.config.instantiate import fits
-from kfuse.config.schema import SETTINGS, ConfigError
+from kfuse.cli.check import prepare
+from kfuse.cli.classes import make_policy
 from kfuse.policies.signals import BasePolicy, Bounds
+from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.tools.replay.recorded import Recorded, signals_of
 from kfuse.tools.replay.simulated import DecidedSettings, Gain
 from kfuse.tools.run_files import config_path, read_config, read_events, read_metrics
-from kfuse.train.lr_schedule import Scaling, gain
+from kfuse.train.lr_schedule import gain
 
 _BOUNDS = ("batch.min", "batch.max", "workers.min", "workers.max")
 _OF_A_RUN = ("policy", "lr.scaling", "lr.decay", "comm.sync")
@@ -133,8 +132,8 @@ def _wrong_override(override: Override) -> str | None:
         return "must be one value; a list needs [brackets]"
     if key == "policy" and not isinstance(override.value(), str):
         return "must be the name of a policy; its arguments are policy.NAME=VALUE"
-    setting = SETTINGS.get(key)
-    if setting is not None and not (fits(override.value(), setting.kind | None) and setting.allows(override.value())):
+    setting = AT_SHELL.get(key)
+    if setting is not None and not setting.allows(override.value()):
         return f"must be {setting.allowed}"
     return None
 
@@ -149,7 +148,7 @@ def _policy_node(
     if {"policy", "policy._target_"} & {each.key_or_group for each in of_policy}:
         words = [str(each.input_line) for each in of_policy]
         cfg = compose(words)
-        drop_replaced_arguments(cfg, words)
+        prepare(cfg, words)
         node: Any = OmegaConf.to_container(cfg.policy, resolve=True)
         return dict(node)
     if config is None:
@@ -221,7 +220,7 @@ def _base(recorded: Recorded) -> int:
     return recorded.signals[0].base_batch_size or recorded.signals[0].batch_size
 
 
-def _gain(scaling: Scaling, base: int) -> Gain:
+def _gain(scaling: str, base: int) -> Gain:
     return lambda batch_size, *means: gain(scaling, batch_size, base, *means)
 
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kfuse.config import instantiate
-from kfuse.config.instantiate import show
-from kfuse.config.schema import LOADING, ConfigError, class_arguments
+import torch
 
-# The data sets that supply an argument of a model, and the models that take it.
-_SUPPLIED_BY = {
-    "vocab_size": "data=text",
-    "block_size": "data=text",
-    "input_shape": "data=digits|cifar10|image_folder",
-    "num_classes": "data=digits|cifar10|image_folder",
-}
-_TAKEN_BY = {"vocab_size": "model=gpt", "input_shape": "model=mlp|convnet"}
-_OURS = f"{', '.join(f'data.{name}' for name in LOADING)} are settings of the training loop"
+from kfuse.checkpoint.saved_model import mismatch, read_weights
+from kfuse.data import DataSplit
+from kfuse.data.given import number_of_samples
+from kfuse.policies import BasePolicy
+from kfuse.settings import instantiate
+from kfuse.settings.groups import LOADING, class_arguments
+from kfuse.settings.tree import ConfigError, show
+
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}
 
 
@@ -33,15 +29,7 @@ def _check_class(
     try:
         return instantiate.check_arguments(node, supplied, first, always)
     except ValueError as error:
-        # Messages that start with an argument's name become the key.
-        dot = str(error).split("=", 1)[0] in node
-        missing = error.names if isinstance(error, instantiate.MissingArguments) else ()
-        fitting = dict.fromkeys(_SUPPLIED_BY[name] for name in missing if name in _SUPPLIED_BY)
-        hint = ""
-        if fitting:
-            takers = [_TAKEN_BY[name] for name in supplied if name in _TAKEN_BY]
-            hint = f"; it fits {', '.join(fitting)}" + "".join(f"; these data fit {model}" for model in takers)
-        raise ConfigError(f"{group}{'.' if dot else ': '}{error}{hint}") from error
+        raise ConfigError(_of_argument(group, node, str(error)) or f"{group}: {error}") from error
 
 
 def make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> Any:
@@ -55,62 +43,55 @@ def make(group: str, node: Any, supplied: Mapping[str, Any] | None = None) -> An
 
 
 def _failed(group: str, node: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The error of a call. It names the argument that the message is about, if that can be found."""
+    """Returns the error of a call, with the arguments where the message does not begin with one."""
     message = " ".join(str(error).split()) if isinstance(error, ValueError) else instantiate.one_line(error)
-    given = instantiate.arguments(node)
-    if message.startswith((f"{group}.", f"{group}=")):
-        return ConfigError(message)
-    # A policy's message names `policy.every`, also where the policy is a part: `policy.first.every`.
-    own = message.removeprefix(f"{group.split('.')[0]}.")
-    if re.split(r"[=.\[]", own)[0] in given:
-        return ConfigError(f"{group}.{own}")
-    for name, value in given.items():
-        names_value = isinstance(value, str) and value and value in message
-        if names_value or re.search(rf"\b{re.escape(name)}\b", message):
-            return ConfigError(f"{group}.{name}={show(value)}: {message}")
-    call = ", ".join(f"{name}={show(value)}" for name, value in given.items())
-    return ConfigError(f"{group}: {node['_target_']}({call}): {message}")
+    call = ", ".join(f"{name}={show(value)}" for name, value in instantiate.arguments(node).items())
+    return ConfigError(_of_argument(group, node, message) or f"{group}: {node['_target_']}({call}): {message}")
+
+
+def _of_argument(group: str, node: Mapping[str, Any], message: str) -> str | None:
+    """Returns a message that begins with an argument, `every=0: ...` or `policy.every=0: ...`, with the group's key."""
+    own = message.removeprefix(f"{group}.").removeprefix(f"{group.partition('.')[0]}.")
+    return f"{group}.{own}" if own.partition("=")[0].partition("[")[0] in node else None
 
 
 def _wrong_result(group: str, node: Mapping[str, Any], made: Any, needed: str) -> ConfigError:
     return ConfigError(f"{group}._target_={node['_target_']}: must make a {needed}, not a {type(made).__name__}")
 
 
-def check_transport(path: str | None) -> None:
-    """Refuses a `comm._target_` that is no transport; None: kfuse's own are used."""
-    if path is None:
+def check_transport(schedule: str) -> None:
+    """Refuses a dotted path as comm.schedule that is no transport."""
+    if "." not in schedule:
         return
     try:
-        factory = instantiate.locate(path)
+        factory = instantiate.locate(schedule)
     except ValueError as error:
-        raise ConfigError(f"comm.{error}") from error
+        raise ConfigError(f"comm.schedule={str(error).removeprefix('_target_=')}") from error
     missing = ", ".join(name for name in ("plan", "launch", "wait") if not hasattr(factory, name))
     if missing:
-        raise ConfigError(f"comm._target_={path}: must be a kfuse.comm.transports.Transport, which also has {missing}")
+        raise ConfigError(f"comm.schedule={schedule}: must be a Transport class; it has no {missing}")
 
 
-def make_policy(node: Any) -> Any:
+def make_policy(node: Any) -> BasePolicy:
     """Returns the policy that the group's values configure. Raises ConfigError where they make none."""
-    _check_class("policy", node)
-    base: Any = instantiate.locate("kfuse.policies.BasePolicy")  # by its path: kfuse.config imports no policies
-    if not isinstance(policy := make("policy", node), base):
+    policy = make("policy", node)
+    if not isinstance(policy, BasePolicy):
         raise _wrong_result("policy", node, policy, "kfuse.BasePolicy")
     return policy
 
 
-def check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
+def check_data(node: Any) -> tuple[Mapping[str, Any], int | None]:
     """Loads the data; returns the arguments that they supply to a model, and the number of training samples.
 
-    That is None for a stream. train: the section of the configuration.
+    That is None for a stream.
     """
     loaders, node = node["workers"], class_arguments("data", node)
     for name in instantiate.parameters(_check_class("data", node)) or ():
         if name in LOADING:
-            raise ConfigError(f"data._target_={node['_target_']}: its argument {name} must have another name: {_OURS}")
+            raise ConfigError(f"data._target_={node['_target_']}: its argument {name} must have another name")
     split = make("data", node)
-    if not all(hasattr(split, name) for name in ("train", "heldout", "spec")):
+    if not isinstance(split, DataSplit):
         raise _wrong_result("data", node, split, "kfuse.data.DataSplit")
-    number_of_samples = instantiate.locate("kfuse.data.given.number_of_samples")  # by its path, as above
     lengths = {}
     for part in ("train", "heldout"):
         try:
@@ -119,18 +100,11 @@ def check_data(node: Any, train: Mapping[str, Any]) -> tuple[Mapping[str, Any], 
             raise ConfigError(f"data._target_={node['_target_']}: {part}: {' '.join(str(error).split())}") from error
         if lengths[part] == 0:
             raise ConfigError(f"data._target_={node['_target_']}: {part} has no samples")
-    if lengths["train"] is None and (train["epochs"] is not None or train["steps"] is None):
-        raise ConfigError(
-            f"train.epochs={show(train['epochs'])}, train.steps={show(train['steps'])}: must be null and a number, as "
-            f"data._target_={node['_target_']} trains on a stream, which has no epochs"
-        )
     return split.spec, lengths["train"]
 
 
 def check_model(node: Any, spec: Mapping[str, Any]) -> None:
     """Makes the model, with the arguments that the data supply, and compares it with the weights of model.init."""
-    import torch  # after the cheap checks: it takes a second
-
     path = None
     with contextlib.suppress(ValueError):  # of a class that is not there: `_check_class` says so
         node, path = instantiate.initial_weights(node)
@@ -147,8 +121,6 @@ def check_model(node: Any, spec: Mapping[str, Any]) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
     if path is not None:
-        read_weights = instantiate.locate("kfuse.checkpoint.saved_model.read_weights")
-        mismatch = instantiate.locate("kfuse.checkpoint.saved_model.mismatch")
         try:
             why = mismatch(model, read_weights(path))
         except ValueError as error:
@@ -157,13 +129,11 @@ def check_model(node: Any, spec: Mapping[str, Any]) -> None:
             raise ConfigError(f"model.init={path}: {why}")
 
 
-def check_optimizer(node: Any, lr: float, sharded: bool) -> None:
-    """Tries the arguments with one parameter, on the torch optimizer that the class is or is derived from.
+def check_optimizer(node: Any, lr: float) -> type[torch.optim.Optimizer]:
+    """Returns the optimizer's class, once its arguments are known to be right.
 
-    sharded: only kfuse's own can keep a part of the state on each worker.
+    They are tried with one parameter, on the torch optimizer that the class is or is derived from.
     """
-    import torch
-
     for name, where in _SET_ELSEWHERE.items():
         if isinstance(node, Mapping) and name in node:
             raise ConfigError(f"optimizer.{name}={show(node[name])}: not set here but by {where}")
@@ -171,8 +141,6 @@ def check_optimizer(node: Any, lr: float, sharded: bool) -> None:
     path = f"optimizer._target_={node['_target_']}"
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"{path}: must be the class of a torch.optim.Optimizer")
-    if sharded and not getattr(factory, "shards_state", False):
-        raise ConfigError(f"{path}: must be kfuse.FusedAdamW, FusedSGD or FusedLAMB with comm.state=sharded")
     if issubclass(factory, torch.optim.LBFGS | torch.optim.SparseAdam):
         lbfgs = issubclass(factory, torch.optim.LBFGS)
         why = "evaluates the loss several times a step" if lbfgs else "takes sparse gradients only"
@@ -195,8 +163,9 @@ def check_optimizer(node: Any, lr: float, sharded: bool) -> None:
             instantiate.build(node, [weight], always={"lr": lr})
         except TypeError as error:
             raise _failed("optimizer", node, error) from error
-        except Exception:
-            return  # it may need more than this one weight
+        except Exception:  # it may need more than this one weight
+            return factory
+    return factory
 
 
 def _known_to(factory: Any, node: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ needs Hydra.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -15,17 +14,11 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
+from kfuse.settings.tree import did_you_mean, show
+
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _SEQUENCES = (list, tuple, Sequence, Collection, Iterable)
 _MAPPINGS = (dict, Mapping)
-
-
-class MissingArguments(ValueError):
-    """A class or function needs the arguments `names`, and is not given them."""
-
-    def __init__(self, factory: str, names: Sequence[str], given: Sequence[str]) -> None:
-        super().__init__(f"{factory} needs {', '.join(names)}, and is given {', '.join(given) or 'nothing'}")
-        self.names = names
 
 
 def locate(path: object) -> Callable[..., Any]:
@@ -101,8 +94,7 @@ def check_arguments(
 
     first: names, for messages, of what is given by position. always: arguments that it must take, by name or by
     **kwargs. supplied: arguments that it may take.
-    Raises ValueError for an unknown argument and one of the wrong type (as annotated), MissingArguments if some are
-    missing.
+    Raises ValueError for an unknown argument, one of the wrong type (as annotated), and missing ones.
     """
     factory = locate(node.get("_target_"))
     known = parameters(factory)
@@ -129,7 +121,7 @@ def check_arguments(
             raise ValueError(f"{key}={show(value)}: must be {describe(known[key].annotation)}")
     all_given = [*first, *given, *always, *supplied]
     if missing := [n for n in by_name if known[n].default is inspect.Parameter.empty and n not in all_given]:
-        raise MissingArguments(name, missing, all_given)
+        raise ValueError(f"{name} needs {', '.join(missing)}, and is given {', '.join(all_given) or 'nothing'}")
     return factory
 
 
@@ -189,20 +181,6 @@ def describe(hint: Any) -> str:
             return f"a list of {len(args)}: " + ", ".join(map(describe, args))
         return f"a list, each {describe(args[0])}" if args else "a list"
     return "a mapping" if (origin or hint) in _MAPPINGS else str(getattr(hint, "__name__", hint))
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns " (did you mean X?)" for the closest X of `known`, and "" if none is close to `word`."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1) or difflib.get_close_matches(word.lower(), known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def show(value: object) -> str:
-    """Returns a value as it is written on the command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
 
 
 def one_line(error: BaseException) -> str:

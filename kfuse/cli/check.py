@@ -1,0 +1,127 @@
+"""Checks a composed configuration before a worker starts or anything is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from kfuse.cli.classes import check_data, check_model, check_optimizer, check_transport, make, make_policy
+from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.settings import rules, schema
+from kfuse.settings.groups import CLASS_GROUPS, LOADING
+from kfuse.settings.messages import explain
+from kfuse.settings.tree import AT_SHELL, BATCH_MAX, SECTIONS, ConfigError, by_key, did_you_mean, flat
+from kfuse.train.settings import Settings
+
+schema.register()
+
+
+def prepare(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Completes what Hydra has composed of these overrides, in place.
+
+    1) Removes the arguments of a class that the command line replaces with another (`model._target_=my.Net`).
+    2) Replaces a `~` that starts a text of an option file by the home directory.
+    3) Fills in what follows from other settings where it is null, for those who read the configuration.
+    """
+    _drop_replaced_arguments(cfg, overrides)
+    _expand_home(cfg)
+    if cfg.workers.max is None:
+        cfg.workers.max = cfg.workers.count
+    if cfg.batch.micro is None:
+        cfg.batch.micro = max(1, cfg.batch.size // 4)
+    if cfg.batch.min is None:
+        cfg.batch.min = min(cfg.batch.micro, cfg.batch.size)
+    if cfg.batch.max is None:
+        cfg.batch.max = min(64 * cfg.batch.size, BATCH_MAX)
+
+
+def _drop_replaced_arguments(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """An option's arguments belong to the option's own class. Those that the command line gives too are kept."""
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
+    for group in CLASS_GROUPS:
+        if f"{group}._target_" in given:
+            kept = {key.split(".")[1] for key in given if key.startswith(f"{group}.")}
+            kept |= {*LOADING} if group == "data" else set()
+            with open_dict(cfg):
+                cfg[group] = {name: cfg[group][name] for name in cfg[group] if name in kept}
+
+
+def _expand_home(cfg: DictConfig | ListConfig) -> None:
+    """For values from option files: in those of the command line a `~` without quotes is no value to Hydra."""
+    for key in range(len(cfg)) if isinstance(cfg, ListConfig) else list(cfg):
+        if OmegaConf.is_interpolation(cfg, key) or OmegaConf.is_missing(cfg, key):
+            continue
+        value = cfg[key]
+        if isinstance(value, DictConfig | ListConfig):
+            _expand_home(value)
+        elif isinstance(value, str) and value.split("/")[0] == "~":
+            cfg[key] = os.path.expanduser(value)
+
+
+def validate(cfg: DictConfig) -> None:
+    """Raises ConfigError, which names the key, its value and what it must be, if the configuration cannot run.
+
+    Imports the classes named by `_target_`, loads the data, and builds the model and the policy once, so that
+    the errors of all of these come before a worker starts.
+    """
+    try:
+        config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    _check_keys(config)
+    settings = flat(config)
+    facts = by_key(settings)
+    rules.check(facts, shell=True)  # those that need no class come first: torch takes a second to import
+    _check_resume(settings["checkpoint_resume"])
+    check_transport(settings["comm_schedule"])
+    optimizer = check_optimizer(config["optimizer"], settings["lr_base"])
+    policy = make_policy(config["policy"])
+    facts |= rules.policy_facts(policy) | rules.optimizer_facts(optimizer) | _job_facts(config["launcher"])
+    rules.check(facts, shell=True)
+    spec, samples = check_data(config["data"])
+    facts |= {"data": "stream" if samples is None else "data set"}
+    rules.check(facts, shell=True)
+    check_model(config["model"], spec)
+    run = Settings.of(settings).schedule(samples)
+    facts |= rules.run_facts(run.total, settings["lr_decay"], settings["lr_decay_fraction"])
+    rules.check(facts, shell=True)
+
+
+def _job_facts(node: Any) -> dict[str, Any]:
+    """Returns what rules ask of the launcher."""
+    launcher = make("launcher", node)
+    fixed = isinstance(launcher, TorchrunLauncher)
+    gpus = getattr(launcher, "gpus", 0) or None
+    facts = {"job": "fixed" if fixed else "elastic", "job.gpus": gpus}
+    return facts | {"job.workers": launcher.workers} if fixed else facts
+
+
+def _check_keys(config: Mapping[str, Any]) -> None:
+    """Refuses unknown keys, which `+key=value` adds, and missing ones, which `~key` removed."""
+    found = {name for name in config if name not in SECTIONS}
+    for section in SECTIONS:
+        if not isinstance(config.get(section), Mapping):
+            raise ConfigError(f"{section}: missing, and needed")
+        names = LOADING if section in CLASS_GROUPS else config[section]
+        found |= {f"{section}.{name}" for name in names if name in config[section]}
+    known = {*AT_SHELL, *CLASS_GROUPS} - {"data"}
+    for key in sorted(found - known):
+        raise ConfigError(f"{key}: no such key{did_you_mean(key, known)}")
+    for key in sorted(known - found):
+        raise ConfigError(f"{key}: missing, and needed")
+
+
+def _check_resume(resume: str) -> None:
+    if resume in ("never", "auto"):
+        return
+    path = Path(resume)
+    # A checkpoint, a folder of checkpoints, or a run directory.
+    places = ("", "*/", "checkpoints/", "checkpoints/*/")
+    if not resume or not any(next(path.glob(f"{at}manifest.json"), None) for at in places):
+        raise ConfigError(f"checkpoint.resume={resume}: must be never, auto, or the path of a checkpoint")

@@ -1,0 +1,1 @@
+"""All settings: each is declared once (`tree`), and what excludes what is one table (`rules`)."""

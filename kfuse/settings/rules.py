@@ -1,0 +1,266 @@
+"""Which settings exclude each other: one table. Scripts, commands, docs/support.md and the tests read it.
+
+A rule is asked of `Facts`: settings by key ("comm.sync"), and what the settings do not say, by these names:
+
+    job                   "fixed" | "elastic": whether workers may come and go
+    job.workers           as many as torchrun started; job.gpus: as many GPUs as this process sees, where there are any
+    policy, optimizer     their classes' names; scheduler: a torch scheduler's, or None
+    policy.scaling, .decay    what the policy accepts of lr.scaling and lr.decay: a tuple, or None for everything
+    policy.fisher         whether it needs the optimizer's second moments
+    policy.modes          what it sets comm.sync to
+    optimizer.shards_state, .tells_fisher    as the class declares them
+    data                  "data set" | "stream"; heldout, step_fn, scaler: whether there is one
+    run.steps             length of the run in steps of the first batch size; run.warmup_most: of its warm-up, at most
+
+A rule that needs a fact that is not known is passed over: it is asked again where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kfuse.settings.tree import ConfigError, show, spell
+
+Facts = Mapping[str, Any]
+
+
+class Condition(Protocol):
+    """What a value must be, for tests and in words."""
+
+    def holds(self, value: Any, facts: Facts) -> bool: ...
+
+    def words(self, facts: Facts, shell: bool) -> str: ...
+
+    def needs(self) -> tuple[str, ...]:
+        """Returns the other facts that it compares the value with."""
+
+
+@dataclass(frozen=True)
+class Is:
+    """One of these values. With `or_own`: or a dotted path, a class of the user's own."""
+
+    values: tuple[Any, ...]
+    or_own: bool = False
+
+    def __init__(self, *values: Any, or_own: bool = False) -> None:
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "or_own", or_own)
+
+    def holds(self, value: Any, facts: Facts) -> bool:
+        return value in self.values or (self.or_own and "." in str(value))
+
+    def words(self, facts: Facts, shell: bool) -> str:
+        one_of = "one of " if len(self.values) > 1 else ""
+        return one_of + ", ".join(show(value, shell) for value in self.values)
+
+    def needs(self) -> tuple[str, ...]:
+        return ()
+
+
+class IsNot(Is):
+    """None of these values."""
+
+    def holds(self, value: Any, facts: Facts) -> bool:
+        return value not in self.values
+
+    def words(self, facts: Facts, shell: bool) -> str:
+        return "another than " + ", ".join(show(value, shell) for value in self.values)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """At least, at most, equal to, or a multiple of another fact; true where either is None."""
+
+    how: str
+    other: str
+
+    def holds(self, value: Any, facts: Facts) -> bool:
+        other = facts[self.other]
+        if value is None or other is None:
+            return True
+        if self.how == "a multiple of":
+            return bool(value % other == 0)
+        return bool({"at least": value >= other, "at most": value <= other, "equal to": value == other}[self.how])
+
+    def words(self, facts: Facts, shell: bool) -> str:
+        return f"{self.how} {_shown(self.other, facts, shell)}"
+
+    def needs(self) -> tuple[str, ...]:
+        return (self.other,)
+
+
+@dataclass(frozen=True)
+class Among:
+    """A value that is among those of another fact; true where that is None."""
+
+    other: str
+
+    def holds(self, value: Any, facts: Facts) -> bool:
+        return facts[self.other] is None or value in facts[self.other]
+
+    def words(self, facts: Facts, shell: bool) -> str:
+        return Is(*facts[self.other]).words(facts, shell)
+
+    def needs(self) -> tuple[str, ...]:
+        return (self.other,)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """While each fact of `when` is as it says there, `key` must be `must`."""
+
+    key: str
+    must: Condition
+    when: Mapping[str, Condition] = field(default_factory=dict)
+    why: str = ""
+
+    def is_broken(self, facts: Facts) -> bool:
+        """Returns whether it refuses these facts; False where one of them is unknown."""
+        if not {self.key, *self.when, *self.must.needs()} <= facts.keys():
+            return False
+        applies = all(condition.holds(facts[key], facts) for key, condition in self.when.items())
+        return applies and not self.must.holds(facts[self.key], facts)
+
+    def message(self, facts: Facts, shell: bool) -> str:
+        """Returns `KEY=VALUE: must be ... with OTHER=VALUE (why)`."""
+        others = dict.fromkeys(_shown(key, facts, shell) for key in self.when)
+        given = f" with {' and '.join(others)}" if others else ""
+        return f"{_shown(self.key, facts, shell)}: must be {self.must.words(facts, shell)}{given}" + (
+            f" ({self.why})" if self.why else ""
+        )
+
+
+def _shown(key: str, facts: Facts, shell: bool) -> str:
+    """Returns KEY=VALUE; of what is known of a policy, an optimizer or a run, its name."""
+    known_by = key.partition(".")[0]
+    key = known_by if known_by in ("policy", "optimizer") else key
+    return f"{spell(key, shell)}={show(facts.get(key), shell)}"
+
+
+_OWN_MODELS = IsNot("ssgd")
+_NO_SUPERVISOR = "nobody passes on decisions between workers at different steps; kfuse and kfuse-run do"
+_NEEDS_ALL = "it needs all second moments"
+_GIVEN = IsNot(None)
+
+RULES = (
+    Rule("batch.micro", Compared("at most", "batch.size")),
+    Rule("batch.micro_max", Compared("a multiple of", "batch.micro")),
+    Rule("batch.min", Compared("at most", "batch.size")),
+    Rule("batch.max", Compared("at least", "batch.size")),
+    Rule("workers.min", Compared("at most", "workers.count")),
+    Rule("workers.max", Compared("at least", "workers.count")),
+    Rule("workers.count", Compared("equal to", "job.workers"), why="torchrun has started them"),
+    Rule("workers.count", Compared("at most", "job.gpus"), why="each worker needs a GPU of its own"),
+    Rule("comm.nccl_max_ctas", Compared("at least", "comm.nccl_min_ctas")),
+    Rule(
+        "comm.sync", Is("ssgd"), {"comm.state": Is("sharded")}, "in other modes each worker updates a model of its own"
+    ),
+    Rule("comm.sync", Is("ssgd"), {"comm.reproducible": Is(True)}, "other modes' models depend on the workers' number"),
+    Rule("comm.sync", IsNot("pair"), {"job": Is("fixed")}, _NO_SUPERVISOR),
+    Rule(
+        "comm.schedule",
+        Is("auto", "all_to_all", "reduce_scatter", "symmetric"),
+        {"comm.state": Is("sharded")},
+        "others bring each worker the whole sum; it needs its shard",
+    ),
+    Rule(
+        "comm.schedule",
+        Is("auto", "all_to_all", "symmetric", or_own=True),
+        {"comm.reproducible": Is(True)},
+        "others add up in an order that depends on the workers' number",
+    ),
+    Rule("comm.schedule", IsNot("symmetric"), {"job": Is("elastic")}, "it needs a fixed number of workers: torchrun"),
+    Rule("comm.schedule", IsNot("symmetric"), {"job.gpus": Is(None)}, "it needs GPUs"),
+    Rule(
+        "comm.dtype",
+        Is("fp32"),
+        {"comm.reproducible": Is(True)},
+        "what is rounded to bf16 depends on the workers' number",
+    ),
+    Rule("comm.dtype", Is("fp32"), {"comm.schedule": Is("symmetric")}, "GPUs read each other's fp32 sums"),
+    Rule("comm.reproducible", Is(True), {"comm.audit_every": _GIVEN}, "gradients are compared bit for bit"),
+    Rule("comm.bucket_mb", _GIVEN, {"comm.reproducible": Is(True)}, "a measured choice would differ between runs"),
+    Rule("comm.bucket_mb", _GIVEN, {"comm.state": Is("sharded")}, "the shards' bounds follow from it"),
+    Rule(
+        "comm.state",
+        Is("replicated"),
+        {"optimizer.shards_state": Is(False)},
+        "FusedAdamW, FusedSGD and FusedLAMB can keep a part",
+    ),
+    Rule("comm.state", Is("replicated"), {"policy.fisher": Is(True)}, _NEEDS_ALL),
+    Rule(
+        "policy.fisher",
+        Is(False),
+        {"optimizer.tells_fisher": Is(False)},
+        "it needs the second moments of FusedAdamW or FusedLAMB",
+    ),
+    Rule("lr.scaling", Among("policy.scaling"), {"policy": _GIVEN}, "the policy is right with these alone"),
+    Rule("lr.decay", Among("policy.decay"), {"policy": _GIVEN}, "the policy lowers the rate itself"),
+    Rule("scheduler", Is(None), {"policy.decay": _GIVEN}, "the policy lowers the rate itself"),
+    Rule("scaler", Is(False), {"comm.sync": _OWN_MODELS}, "each worker would find another scale; bf16 needs none"),
+    Rule("scaler", Is(False), {"job": Is("elastic")}, "a worker that joins would begin with another scale"),
+    Rule("train.epochs", Is(None), {"data": Is("stream")}, "a stream has no epochs"),
+    Rule("train.steps", _GIVEN, {"data": Is("stream")}, "a stream has no epochs"),
+    Rule("lr.decay", Is("none", "constant"), {"run.steps": Is(None)}, "the length of the run is unknown"),
+    Rule("lr.warmup_steps", Compared("at most", "run.warmup_most"), {"lr.decay": IsNot("none", "constant")}),
+    Rule("train.target_accuracy", Is(None), {"heldout": Is(False)}, "it is the accuracy on heldout="),
+    Rule("train.target_accuracy", Is(None), {"step_fn": Is(True)}, "a step function gives no accuracy"),
+    Rule("train.eval_every", Is(None), {"heldout": Is(False)}, "heldout= is what is evaluated"),
+    Rule("checkpoint.every_steps", Is(None), {"checkpoint.dir": Is(None)}, "there is no folder to write to"),
+    Rule("checkpoint.resume", IsNot("auto"), {"checkpoint.dir": Is(None)}, "there is no folder to look in"),
+    Rule(
+        "train.save_model",
+        IsNot(True),
+        {"checkpoint.dir": Is(None), "run_dir": Is(None)},
+        "there is no folder to write to",
+    ),
+)
+
+
+def broken(facts: Facts) -> Iterable[Rule]:
+    """Yields the rules that refuse these facts."""
+    return (rule for rule in RULES if rule.is_broken(facts))
+
+
+def check(facts: Facts, shell: bool = False) -> None:
+    """Raises ConfigError where a rule refuses the facts, and where the policy sets a mode that one refuses.
+
+    shell: how the message spells settings and values.
+    """
+    for rule in broken(facts):
+        raise ConfigError(rule.message(facts, shell))
+    for mode in facts.get("policy.modes", ()):
+        with_mode = {**facts, "comm.sync": mode}
+        for rule in broken(with_mode):
+            raise ConfigError(f"{_shown('policy', facts, shell)}: it sets {rule.message(with_mode, shell)}")
+
+
+def policy_facts(policy: Any) -> dict[str, Any]:
+    """Returns what rules ask of a `kfuse.policies.BasePolicy`."""
+    accepts = policy.lr_settings()
+    return {
+        "policy": type(policy).__name__,
+        "policy.scaling": accepts.get("scaling"),
+        "policy.decay": accepts.get("decay"),
+        "policy.modes": tuple(policy.modes),
+        "policy.fisher": policy.fisher_every is not None,
+    }
+
+
+def optimizer_facts(kind: type, name: str | None = None) -> dict[str, Any]:
+    """Returns what rules ask of an optimizer's class. name: for messages, where kfuse's class wraps another one."""
+    return {
+        "optimizer": name or kind.__name__,
+        "optimizer.shards_state": bool(getattr(kind, "shards_state", False)),
+        "optimizer.tells_fisher": bool(getattr(kind, "tells_fisher", False)),
+    }
+
+
+def run_facts(steps: float | None, decay: str, decay_fraction: float) -> dict[str, Any]:
+    """Returns what rules ask of a run of so many steps of the first batch size; None: unknown."""
+    if steps is None:
+        return {"run.steps": None}
+    most = (1 - decay_fraction) * steps if decay == "wsd" else max(0, -int(-steps // 1) - 1)
+    return {"run.steps": steps, "run.warmup_most": most}

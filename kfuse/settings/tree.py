@@ -1,0 +1,406 @@
+"""Every setting: its type, default, bounds and help, once. To add one, add a line here, and use it.
+
+A class below is what one door takes: `kf.init` CommSettings, `kf.DataLoader` LoopSettings, `kf.fit` TrainSettings,
+`kfuse-run` JobSettings, `kfuse` all of them. A setting is called section_name in Python (batch_max) and section.name at
+the shell (batch.max).
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import os
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
+
+from kfuse.comm.settings import CommSettings, Setting, declared
+
+BATCH_MAX, WORKERS_MAX = 2**24, 2**20
+_STEPS = "in steps of the first batch size"
+
+
+class ShownSettings(TypedDict, total=False):
+    """What is shown while training runs."""
+
+    observe_progress: Annotated[
+        bool | None,
+        Setting(None, "show progress; null: commands do, a script where its output is a terminal"),
+    ]
+
+
+class JobSettings(ShownSettings, total=False):
+    """How many workers a job has, and what happens when some are lost: the settings of `kfuse-run`."""
+
+    workers_count: Annotated[
+        int, Setting(1, "worker processes of the first steps; policies may change it", at_least=1, at_most=WORKERS_MAX)
+    ]
+    workers_min: Annotated[
+        int,
+        Setting(1, "worker processes; lost ones are replaced up to it in any case", at_least=1, at_most=WORKERS_MAX),
+    ]
+    workers_max: Annotated[
+        int | None,
+        Setting(
+            None,
+            "worker processes; policies never go above; at most as many as GPUs; null: workers.count",
+            at_least=1,
+            at_most=WORKERS_MAX,
+        ),
+    ]
+    elastic_replace: Annotated[
+        bool, Setting(True, "start a new worker for each lost one; false: only up to workers.min")
+    ]
+    elastic_heartbeat_timeout_s: Annotated[
+        float,
+        Setting(
+            10.0,
+            "seconds without a heartbeat (sent each 0.5 s), after which a worker is killed",
+            above=1,
+            at_most=10**6,
+        ),
+    ]
+    elastic_boot_timeout_s: Annotated[
+        float, Setting(120.0, "seconds within which a new worker must be ready", above=0, at_most=10**6)
+    ]
+    elastic_max_failures: Annotated[
+        int, Setting(5, "workers lost with no step completed in between, after which the job ends", at_least=1)
+    ]
+    observe_log_level: Annotated[
+        str,
+        Setting(
+            "warning",
+            "lowest level of kfuse's own log lines, from the supervisor and each worker",
+            choices=("debug", "info", "warning", "error", "off"),
+        ),
+    ]
+
+
+class LoopSettings(ShownSettings, total=False):
+    """The settings of a training: those of `kf.DataLoader`."""
+
+    seed: Annotated[
+        int,
+        Setting(
+            0,
+            "of data order, augmentation and dropout (`kfuse`: of the initial parameters too)",
+            at_least=0,
+            at_most=2**32 - 1,
+        ),
+    ]
+    batch_size: Annotated[
+        int, Setting(32, "samples of the first optimizer steps; policies may change it", at_least=1, at_most=BATCH_MAX)
+    ]
+    batch_micro: Annotated[
+        int | None,
+        Setting(
+            None,
+            "samples of a micro-batch: one forward and backward pass; sets the memory needed; null: a quarter of "
+            "batch.size, so that the noise scale is known on one worker too",
+            at_least=1,
+        ),
+    ]
+    batch_micro_max: Annotated[
+        int | None,
+        Setting(
+            None,
+            "samples; up to this the micro-batches of a batch that has become larger get larger too: fewer, larger "
+            "passes; a multiple of batch.micro; null: they stay as they are",
+            at_least=1,
+        ),
+    ]
+    batch_min: Annotated[int | None, Setting(None, "samples; policies never go below; null: batch.micro", at_least=1)]
+    batch_max: Annotated[
+        int | None,
+        Setting(None, "samples; policies never go above; null: 64 times batch.size", at_least=1, at_most=BATCH_MAX),
+    ]
+    workers_balance: Annotated[bool, Setting(True, "give slower workers fewer micro-batches, so that none waits long")]
+    data_workers: Annotated[
+        int,
+        Setting(
+            0,
+            "loader processes of each worker, which fetch micro-batches ahead; 0: fetched in the step's own thread",
+            at_least=0,
+            at_most=2**10,
+        ),
+    ]
+    data_prefetch: Annotated[
+        int, Setting(2, "micro-batches that each loader process fetches ahead", at_least=1, at_most=2**10)
+    ]
+    data_pin_memory: Annotated[
+        bool, Setting(True, "on GPUs, copy batches from pinned memory, with loader processes beside the forward")
+    ]
+    lr_scaling: Annotated[
+        str,
+        Setting(
+            "sqrt",
+            "how the rate follows the batch size; the default suits Adam-like optimizers, linear suits SGD",
+            choices=("none", "linear", "sqrt", "adascale"),
+        ),
+    ]
+    lr_warmup_steps: Annotated[int, Setting(0, f"length of the linear warm-up, {_STEPS}; 0: none", at_least=0)]
+    lr_decay: Annotated[
+        str,
+        Setting(
+            "none",
+            "how the rate falls after the warm-up, to zero at the run's end; wsd: in its last part only; constant: as "
+            "none",
+            choices=("none", "cosine", "linear", "wsd", "constant"),
+        ),
+    ]
+    lr_decay_fraction: Annotated[
+        float, Setting(0.1, "part of the run in which lr.decay=wsd lowers the rate", above=0, at_most=1)
+    ]
+    lr_change_warmup_steps: Annotated[
+        int,
+        Setting(
+            0,
+            "after a change of the batch size that raises the rate: length of a linear warm-up from the rate before, "
+            f"{_STEPS}; 0: none",
+            at_least=0,
+        ),
+    ]
+    train_epochs: Annotated[
+        int | None,
+        Setting(
+            None, "passes over the data; null: train.steps alone ends the run; where that is null too, 1", at_least=1
+        ),
+    ]
+    train_steps: Annotated[
+        int | None,
+        Setting(
+            None,
+            "optimizer steps at most, with lr.scaling=adascale scale-invariant ones (each counts by its gain: 1 at the "
+            "first batch size); null: train.epochs alone ends the run",
+            at_least=1,
+        ),
+    ]
+    train_clip_norm: Annotated[
+        float | None,
+        Setting(
+            None, "largest norm of the mean gradient; null: as the optimizer was made (`kfuse`: no clipping)", above=0
+        ),
+    ]
+    train_save_model: Annotated[
+        bool | None,
+        Setting(
+            None,
+            "write model.pt at the end, with safetensors installed model.safetensors too, and best.pt by evaluation; "
+            "null: where there is a folder for them",
+        ),
+    ]
+    checkpoint_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Setting(None, "folder of the checkpoints; null: none are written (`kfuse`: checkpoints in the run directory)"),
+    ]
+    checkpoint_every_steps: Annotated[
+        int | None,
+        Setting(None, "steps between checkpoints; null: one after each epoch (`kfuse`: none are written)", at_least=1),
+    ]
+    checkpoint_keep: Annotated[
+        int, Setting(3, "how many of the newest are kept; more than one, in case one is damaged", at_least=1)
+    ]
+    checkpoint_resume: Annotated[
+        str | os.PathLike[str],
+        Setting(
+            "never", "where training goes on from: never, auto (the newest good checkpoint in the folder), or a path"
+        ),
+    ]
+    run_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Setting(
+            None,
+            "a new folder (or that of the training that is resumed) for metrics.jsonl, events.jsonl, summary.json and "
+            "tb/; null: none are written. Commands keep their own: hydra.run.dir, --run-dir",
+        ),
+    ]
+
+
+class TrainSettings(LoopSettings, total=False):
+    """The settings of a training whose loop is kfuse's own: those of `kf.fit`."""
+
+    train_precision: Annotated[
+        str,
+        Setting(
+            "fp32",
+            "arithmetic of forward and backward; bf16: autocast over fp32 parameters; bf16-true: bf16 parameters (but "
+            "BatchNorm's), of which the optimizers but torch's keep fp32 masters",
+            choices=("fp32", "bf16", "bf16-true"),
+        ),
+    ]
+    train_eval_every: Annotated[int | None, Setting(None, "steps between evaluations; null: once an epoch", at_least=1)]
+    train_target_accuracy: Annotated[
+        float | None,
+        Setting(None, "fraction; an evaluation that reaches it ends the run; null: none does", above=0, at_most=1),
+    ]
+
+
+class CommandSettings(TypedDict, total=False):
+    """What only `kfuse` needs to be told, as it makes the optimizer and the run directory itself."""
+
+    workers_threads: Annotated[
+        int | None,
+        Setting(
+            None,
+            "CPU threads of each worker; null: OMP_NUM_THREADS, else the cores divided by workers.max; 1 with "
+            "comm.reproducible=true",
+            at_least=1,
+            at_most=2**12,
+        ),
+    ]
+    lr_base: Annotated[float, Setting(0.001, "learning rate at the first batch size; the default suits AdamW", above=0)]
+    observe_tensorboard: Annotated[bool, Setting(True, "write tb/ in the run directory")]
+    observe_every: Annotated[
+        int,
+        Setting(1, "steps between lines of metrics.jsonl and tb/; the last step has one in any case", at_least=1),
+    ]
+    observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]
+
+
+SCRIPTS_ONLY = ("checkpoint_dir", "run_dir")
+"""Settings that `kfuse` does not take: its checkpoints lie in its run directory, which Hydra names."""
+SECTIONS = {
+    "batch": "How many samples make a step and a micro-batch.",
+    "workers": "Worker processes, one a device.",
+    "data": "How data are loaded. The other keys of the group `data` are arguments of its class.",
+    "lr": "The learning rate.",
+    "train": "How long to train, how to evaluate, and in which precision.",
+    "comm": "How gradients are reduced over the workers.",
+    "checkpoint": "When checkpoints are written, and which one a run resumes from.",
+    "elastic": "What happens when workers are lost or are not ready in time.",
+    "observe": "What a run shows and records.",
+}
+"""The sections, and what their settings are about."""
+
+
+class ConfigError(ValueError):
+    """A setting cannot be used. The message is one line: `KEY=VALUE: must be ...`."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A setting in the tree."""
+
+    name: str
+    """In Python: batch_max."""
+    kind: type
+    """int, float, bool or str; str is also a path's."""
+    optional: bool
+    """Whether none (null, None) is allowed."""
+    setting: Setting
+
+    @property
+    def key(self) -> str:
+        """Its name at the shell: batch.max."""
+        return key_of(self.name)
+
+    @property
+    def default(self) -> Any:
+        return self.setting.default
+
+    @property
+    def allowed(self) -> str:
+        """What a value must be, in words: "a whole number, at least 1"."""
+        kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(self.kind)
+        kind = kind or (None if self.setting.range else "text")
+        return ", ".join(filter(None, [kind, self.setting.range])) + (", or null" if self.optional else "")
+
+    def allows(self, value: Any) -> bool:
+        """Returns whether a value may be given."""
+        try:
+            self.checked(value)
+        except ConfigError:
+            return False
+        return True
+
+    def checked(self, value: Any, shell: bool = False) -> Any:
+        """Returns the value in the setting's type (1e3 as 1000, a path as text). Raises ConfigError if it is not
+        allowed. shell: how the message spells it.
+        """
+        converted = _convert(self.kind, value) if value is not None else None
+        missing = value is None
+        if self.optional if missing else converted is not None and self.setting.is_in_range(converted):
+            return converted
+        raise ConfigError(f"{spell(self.key, shell)}={show(value, shell)}: must be {self.allowed}")
+
+
+def _convert(kind: type, value: Any) -> Any:
+    """Returns a plain value in that type; None where it is of another one."""
+    if kind is bool or isinstance(value, bool):
+        return value if kind is bool and isinstance(value, bool) else None
+    if kind is str:
+        return os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if kind is float:
+        return float(value) if isinstance(value, int | float) or hasattr(value, "__float__") else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return operator.index(value) if hasattr(value, "__index__") else None
+
+
+def key_of(name: str) -> str:
+    """Returns a setting's name at the shell: "batch.max" for "batch_max"."""
+    section, _, rest = name.partition("_")
+    return f"{section}.{rest}" if section in SECTIONS else name
+
+
+def by_key(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by their names at the shell, as the rules take them."""
+    return {key_of(name): value for name, value in values.items()}
+
+
+def spell(key: str, shell: bool) -> str:
+    """Returns a setting's name as its reader writes it: "batch.max" at the shell, "batch_max" in Python."""
+    return key if shell else key.replace(".", "_")
+
+
+def show(value: object, shell: bool = True) -> str:
+    """Returns a value as its reader writes it: null and true at the shell, None and True in Python."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value] if shell else str(value)
+    return str(value)
+
+
+def leaves(*doors: type) -> dict[str, Leaf]:
+    """Returns the settings of these doors, by name."""
+    found: dict[str, Leaf] = {}
+    for door in doors:
+        for name, (hint, setting) in declared(door).items():
+            kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+            found.setdefault(name, Leaf(name, kinds[0], type(None) in kinds, setting))
+    return found
+
+
+SETTINGS = leaves(LoopSettings, TrainSettings, JobSettings, CommSettings, CommandSettings)
+"""Every setting, by its name in Python."""
+AT_SHELL = {leaf.key: leaf for leaf in SETTINGS.values() if leaf.name not in SCRIPTS_ONLY}
+"""Those that `kfuse` takes, by key."""
+
+
+def resolved(caller: str, door: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all settings of a door, by name: those that a script gives, checked, and the others' defaults.
+
+    caller: for messages, "kf.fit". Raises TypeError for an unknown name, ConfigError for a value that is not allowed.
+    """
+    known = leaves(door)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{caller} takes no {name}={did_you_mean(name, known)}")
+    return {name: leaf.checked(given[name]) if name in given else leaf.default for name, leaf in known.items()}
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a nested configuration, by name, checked. Raises ConfigError."""
+    found = {}
+    for key, leaf in AT_SHELL.items():
+        section, _, rest = key.rpartition(".")
+        found[leaf.name] = leaf.checked((config[section] if section else config)[rest], shell=True)
+    return found
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns " (did you mean X?)" for the X of `known` that `word` is like or the end of; "" if there is none."""
+    known = list(known)
+    ends = [each for each in known if each.endswith((f"_{word}", f".{word}"))]
+    close = ends or difflib.get_close_matches(word, known, n=1) or difflib.get_close_matches(word.lower(), known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
