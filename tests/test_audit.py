@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_workers
-from elastic_job import Job, assert_same_training, chaos, compose, read_lines, run_job, words
+from elastic_job import Job, assert_same_training, chaos, read_lines, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import kfuse as kf
-from kfuse.comm.options import CommOptions
 from kfuse.comm.tail import digest
-from kfuse.settings.tree import ConfigError
 from kfuse.train.audit import choose, culprit
 from kfuse.train.step import StepSamples
 

@@ -198,7 +198,7 @@ def test_an_average_of_equal_models_is_that_model(workers: int) -> None:
 
 
 def one_parameter_changed(state: str) -> str:
-    kf.init(kf.CommOptions(state=state, check_every=1))
+    kf.init(comm_state=state, comm_check_every=1)
     net = network()
     opt = kf.FusedSGD(net.parameters(), lr=0.01)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import re
@@ -80,7 +79,14 @@ def test_trains_on_what_users_have(wrap: Any) -> None:
     assert after < before / 2
     assert summary["eval_loss"] == pytest.approx(after, rel=1e-4)
     assert summary["eval_accuracy"] == (net(x).argmax(1) == y).float().mean().item() > 0.8
-    expected = {"train_steps": 60, "train_epochs": 15, "samples": 960, "workers": 1, "batch_size": 16, "exit_reason": "epochs"}
+    expected = {
+        "train_steps": 60,
+        "train_epochs": 15,
+        "samples": 960,
+        "workers": 1,
+        "batch_size": 16,
+        "exit_reason": "epochs",
+    }
     assert {name: summary[name] for name in expected} == expected
 
 
@@ -207,7 +213,7 @@ def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
 @pytest.mark.parametrize(
     ("verb", "value", "message"),
     [
-        ("set_topology", "ring", "must be one of auto, allreduce, all_to_all, reduce_scatter, tree"),
+        ("set_topology", "ring", "must be one of allreduce, all_to_all, reduce_scatter, tree"),
         ("set_topology", "symmetric", "must be named at the start, as comm.schedule"),
         ("set_tree", "oak", "must be one of binary, star, host, latency"),
         (
@@ -224,21 +230,6 @@ def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -
     net = network()
     with pytest.raises(ValueError, match=message):
         kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: (verb, value)})), batch_size=8)
-
-
-def test_a_count_that_is_no_whole_number_is_refused() -> None:
-    net = network()
-    names = ["steps", "epochs", "batch_size", "micro_batch", "max_batch_size", "eval_every", "seed"]
-    for name, value in zip(names, itertools.cycle([math.nan, math.inf, 2.5, "4", True]), strict=False):
-        with pytest.raises(TypeError, match=f"{name}={value!r}: must be a whole number"):
-            kf.fit(net, problem(), kf.FusedSGD(net.parameters()), **{name: value})
-
-
-def test_evaluation_without_held_out_data_is_refused() -> None:
-    net = network()
-    for name, value in (("target_accuracy", 0.5), ("eval_every", 5)):
-        with pytest.raises(ValueError, match=f"{name}={value}: pass heldout="):
-            kf.fit(net, problem(), kf.FusedSGD(net.parameters()), **{name: value})  # type: ignore[arg-type]
 
 
 def warnings_of_idle_workers(micro_batch: int) -> list[str]:
@@ -561,9 +552,9 @@ def test_the_users_random_numbers_go_on() -> None:
     [
         ({}, TypeError, r"takes a kfuse optimizer \(kf\.Optimizer wraps any\), not SGD"),
         ({"data": [1, 2]}, TypeError, "int|pair"),
-        ({"batch_size": 8, "batch_micro": 9}, ValueError, "micro_batch=9: must be 1 to batch_size=8"),
-        ({"batch_size": 8, "batch_max": 2**24 + 1}, ValueError, "max_batch_size=16777217: must be"),
-        ({"train_precision": "fp8"}, ValueError, "precision='fp8'.*fp32, bf16"),
+        ({"batch_size": 8, "batch_micro": 9}, ValueError, "batch_micro=9: must be at most batch_size=8$"),
+        ({"batch_size": 8, "batch_max": 2**24 + 1}, ValueError, "batch_max=16777217: must be"),
+        ({"train_precision": "fp8"}, ValueError, "train_precision=fp8: .*fp32, bf16"),
         ({"hook": kf.BasePolicy()}, TypeError, "Hook"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import run_workers
-from elastic_job import assert_exact, assert_same_training, chaos, compose, run_job, words
+from elastic_job import assert_exact, assert_same_training, chaos, run_job, words
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 import kfuse as kf
 from kfuse.data.sampler import micro_batch_sizes
 from kfuse.policies import SchedulePolicy
-from kfuse.settings.tree import ConfigError
 from kfuse.train.evaluation import params_sha256
 from kfuse.train.settings import Settings
 

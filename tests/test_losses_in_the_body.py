@@ -14,7 +14,6 @@ from distributed import run_workers
 from elastic_job import assert_none_left, wait_until
 from test_kfuse_run import run_script
 
-from kfuse.comm.options import CommOptions
 from kfuse.train.evaluation import params_sha256
 
 pytestmark = [pytest.mark.full, pytest.mark.jobs]

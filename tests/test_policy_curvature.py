@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from elastic_job import compose
 from policy_signals import signals
 from problems import network, problem
 from torch import nn
@@ -18,7 +17,6 @@ import kfuse as kf
 from kfuse.policies import CurvaturePolicy
 from kfuse.policies.signals import Decision
 from kfuse.session import reset
-from kfuse.settings.tree import ConfigError
 
 # -- the figures -----------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from distributed import run_workers
-from elastic_job import compose
 from policy_signals import signals
 from problems import network, problem
 
 import kfuse as kf
 from kfuse.policies import SyncSwitchPolicy
 from kfuse.policies.signals import Decision
-from kfuse.settings.tree import ConfigError
 
 
 def test_it_asks_once_so_that_the_step_is_the_first() -> None:

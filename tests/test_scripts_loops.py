@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import kfuse as kf
 from kfuse.comm.gradients import GradientHooks
+from kfuse.comm.options import CommOptions
 from kfuse.train.state import Trainable
 
 Step = list[tuple[Tensor, Tensor]]  # one worker's micro-batches of a step
@@ -144,7 +145,7 @@ def amp(kind: str, style: str, clip: bool) -> None:
     script = Amp(model, opt, clip)
     steps: list[Step] = []
     if style == "loader":
-        for step in kf.DataLoader(dataset(), model, opt, batch_size=8, micro_batch=2):
+        for step in kf.DataLoader(dataset(), model, opt, batch_size=8, batch_micro=2):
             steps.append([])
             for x, y in step:
                 steps[-1].append((x, y))
@@ -296,7 +297,15 @@ def scheduled(kind: str, name: str, style: str) -> None:
 
         hook = model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         kf.fit(
-            model, dataset(), opt, batch_size=8, micro_batch=2, epochs=2, steps=10, loss_fn=loss_fn, scheduler=scheduler
+            model,
+            dataset(),
+            opt,
+            batch_size=8,
+            batch_micro=2,
+            train_epochs=2,
+            train_steps=10,
+            loss_fn=loss_fn,
+            scheduler=scheduler,
         )
         hook.remove()
         each = len(inputs) // 10
@@ -304,7 +313,9 @@ def scheduled(kind: str, name: str, style: str) -> None:
         steps = [pairs[i : i + each] for i in range(0, len(pairs), each)]
     else:
         given = {"scheduler": scheduler} if style == "loader" else {}
-        for step in kf.DataLoader(dataset(), model, opt, batch_size=8, micro_batch=2, epochs=2, steps=10, **given):
+        for step in kf.DataLoader(
+            dataset(), model, opt, batch_size=8, batch_micro=2, train_epochs=2, train_steps=10, **given
+        ):
             steps.append([])
             for x, y in step:
                 steps[-1].append((x, y))
@@ -366,9 +377,11 @@ def train(how: str, model: nn.Module, opt: Any, policy: kf.BasePolicy | None = N
                 policy.after_epoch()
 
     if how == "fit":
-        kf.fit(model, dataset(), opt, kf.Hook(Counting()), batch_size=8, micro_batch=2, epochs=epochs)
+        kf.fit(model, dataset(), opt, kf.Hook(Counting()), batch_size=8, batch_micro=2, train_epochs=epochs)
         return sizes
-    for step in kf.DataLoader(dataset(), model, opt, batch_size=8, micro_batch=2, epochs=epochs, policy=Counting()):
+    for step in kf.DataLoader(
+        dataset(), model, opt, batch_size=8, batch_micro=2, train_epochs=epochs, policy=Counting()
+    ):
         for x, y in step:
             F.cross_entropy(model(x), y).backward()
         opt.step()
@@ -437,7 +450,7 @@ def turns() -> None:
         expected.append(values(model))
         model = network(seed)
         models.append((model, optimizer(kind, model)))
-    loaders = [kf.DataLoader(dataset(), model, opt, batch_size=8, micro_batch=2) for model, opt in models]
+    loaders = [kf.DataLoader(dataset(), model, opt, batch_size=8, batch_micro=2) for model, opt in models]
     for both in zip(*loaders, strict=True):
         for step, (model, opt) in zip(both, models, strict=True):
             for x, y in step:
@@ -468,16 +481,16 @@ def test_clip_norm_holds_for_one_training(how: str) -> None:
     model = network(0)
     opt = kf.FusedSGD(model.parameters(), lr=0.1, clip_norm=3.0)
     if how == "fit":
-        kf.fit(model, dataset(), opt, clip_norm=1e-9)
+        kf.fit(model, dataset(), opt, train_clip_norm=1e-9)
     else:
-        for step in kf.DataLoader(dataset(), model, opt, clip_norm=1e-9):
+        for step in kf.DataLoader(dataset(), model, opt, train_clip_norm=1e-9):
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()
             opt.step()
             opt.zero_grad()
     torch.testing.assert_close(model[0].weight, network(0)[0].weight)  # type: ignore[union-attr]
     assert opt.clip_norm == 3.0
-    for step in kf.DataLoader(dataset(), model, opt, steps=1):
+    for step in kf.DataLoader(dataset(), model, opt, train_steps=1):
         opt.set_clip_norm(2.0)  # the user's own, which stays
         for x, y in step:
             F.cross_entropy(model(x), y).backward()
@@ -485,7 +498,7 @@ def test_clip_norm_holds_for_one_training(how: str) -> None:
         opt.zero_grad()
     assert opt.clip_norm == 2.0
     with pytest.raises(ValueError, match=r"clip_norm=-1.0: must be above 0"):
-        kf.DataLoader(dataset(), model, opt, clip_norm=-1.0)
+        kf.DataLoader(dataset(), model, opt, train_clip_norm=-1.0)
 
 
 def test_a_frozen_batch_norm_stays_frozen_in_fit() -> None:
@@ -493,7 +506,7 @@ def test_a_frozen_batch_norm_stays_frozen_in_fit() -> None:
     model = network(0)
     opt = kf.FusedSGD(model.parameters(), lr=0.1)
     model[1].eval()  # type: ignore[operator]
-    kf.fit(model, dataset(), opt, heldout=dataset(), epochs=2)
+    kf.fit(model, dataset(), opt, heldout=dataset(), train_epochs=2)
     assert model.training and not model[1].training  # type: ignore[union-attr]
     assert model[1].num_batches_tracked == 0  # type: ignore[union-attr]
     model.eval()
@@ -519,8 +532,8 @@ def interrupt(how: str, model: nn.Module, opt: Any) -> None:
                 raise KeyboardInterrupt if how == "fit, Ctrl-C" else Interrupted
             return F.cross_entropy(output, target)
 
-        kf.fit(model, dataset(), opt, batch_size=8, micro_batch=2, loss_fn=loss_fn)
-    for count, step in enumerate(kf.DataLoader(dataset(), model, opt, batch_size=8, micro_batch=2)):
+        kf.fit(model, dataset(), opt, batch_size=8, batch_micro=2, loss_fn=loss_fn)
+    for count, step in enumerate(kf.DataLoader(dataset(), model, opt, batch_size=8, batch_micro=2)):
         for x, y in step:
             F.cross_entropy(model(x), y).backward()
             if how == "in a micro-batch" and count == 2:
@@ -577,10 +590,10 @@ def test_ctrl_c_as_a_training_begins_leaves_the_optimizer_as_it_was(monkeypatch:
     hook, calls = GradientHooks._hook, itertools.count()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(GradientHooks, "_hook", lambda *at: hook(*at) if next(calls) < 2 else interrupted())
-        kf.fit(model, dataset(), opt, clip_norm=0.5)
+        kf.fit(model, dataset(), opt, train_clip_norm=0.5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(opt.statistics, "begin_run", interrupted)
-        kf.fit(model, dataset(), opt, clip_norm=0.5)
+        kf.fit(model, dataset(), opt, train_clip_norm=0.5)
     assert opt.clip_norm == 2.0
     kf.fit(model, dataset(), opt)
     kf.fit(twin, dataset(), own)
@@ -593,7 +606,7 @@ def test_a_step_that_was_lost_as_its_body_left_the_loop_is_not_the_next_training
     opt.reducer.loop_handles_lost_workers = True
     assert opt.reducer.leave_to_loop(kf.CommError("a worker was lost"))
     opt.reducer.loop_handles_lost_workers = False
-    summary = kf.fit(model, dataset(), opt, steps=3)
+    summary = kf.fit(model, dataset(), opt, train_steps=3)
     assert summary is not None and summary["steps"] == 3
 
 
@@ -678,7 +691,7 @@ def test_a_body_that_leaves_out_micro_batches_is_an_error() -> None:
 def test_a_micro_batch_without_a_backward_counts_as_zero_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model, reference = plain(0), plain(0)
     opt, plain_opt = kf.FusedSGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in kf.DataLoader(dataset(), model, opt, batch_size=16, micro_batch=4):
+    for step in kf.DataLoader(dataset(), model, opt, batch_size=16, batch_micro=4):
         for j, (x, y) in enumerate(step):
             if j == 2:
                 continue
@@ -693,10 +706,10 @@ def test_a_micro_batch_without_a_backward_counts_as_zero_and_is_told(caplog: pyt
 
 
 def test_init_again_is_the_same_session_or_a_refusal() -> None:
-    session = kf.init(kf.CommOptions(check_every=5), timeout_s=7.0)
+    session = kf.init(comm_check_every=5, comm_timeout_s=7.0)
     kf.FusedAdamW(plain(0).parameters())
-    assert kf.init() is kf.init(kf.CommOptions(check_every=5)) is kf.init(timeout_s=7.0) is session
-    for other in ({"comm": kf.CommOptions(reproducible=True)}, {"timeout_s": 8.0}):
+    assert kf.init() is kf.init(comm_check_every=5) is kf.init(comm_timeout_s=7.0) is session
+    for other in ({"comm": CommOptions(reproducible=True)}, {"timeout_s": 8.0}):
         with pytest.raises(RuntimeError, match=r"has a session already.*before the first optimizer is made; for other"):
             kf.init(**other)  # type: ignore[arg-type]
 
@@ -706,11 +719,11 @@ def test_init_again_is_the_same_session_or_a_refusal() -> None:
 
 def unfreezing() -> dict[str, list[float]]:
     """A layer is unfrozen between epochs, in the loop's body. The second of two workers has no micro-batch."""
-    kf.init(kf.CommOptions(reproducible=True))
+    kf.init(comm_reproducible=True)
     model = network(0)
     model[0].requires_grad_(False)  # type: ignore[operator]
     opt = kf.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-    for count, step in enumerate(kf.DataLoader(dataset(), model, opt, batch_size=8, micro_batch=8, epochs=2)):
+    for count, step in enumerate(kf.DataLoader(dataset(), model, opt, batch_size=8, batch_micro=8, train_epochs=2)):
         if count == 6:
             model[0].requires_grad_(True)  # type: ignore[operator]
             opt.rebuild()

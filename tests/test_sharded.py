@@ -17,8 +17,6 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.group import CommError
-from kfuse.comm.options import CommOptions
 from kfuse.kernels import BLOCK
 from kfuse.session import reset
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kfuse.comm.options import CommOptions
 from kfuse.comm.sync import EVERY_MAX, Sync
 
 
