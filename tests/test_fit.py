@@ -80,8 +80,8 @@ def test_trains_on_what_users_have(wrap: Any) -> None:
     assert summary["eval_loss"] == pytest.approx(after, rel=1e-4)
     assert summary["eval_accuracy"] == (net(x).argmax(1) == y).float().mean().item() > 0.8
     expected = {
-        "train_steps": 60,
-        "train_epochs": 15,
+        "steps": 60,
+        "epochs": 15,
         "samples": 960,
         "workers": 1,
         "batch_size": 16,
