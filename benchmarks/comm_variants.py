@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfuse as kf
 from kfuse import session
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
 
 LAYERS, LR, POOL = 8, 1e-3, 8
@@ -41,7 +42,7 @@ class Settings:
     """MiB of fp32 parameters."""
     samples: int = 32
     """A worker's, a step."""
-    bucket_mb: float | None = kf.CommOptions().bucket_mb
+    bucket_mb: float | None = CommOptions().bucket_mb
     """kfuse's comm.bucket_mb. DDP keeps its own default, 25 too."""
     seed: int = 0
 
@@ -162,7 +163,7 @@ class Kfuse(Variant):
                 stack.enter_context(patch.dict(os.environ))
                 stack.enter_context(patch.object(dist, "is_initialized", lambda: False))
                 del os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-                kf.init(self.comm)
+                kf.init(**self.comm.named())
             else:
                 new_session(self.comm)
             self.optimizer = kf.FusedAdamW(self.model.parameters(), lr=LR)
@@ -172,10 +173,10 @@ class Kfuse(Variant):
             self.optimizer.statistics.push = lambda *_: None  # type: ignore[method-assign]
 
     @property
-    def comm(self) -> kf.CommOptions:
+    def comm(self) -> CommOptions:
         """The options, with the bucket size of the settings."""
         given: dict[str, Any] = {"bucket_mb": self.settings.bucket_mb, **self.options}
-        return kf.CommOptions(**given)
+        return CommOptions(**given)
 
     def micro_batch(self) -> contextlib.AbstractContextManager[Any]:
         self.optimizer.begin(self._plan)

@@ -256,7 +256,7 @@ def _log_remarks(given: TrainingData, model: nn.Module, settings: Mapping[str, A
     """Logs what the user must know of the data, and of a micro-batch that was not given."""
     session, remarks = current(), given.remarks
     several = session.elastic or session.group.size > 1
-    if "batch_micro" not in settings and any(isinstance(each, _BatchNorm) for each in model.modules()):
+    if settings.get("batch_micro") is None and any(isinstance(each, _BatchNorm) for each in model.modules()):
         remarks = (
             "BatchNorm normalises over each micro-batch, by default a quarter of the batch: batch_micro=",
             *remarks,
