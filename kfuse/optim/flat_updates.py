@@ -120,7 +120,7 @@ class FlatUpdates(Updates):
             calls = [range(k, k + 1) for k, is_used in enumerate(used) if is_used]
         pieces: list[list[Piece]] = [[] for _ in state.parts]
         for which in calls:
-            skip = given.found_inf if len(which) == len(params) else given.skip_of(bucket.layout.params[which[0]])
+            skip = given.skip_of(bucket.layout.params[which[0]])  # of several in one call none is in doubt
             first = keeps and not state.entries[which[0]].known
             if first and self.rule.skips_first(options, skip):
                 continue
