@@ -15,8 +15,19 @@ from support_policies import AXES, Choice, ask_command_line, ask_scripts, coveri
 import kfuse as kf
 from kfuse.policies import SeesawPolicy
 from kfuse.settings import rules
+from kfuse.settings.tree import ConfigError
 
-SUPPORTED = covering(lambda choice: bool(list(rules.broken(support_policies.facts(choice)))))
+
+def is_refused(choice: Choice) -> bool:
+    """Returns whether a rule refuses the combination, or a mode that its policy sets."""
+    try:
+        rules.check(support_policies.facts(choice))
+    except ConfigError:
+        return True
+    return False
+
+
+SUPPORTED = covering(is_refused)
 
 
 def refused_by_one_rule() -> list[Choice]:
