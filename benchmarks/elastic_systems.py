@@ -64,9 +64,9 @@ class System(ABC):
 class Kfuse(System):
     def _start(self) -> None:
         bounds = [
-            "--workers-count",
+            "--workers",
             str(WORKERS),
-            "--workers-max",
+            "--max-workers",
             str(WORKERS),
             "--run-dir",
             str(self.directory / "run"),

@@ -1,8 +1,8 @@
 """KungFu's policy for image classification (Mai et al., OSDI 2020): workers join so that the batch follows the noise
 scale, with as many samples a worker all the time.
 
-kfuse-run --workers-count 1 --workers-max 4 examples/kungfu_batch_size.py              # scikit-learn's digits
-kfuse-run --workers-count 1 --workers-max 4 examples/kungfu_batch_size.py CIFAR_FOLDER
+kfuse-run --workers 1 --max-workers 4 examples/kungfu_batch_size.py              # scikit-learn's digits
+kfuse-run --workers 1 --max-workers 4 examples/kungfu_batch_size.py CIFAR_FOLDER
 """
 
 import math

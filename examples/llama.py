@@ -1,4 +1,4 @@
-"""plain/llama.py with kfuse: python llama.py book.txt, or kfuse-run --workers-count 2 llama.py book.txt"""
+"""plain/llama.py with kfuse: python llama.py book.txt, or kfuse-run --workers 2 llama.py book.txt"""
 
 import sys
 from pathlib import Path

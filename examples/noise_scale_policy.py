@@ -1,6 +1,6 @@
 """KungFu's example, with kfuse: a worker more whenever the gradient noise scale grows.
 
-kfuse-run --workers-count 1 --workers-max 3 examples/noise_scale_policy.py
+kfuse-run --workers 1 --max-workers 3 examples/noise_scale_policy.py
 """
 
 import torch

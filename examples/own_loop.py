@@ -2,7 +2,7 @@
 
 python examples/own_loop.py
 torchrun --nproc-per-node 2 examples/own_loop.py
-kfuse-run --workers-count 2 --workers-max 4 examples/own_loop.py
+kfuse-run --workers 2 --max-workers 4 examples/own_loop.py
 """
 
 import torch

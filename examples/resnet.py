@@ -1,4 +1,4 @@
-"""plain/resnet.py with kfuse: python resnet.py FOLDER, or kfuse-run --workers-count 2 resnet.py FOLDER"""
+"""plain/resnet.py with kfuse: python resnet.py FOLDER, or kfuse-run --workers 2 resnet.py FOLDER"""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Text that is read as it is used, from a file for each shard: python examples/streaming_text.py FILE [FILE ...]
 
-kfuse-run --workers-count 2 --workers-max 3 examples/streaming_text.py FILE ...: each byte window is used exactly once
+kfuse-run --workers 2 --max-workers 3 examples/streaming_text.py FILE ...: each byte window is used exactly once
 in a pass over its file, whichever workers come and go.
 """
 

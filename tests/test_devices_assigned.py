@@ -117,7 +117,7 @@ def test_the_command_lines_refuse_more_workers_than_gpus(
     with pytest.raises(ConfigError, match=r"^workers\.count=3: must be at most 2, the number of GPUs"):
         run_job(tmp_path / "run", ["data=digits", "workers.count=3", "workers.max=3"])
     with pytest.raises(SystemExit, match="2"):
-        kfuse_run.main(["--workers-count", "3", __file__])
+        kfuse_run.main(["--workers", "3", __file__])
     for command in (["--listen", "127.0.0.1:0", "--slots", "3", __file__], ["--join", "127.0.0.1:1", "--slots", "3"]):
         with pytest.raises(SystemExit, match="2"):
             kfuse_run.main(command)

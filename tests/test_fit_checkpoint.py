@@ -340,7 +340,7 @@ def test_killed_three_times_it_ends_with_the_undisturbed_bits(how: str, starter:
             before = [
                 "-m",
                 "kfuse.cli.kfuse_run",
-                "--workers-count",
+                "--workers",
                 "2",
                 "--observe-progress=false",
                 "--run-dir",
@@ -378,7 +378,7 @@ def test_where_all_workers_are_killed_the_supervisor_starts_new_ones(tmp_path: P
         before = [
             "-m",
             "kfuse.cli.kfuse_run",
-            "--workers-count",
+            "--workers",
             "2",
             "--observe-progress=false",
             "--run-dir",

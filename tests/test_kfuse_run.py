@@ -81,7 +81,7 @@ def run_script(
     """What a script does under kfuse-run, with these arguments `after` it; fails if it does not end."""
     path, run_dir = folder / "train.py", folder / "run"
     path.write_text(text)
-    command = [sys.executable, *starter, "--workers-count", str(workers), "--run-dir", str(run_dir)]
+    command = [sys.executable, *starter, "--workers", str(workers), "--run-dir", str(run_dir)]
     command += [*arguments, str(path), *after]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, **pipes, text=True, timeout=DEADLINE_S, cwd=folder)
@@ -263,7 +263,7 @@ def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
     fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, epochs=2)\n"
     text = PRELUDE + fit + "loop(5, lambda step: kf.resize(3))\nloop()"
-    ended = run_script(tmp_path, text, "--workers-max", "3")
+    ended = run_script(tmp_path, text, "--max-workers", "3")
     assert ended.status == 0, ended.said
     records = []
     for place in (ended.run_dir, ended.run_dir / "2", ended.run_dir / "3"):
@@ -289,7 +289,7 @@ def test_a_run_directory_that_is_used_is_refused(tmp_path: Path) -> None:
 def test_a_supervisor_that_ends_leaves_no_script_behind(sent: signal.Signals, tmp_path: Path) -> None:
     """Not even one that knows nothing of kfuse."""
     (tmp_path / "train.py").write_text("import os, time\nopen(f'{__file__}-{os.getpid()}', 'w')\ntime.sleep(1000)")
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers-count", "2", "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", str(tmp_path / "run")]
     process = subprocess.Popen([*command, str(tmp_path / "train.py")])
     try:
         wait_until("both scripts", lambda: len(list(tmp_path.glob("train.py-*"))) == 2)
@@ -315,7 +315,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers-count", "3", "--workers-max", "2", "x.py"], "--workers-max 2"),
+        (["--workers", "3", "--max-workers", "2", "x.py"], "--max-workers 2"),
         (["absent.py"], "absent.py: no such file"),
     ],
 )

@@ -100,7 +100,7 @@ def test_hosts_share_a_job_and_the_loss_of_one_is_survived(tmp_path: Path) -> No
     settings = [
         "--run-dir",
         str(run_dir),
-        "--workers-count",
+        "--workers",
         "3",
         "--observe-progress=false",
         "--elastic-replace=false",
@@ -133,7 +133,7 @@ def test_an_agent_ends_its_workers_and_says_so_when_the_supervisor_is_lost(tmp_p
     token.write_text(TOKEN)
     token.chmod(0o600)
     meeting = [address, "--token-file", str(token), "--slots", "1"]
-    job = ["--run-dir", str(run_dir), "--workers-count", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
+    job = ["--run-dir", str(run_dir), "--workers", "2", str(tmp_path / "train.py"), str(tmp_path / "never")]
     with (
         started(tmp_path / "first.log", "--listen", *meeting, *job) as first,
         started(tmp_path / "other.log", "--join", *meeting) as other,

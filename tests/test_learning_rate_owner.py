@@ -324,7 +324,7 @@ def test_a_worker_that_joins_has_the_schedulers_state(tmp_path: Path) -> None:
     """And the parameters stay the same on all: the check would end the job."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(argument="scheduler=scheduler").replace("import kfuse as kf", CHECKED))
-    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers-max", "2", "--run-dir", str(tmp_path / "run")]
+    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--max-workers", "2", "--run-dir", str(tmp_path / "run")]
     job = run_script(tmp_path, starter, script)
     assert job["status"] == 0, job["output"]
     metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -337,7 +337,7 @@ def test_a_worker_that_joins_has_the_schedulers_state(tmp_path: Path) -> None:
 def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(argument=""))
-    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers-max", "2", "--run-dir", str(tmp_path / "run")]
+    starter = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--max-workers", "2", "--run-dir", str(tmp_path / "run")]
     job = run_script(tmp_path, starter, script)
     assert job["status"] == 1 and "in an elastic job pass it as scheduler=" in job["output"]
 

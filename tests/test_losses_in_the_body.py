@@ -253,7 +253,7 @@ for step in kf.DataLoader(data, model, opt, batch_size=16, train_epochs=1000, **
 def test_a_lost_supervisor_leaves_a_last_checkpoint(tmp_path: Path) -> None:
     """Also where that is noticed in the body."""
     (tmp_path / "train.py").write_text(ORPHANED)
-    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers-count", "2", "--run-dir", "run", "train.py"]
+    command = [sys.executable, "-m", "kfuse.cli.kfuse_run", "--workers", "2", "--run-dir", "run", "train.py"]
     process = subprocess.Popen(command, cwd=tmp_path)
     try:
         wait_until("three steps", (tmp_path / "begun").exists)

@@ -27,10 +27,13 @@ def prepare(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
     1) Removes the arguments of a class that the command line replaces with another (`model._target_=my.Net`).
     2) Replaces a `~` that starts a text of an option file by the home directory.
-    3) Fills in what follows from other settings where it is null, for those who read the configuration.
+    3) Makes `comm._target_`, a transport's class, the schedule.
+    4) Fills in what follows from other settings where it is null, for those who read the configuration.
     """
     _drop_replaced_arguments(cfg, overrides)
     _expand_home(cfg)
+    with open_dict(cfg.comm):
+        cfg.comm.schedule = cfg.comm.pop("_target_", None) or cfg.comm.schedule
     if cfg.workers.max is None:
         cfg.workers.max = cfg.workers.count
     if cfg.batch.micro is None:

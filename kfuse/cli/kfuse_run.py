@@ -1,4 +1,4 @@
-"""`kfuse-run --workers-count 2 script.py ...`: runs the user's own training script on elastic workers."""
+"""`kfuse-run --workers 2 script.py ...`: runs the user's own training script on elastic workers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from kfuse.version import __version__
 
 _EXAMPLES = """\
 on one machine:
-  kfuse-run --workers-count 2 --workers-max 4 train.py --my-option
+  kfuse-run --workers 2 --max-workers 4 train.py --my-option
 on several, with the script at the same place and the same token file on each:
-  kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers-count 8 train.py   on the first, at its address
+  kfuse-run --listen 10.0.0.1:29400 --token-file job.token --workers 8 train.py   on the first, at its address
   kfuse-run --join 10.0.0.1:29400 --token-file job.token                                on each of the others
 """
 _EPILOG = f"""\
 {_EXAMPLES}
 Each worker's CPU threads: OMP_NUM_THREADS, where it is set; else a host's cores divided by the workers that may be
-on it (the smaller of --workers-max and, on several hosts, --slots).
+on it (the smaller of --max-workers and, on several hosts, --slots).
 Exit status: 0 where all workers' scripts end with 0, also if they never train or leave the training loop early; 1 after
 a failure, also of a script whose training had ended; 2 for wrong arguments; 130 after Ctrl-C; 143 after SIGTERM.
 """
@@ -95,7 +95,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     for leaf in leaves(JobSettings).values():
         about = f"{leaf.setting.help} ({leaf.allowed}; default {show(leaf.default)})".replace("%", "%%")
-        parser.add_argument(_flag(leaf), metavar="VALUE", type=_value, default=leaf.default, help=about)
+        parser.add_argument(_flag(leaf), dest=leaf.name, metavar="VALUE", type=_value, default=leaf.default, help=about)
     parser.add_argument("--run-dir", type=_path, help="new directory for metrics and events (default runs/DATE/TIME)")
     parser.add_argument("--listen", metavar="HOST:PORT", type=_address, help="supervise here, for other hosts too")
     parser.add_argument("--join", metavar="HOST:PORT", type=_address, help="run workers here for that supervisor")
@@ -114,7 +114,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if args.slots < 1:
         parser.error(f"--slots {args.slots}: must be at least 1")
     several_hosts = args.listen is not None or args.join is not None
-    option, here = ("--slots", args.slots) if several_hosts else ("--workers-count", args.settings["workers_count"])
+    option, here = ("--slots", args.slots) if several_hosts else ("--workers", args.settings["workers_count"])
     if 0 < gpus < here:
         parser.error(f"{option} {here}: must be at most {gpus}, the GPUs here, as each worker needs one of its own")
     if several_hosts:
@@ -136,6 +136,10 @@ def _value(text: str) -> Any:
 
 
 def _flag(leaf: Leaf) -> str:
+    """Returns --section-name; of the numbers of workers, the words that launchers use: --workers, --max-workers."""
+    section, _, name = leaf.name.partition("_")
+    if name in ("count", "min", "max"):
+        return f"--{section}" if name == "count" else f"--{name}-{section}"
     return "--" + leaf.name.replace("_", "-")
 
 

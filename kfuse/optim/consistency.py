@@ -114,11 +114,13 @@ def _each_element_once(tensor: Tensor) -> Tensor:
 def average(group: Group, tensors: Sequence[Tensor]) -> None:
     """Makes these tensors the mean of all workers', in place: all of them or none. Integers are rounded.
 
-    In float64 the sum of equal fp32 values is exact, and so their mean is the value itself. Raises CommError.
+    The mean of equal values is that value. Raises CommError.
     """
     if group.size == 1 or not tensors:
         return
-    flat = torch.cat([tensor.detach().reshape(-1).to(group.device, torch.float64) for tensor in tensors])
+    # The sum of 2 or 4 equal fp32 values is exact in any order; of other numbers only float64 holds it.
+    dtype = torch.float32 if group.size in (2, 4) else torch.float64
+    flat = torch.cat([tensor.detach().reshape(-1).to(group.device, dtype) for tensor in tensors])
     group.all_reduce(flat, "average of the workers' models").wait()
     flat.div_(group.size)
     means = torch.split(flat, [tensor.numel() for tensor in tensors])

@@ -27,7 +27,10 @@ def _schema() -> type:
     for section in SECTIONS:
         own = [leaf for key, leaf in AT_SHELL.items() if key.startswith(f"{section}.")]
         if section not in CLASS_GROUPS:
-            kind = make_dataclass(section, map(_typed, own))
+            typed = [_typed(leaf) for leaf in own]
+            if section == "comm":  # a transport's class, as in the groups: another spelling of comm.schedule
+                typed.append(("_target_", str | None, field(default=None)))
+            kind = make_dataclass(section, typed)
             parts.append((section, kind, field(default_factory=kind)))
     for group in CLASS_GROUPS:
         parts.append((group, dict[str, Any], field(default_factory=_loading if group == "data" else dict)))

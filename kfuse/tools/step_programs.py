@@ -53,7 +53,7 @@ def main(config: dict[str, Any]) -> int:
     if options.synchronisation.mode != "ssgd":
         return _fail(console, f"comm.sync={options.sync}: no gradients are sent: docs/synchronisation.md says what is")
     if not candidates:
-        return _fail(console, f"comm._target_={options.schedule}: the messages of your own transport are not known")
+        return _fail(console, f"comm.schedule={options.schedule}: the messages of your own transport are not known")
     model = _model(config)
     job = Job(_buckets(model, options), workers, tuple(parents(options.tree, [""] * workers)), options.wire_bytes)
     apart = replace(job, buckets=(_elements_apart(model, options, workers),), wire_bytes=4)

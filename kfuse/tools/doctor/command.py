@@ -70,7 +70,7 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
 def _transport(options: CommOptions, gpus: int) -> Line:
     chosen = options.transport()
     if "." in chosen:
-        return Line("transport", "ok", f"{chosen}: comm._target_ names it")
+        return Line("transport", "ok", f"{chosen}: comm.schedule names it")
     if chosen == "symmetric" and gpus < 2:
         text = f"comm.schedule=symmetric: GPUs read each other's memory, one for each worker; this machine has {gpus}"
         return Line("transport", "fail", text, "Name another schedule, or none: comm.schedule=auto.")
