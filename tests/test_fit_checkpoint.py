@@ -156,15 +156,10 @@ def test_a_finished_training_that_resumes_only_reports_again(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"checkpoint_dir": 3}, TypeError, "checkpoint=3: must be a folder's path"),
-        ({"checkpoint_dir": "FILE"}, ValueError, "checkpoint=.*must be a folder's path, and is a file"),
-        ({"checkpoint_dir": "FILE/below"}, ValueError, "checkpoint=.*: cannot be written"),
+        ({"checkpoint_dir": "FILE"}, ValueError, "checkpoint_dir=.*file"),
+        ({"checkpoint_dir": "FILE/below"}, ValueError, "checkpoint_dir=.*: must be writable"),
         ({"run_dir": "FILE/below"}, ValueError, "run_dir=.*: cannot be written"),
-        ({"checkpoint_dir": "NEW", "checkpoint_every_steps": 0}, ValueError, "checkpoint_every=0: must be at least 1"),
-        ({"checkpoint_every_steps": 2}, ValueError, "checkpoint_every=2: needs checkpoint="),
-        ({"checkpoint_resume": "auto"}, ValueError, "resume=auto: needs checkpoint="),
-        ({"checkpoint_resume": "NEW"}, ValueError, "resume=.*: must be auto, never, or a path; there is no such path"),
-        ({"train_save_model": True}, ValueError, "save_model=True: needs run_dir= or checkpoint="),
+        ({"checkpoint_resume": "NEW"}, ValueError, "checkpoint_resume=.*: must be never, auto or a path that exists"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -180,7 +175,7 @@ def test_wrong_arguments_are_refused(
 
 def test_a_run_directory_is_refused_to_a_second_training_that_does_not_resume(tmp_path: Path) -> None:
     train(with_fit, run_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"run_dir=.*: holds a run already; must be a new one, or pass resume="):
+    with pytest.raises(ValueError, match=r"run_dir=.*: must be a new one"):
         train(with_fit, run_dir=tmp_path)
 
 
