@@ -25,13 +25,17 @@ from kfuse.train.trainer import Trainer
 
 
 def set_threads(config: dict[str, Any]) -> None:
-    """CPU threads: as configured; else what the launcher set aside, or the machine's shared out among all workers.
+    """CPU threads: as configured; else what the launcher set aside, the user's OMP_NUM_THREADS, or the cores shared out.
 
     A matrix product's bits depend on the number of threads, so reproducible runs take one on any number of workers.
     """
     workers = config["workers"]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", workers["max"]))  # torchrun sets LOCAL_WORLD_SIZE
-    shared = int(os.environ.get(protocol.ENV_THREADS, max(1, (os.cpu_count() or 1) // here)))
+    shared = max(1, (os.cpu_count() or 1) // here)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) and "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun sets it to 1 unasked
+        shared = int(wanted)
+    shared = int(os.environ.get(protocol.ENV_THREADS, shared))
     torch.set_num_threads(workers["threads"] or (1 if config["comm"]["reproducible"] else shared))
 
 
