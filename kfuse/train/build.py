@@ -25,7 +25,7 @@ from kfuse.train.trainer import Trainer
 
 
 def set_threads(config: dict[str, Any]) -> None:
-    """CPU threads: as configured; else what the launcher set aside, the user's OMP_NUM_THREADS, or the cores shared out.
+    """CPU threads: as configured; else what the launcher set aside, OMP_NUM_THREADS, or the cores shared out.
 
     A matrix product's bits depend on the number of threads, so reproducible runs take one on any number of workers.
     """
