@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import KEPT, run_workers
-from test_statistics import LOSSES, PROBLEMS, Halves, Problem, draw, gradients_by_hand, mean_and_error, ratio_and_error
+from test_statistics import LOSSES, PROBLEMS, Array, Halves, Problem, draw, gradients_by_hand, mean_and_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -173,6 +173,12 @@ def check_formula(problem: Problem, steps: list[StepStats]) -> None:
         assert stats.grad_variance == pytest.approx(variance, rel=1e-4)
         assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
         assert stats.grad_sq == pytest.approx(grad_sq, abs=1e-4 * abs(variance) / stats.samples)
+
+
+def ratio_and_error(numerator: Array, denominator: Array) -> tuple[float, float]:
+    """The ratio of two means, and its standard error to first order."""
+    ratio = numerator.mean() / denominator.mean()
+    return float(ratio), mean_and_error((numerator - ratio * denominator) / denominator.mean())[1]
 
 
 def check_known_answer(problem: Problem, steps: list[StepStats]) -> None:

@@ -7,15 +7,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from problems import network, problem
 
 import kfuse as kf
+from kfuse.settings.tree import SETTINGS
 from kfuse.train.evaluation import params_sha256
-from kfuse.train.lr_schedule import BatchChange, Decay, LRSchedule, Scaling, gain
+from kfuse.train.lr_schedule import BatchChange, LRSchedule, gain
+
+SCALINGS, DECAYS = (SETTINGS[name].setting.choices for name in ("lr_scaling", "lr_decay"))
 
 BASE = 16
 GRAD_SQ, VARIANCE = 1.0, 64.0  # a noise scale of 64
@@ -89,15 +92,15 @@ class Run:
         return self.progress if self.schedule.scaling == "adascale" else steps
 
 
-@pytest.mark.parametrize("scaling", get_args(Scaling))
-def test_every_pair_ends_with_the_run(scaling: Scaling) -> None:
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_every_pair_ends_with_the_run(scaling: str) -> None:
     tried = 0
     for decay, by_steps, (name, sizes), warmup, change_warmup in itertools.product(
-        get_args(Decay), [True, False], CHANGES.items(), [0.0, 6.0], [0.0, 12.0]
+        DECAYS, [True, False], CHANGES.items(), [0.0, 6.0], [0.0, 12.0]
     ):
         tried += 1
         length: dict[str, Any] = {"steps": STEPS} if by_steps else {"samples": SAMPLES}
-        options: dict[str, Any] = {"lr_decay_fraction": 0.25, "lr_change_warmup_steps": change_warmup, **length}
+        options: dict[str, Any] = {"decay_fraction": 0.25, "change_warmup_steps": change_warmup, **length}
         schedule = LRSchedule(scaling, warmup, decay, BASE, **options)
         run, what = Run(schedule, sizes, by_steps), (by_steps, name, warmup, change_warmup)
         start = 0.75 if decay == "wsd" else warmup / (STEPS if by_steps else SAMPLES / BASE)
@@ -127,11 +130,11 @@ def test_every_pair_ends_with_the_run(scaling: Scaling) -> None:
         if not change_warmup:
             goals = [gain(scaling, sizes(step), BASE, GRAD_SQ, VARIANCE) for step in range(len(run.done))]
             assert run.gains == goals, what
-    assert tried == len(get_args(Decay)) * 2 * len(CHANGES) * 2 * 2
+    assert tried == len(DECAYS) * 2 * len(CHANGES) * 2 * 2
 
 
 REAL = [
-    (decay, get_args(Scaling)[number % 4], by_steps, name, number % 3 == 0)
+    (decay, SCALINGS[number % 4], by_steps, name, number % 3 == 0)
     for number, (decay, by_steps, name) in enumerate(
         itertools.product(["cosine", "linear", "wsd"], [True, False], ["up", "down", "late"])
     )
@@ -145,7 +148,7 @@ def test_a_training_ends_where_its_schedule_does(
 ) -> None:
     """Each step's rate, as recorded, is that of the formulas; the first rate that would be 0 is that after the end."""
     sizes = {"up": {2: 64}, "down": {2: 4}, "late": {15: 48}}[change]
-    length: dict[str, Any] = {"steps": 24} if by_steps else {"epochs": 2}
+    length: dict[str, Any] = {"train_steps": 24} if by_steps else {"train_epochs": 2}
     net, policy, epoch = network(), Sizes(sizes), 200
     warmup = 4 if warms_up else 0
     options: dict[str, Any] = {"lr_warmup_steps": warmup, "lr_change_warmup_steps": 8 if warms_up else 0}
@@ -265,11 +268,6 @@ def test_a_training_warms_up_after_each_change_that_raises_the_rate() -> None:
     gains = [seen.lr / 0.01 for seen in policy.seen]
     rising = [1 + 3 * min(1.0, (4 * step + 1) / 20) for step in range(18)]
     assert gains == pytest.approx([1.0] * 6 + rising + [1.0] * 6)
-
-
-def test_wrong_lengths_are_named() -> None:
-    with pytest.raises(ValueError, match=r"^change_warmup_steps=-1: must be a finite number, at least 0$"):
-        LRSchedule(change_warmup_steps=-1)
 
 
 @pytest.mark.parametrize("at", [7, 20])
