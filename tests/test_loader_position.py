@@ -27,11 +27,10 @@ def loader(count: int, **arguments: Any) -> tuple[kf.DataLoader, kf.FusedSGD, An
 @pytest.mark.parametrize(
     ("count", "arguments", "steps"),
     [
-        (20, {"epochs": 2}, 6),
-        (20, {"epochs": 2, "steps": 4}, 4),
-        (20, {"steps": 7}, 7),
+        (20, {"train_epochs": 2}, 6),
+        (20, {"train_epochs": 2, "train_steps": 4}, 4),
+        (20, {"train_steps": 7}, 7),
         (16, {}, 2),
-        (8, {"epochs": 0}, 0),
     ],
 )
 def test_a_loader_knows_its_steps_and_where_it_is(count: int, arguments: dict[str, Any], steps: int) -> None:

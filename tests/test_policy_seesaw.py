@@ -165,9 +165,9 @@ def test_seesaw_goes_by_steps_where_they_end_the_run() -> None:
 
 def test_seesaw_is_refused_where_the_rate_would_be_cut_twice() -> None:
     for options, message in [
-        ({"decay": "cosine"}, "decay=cosine: must be one of none, constant with SeesawPolicy"),
-        ({"lr_scaling": "none"}, "lr_scaling=none: must be one of sqrt, linear with SeesawPolicy"),
-        ({"lr_scaling": "adascale"}, "lr_scaling=adascale: must be one of sqrt, linear with SeesawPolicy"),
+        ({"lr_decay": "cosine"}, "lr_decay=cosine: must be one of none, constant with policy=SeesawPolicy"),
+        ({"lr_scaling": "none"}, "lr_scaling=none: must be one of sqrt, linear with policy=SeesawPolicy"),
+        ({"lr_scaling": "adascale"}, "lr_scaling=adascale: must be one of sqrt, linear with policy=SeesawPolicy"),
     ]:
         with pytest.raises(ValueError, match=message):
             train(SeesawPolicy(), train_epochs=1, **options)

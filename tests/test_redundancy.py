@@ -15,7 +15,6 @@ from torch import nn
 
 import kfuse as kf
 from kfuse.comm.group import CommError, Group
-from kfuse.comm.options import CommOptions
 from kfuse.membership import Session
 from kfuse.optim.interrupted import begun_update, has_begun, resume_update
 from kfuse.optim.sharding import ShardsLost, plan_moves
@@ -135,15 +134,3 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
         assert same(tensors(this.state_dict()), tensors(other.state_dict()))
     finally:
         reset()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"redundancy": "raid"}, "elastic.redundancy='raid': must be one of mirror, snapshot, none"),
-        ({"snapshot_every": 0}, "elastic.snapshot_every=0: must be at least 1"),
-    ],
-)
-def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        CommOptions(state="sharded", **options)

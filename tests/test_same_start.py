@@ -110,8 +110,8 @@ def fit_with(arguments: dict[str, Any], cut: int) -> None:
     net = network(0)
     x, y = problem()
     end = len(x) - cut * kf.rank()
-    rest = arguments if kf.rank() else {}
-    kf.fit(net, (x[:end], y[:end]), kf.FusedSGD(net.parameters(), lr=0.1), **{"steps": 5, "batch_size": 16, **rest})
+    given: dict[str, Any] = {"train_steps": 5, "batch_size": 16, **(arguments if kf.rank() else {})}
+    kf.fit(net, (x[:end], y[:end]), kf.FusedSGD(net.parameters(), lr=0.1), **given)
 
 
 @pytest.mark.parametrize(
