@@ -25,7 +25,7 @@ import kfuse as kf
 from kfuse import policies
 from kfuse.comm.options import CommOptions
 from kfuse.data import EpochSampler
-from kfuse.train.lr_schedule import Decay, LRSchedule, Scaling
+from kfuse.train.lr_schedule import LRSchedule
 
 EVALUATIONS = 20
 """In a run, at equal intervals of samples."""
@@ -153,12 +153,12 @@ def largest(problem: Problem) -> kf.BasePolicy:
     return policies.SchedulePolicy([{"step": 0, "batch_size": LARGEST * problem.setting.batch_size}])
 
 
-def by_optimizer(problem: Problem, of_sgd: Scaling) -> Scaling:
+def by_optimizer(problem: Problem, of_sgd: str) -> str:
     """The scaling that docs/learning_rate.md names for the problem's optimizer."""
     return "sqrt" if problem.setting.optimizer == "adamw" else of_sgd
 
 
-KFUSE: dict[str, Callable[[Problem], tuple[kf.BasePolicy, Scaling, Decay]]] = {
+KFUSE: dict[str, Callable[[Problem], tuple[kf.BasePolicy, str, str]]] = {
     "fixed": lambda problem: (kf.NoPolicy(), "none", "none"),
     "cosine": lambda problem: (kf.NoPolicy(), "none", "cosine"),
     "linear": lambda problem: (largest(problem), "linear", "none"),

@@ -131,7 +131,7 @@ def beside_ddp(kind: str) -> dict[str, float]:
     torch.distributed.init_process_group("gloo")
     ddp = nn.parallel.DistributedDataParallel(theirs)
     KEPT.append(ddp)
-    opt = optimizer(kind, ours, train_clip_norm=0.5)
+    opt = optimizer(kind, ours, clip_norm=0.5)
     plain = getattr(torch.optim, name)(groups(theirs), **options)
     norms = []
     for step in range(5):

@@ -339,16 +339,16 @@ TIMES = ("step_time_s", "data_wait_s", "data_bytes_per_s", "signals")  # which h
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"num_workers": 2},
-        {"precision": "bf16"},
+        {"data_workers": 2},
+        {"train_precision": "bf16"},
         {"batch_micro": 20},  # one micro-batch a step: workers 1 and 2 have none
         {"batch_size": 5, "batch_micro": 5},
         {"weight_fn": len},
         {"wrapped": True},
         {"source": "Augmented"},
-        {"source": "Augmented", "num_workers": 2},
-        {"source": "Shards", "epochs": None, "steps": 9},
-        {"source": "Shards", "epochs": None, "steps": 9, "num_workers": 1},
+        {"source": "Augmented", "data_workers": 2},
+        {"source": "Shards", "train_epochs": None, "train_steps": 9},
+        {"source": "Shards", "train_epochs": None, "train_steps": 9, "data_workers": 1},
     ],
 )
 def test_other_ways_to_train_have_the_same_bits(arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -593,9 +593,10 @@ def remarks_of_a_data_loader() -> list[str]:
     """What this worker logs of a DataLoader, first with the loader's batch size and then with another."""
     handler = logging.handlers.BufferingHandler(100)
     logging.getLogger("kfuse").addHandler(handler)
-    for batch_size in (None, 24):
+    settings: tuple[dict[str, int], ...] = ({}, {"batch_size": 24})
+    for given in settings:
         model, opt = linear()
-        kf.fit(model, DataLoader(pairs(), 12, True, drop_last=True), opt, batch_size=batch_size)
+        kf.fit(model, DataLoader(pairs(), 12, True, drop_last=True), opt, **given)  # type: ignore[arg-type]
     return [record.getMessage() for record in handler.buffer]
 
 

@@ -132,7 +132,7 @@ def test_a_topology_that_is_ruled_out_is_no_end(undisturbed: Job, tmp_path: Path
     job = run_job(tmp_path / "run", [*TRAINING, *chaos(tmp_path, topologies=[{"step": 10, "topology": "allreduce"}])])
     assert_same_training(job, undisturbed)
     [clipped] = job.of_kind("clipped")
-    assert "allreduce" in clipped["note"] and "comm.reproducible" in clipped["note"]
+    assert "allreduce" in clipped["note"] and "comm_reproducible" in clipped["note"]
 
 
 @pytest.mark.full

@@ -296,8 +296,8 @@ kf.init(comm_reproducible=True)
 net = t.network()
 opt = kf.FusedAdamW(net.parameters(), lr=0.05)
 {"fit": t.with_fit, "loader": t.with_loader}[how](
-    net, opt, Paced(), **t.ARGUMENTS | {"epochs": 12}, micro_batch=2, checkpoint=folder / "kept", checkpoint_every=3,
-    resume="auto", run_dir=folder / "run",
+    net, opt, Paced(), **t.ARGUMENTS | {"train_epochs": 12}, batch_micro=2, checkpoint_dir=folder / "kept",
+    checkpoint_every_steps=3, checkpoint_resume="auto", run_dir=folder / "run",
 )
 (folder / f"ended-{kf.rank()}").write_text(params_sha256(net))
 """

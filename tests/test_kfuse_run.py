@@ -261,7 +261,7 @@ def test_what_workers_that_join_could_not_take_part_in_is_refused(text: str, sai
 @pytest.mark.full
 def test_each_training_of_a_script_has_its_own_records(tmp_path: Path) -> None:
     """One that ends, one that is left, and another: with a newcomer in the first, none in the later ones."""
-    fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, epochs=2)\n"
+    fit = "model, opt = make()\nkf.fit(model, (x, y), opt, batch_size=16, train_epochs=2)\n"
     text = PRELUDE + fit + "loop(5, lambda step: kf.resize(3))\nloop()"
     ended = run_script(tmp_path, text, "--max-workers", "3")
     assert ended.status == 0, ended.said
@@ -315,7 +315,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers", "3", "--max-workers", "2", "x.py"], "--max-workers 2"),
+        (["--workers", "3", "--max-workers", "2", "x.py"], "workers.max=2"),
         (["absent.py"], "absent.py: no such file"),
     ],
 )

@@ -342,7 +342,7 @@ def test_a_scheduler_stepped_by_the_body_is_refused_where_workers_may_join(tmp_p
     assert job["status"] == 1 and "in an elastic job pass it as scheduler=" in job["output"]
 
 
-CHECKED = "import kfuse as kf\nkf.init(CommOptions(check_every=1))"
+CHECKED = "import kfuse as kf\nkf.init(comm_check_every=1)"
 
 
 def run_script(tmp_path: Path, starter: list[str], script: Path) -> dict[str, Any]:

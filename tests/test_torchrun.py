@@ -98,16 +98,15 @@ def test_a_lost_worker_ends_the_job_and_the_next_one_resumes(undisturbed: Job, t
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("launcher=torchrun workers.count=3", "workers.count=3: must be 2, as many as torchrun started"),
+        ("launcher=torchrun workers.count=3 workers.max=3", "workers.count=3: must be equal to job.workers=2"),
         ("launcher=torchrun batch.size=0", "batch.size=0"),
         (
             "launcher=torchrun comm.sync=pair",
-            "comm.sync=pair: must be one of ssgd, local:N, sma with launcher=torchrun",
+            "comm.sync=pair: must be another than pair with job=fixed",
         ),
         (
             "launcher=torchrun policy._target_=sync_policies.PairLater",
-            "policy._target_=sync_policies.PairLater: it sets comm.sync=pair: must be one of ssgd, local:N, sma with "
-            "launcher=torchrun",
+            "policy=PairLater: it sets comm.sync=pair: must be another than pair with job=fixed",
         ),
         ("launcher=local", "must be launcher=torchrun"),
         ("-m launcher=torchrun seed=1,2", "-m: "),

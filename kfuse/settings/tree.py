@@ -332,7 +332,10 @@ def _convert(kind: type, value: Any) -> Any:
     if kind is str:
         return os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if kind is float:
-        return float(value) if isinstance(value, int | float) or hasattr(value, "__float__") else None
+        try:
+            return float(value) if isinstance(value, int | float) or hasattr(value, "__float__") else None
+        except OverflowError:  # an integer beyond the range of floats
+            return None
     if isinstance(value, float):
         return int(value) if value.is_integer() else None
     return operator.index(value) if hasattr(value, "__index__") else None
