@@ -594,9 +594,9 @@ def remarks_of_a_data_loader() -> list[str]:
     handler = logging.handlers.BufferingHandler(100)
     logging.getLogger("kfuse").addHandler(handler)
     settings: tuple[dict[str, int], ...] = ({}, {"batch_size": 24})
-    for given in settings:
+    for size in settings:
         model, opt = linear()
-        kf.fit(model, DataLoader(pairs(), 12, True, drop_last=True), opt, **given)  # type: ignore[arg-type]
+        kf.fit(model, DataLoader(pairs(), 12, True, drop_last=True), opt, **size)  # type: ignore[arg-type]
     return [record.getMessage() for record in handler.buffer]
 
 

@@ -47,7 +47,7 @@ def patched(self, complete, step, local):
         time.sleep(0.1)
 
 Executor.launch = patched
-kf.init(**CommOptions(bucket_mb=0.06, **options).named(), comm_timeout_s=60)
+kf.init(comm_bucket_mb=0.06, comm_timeout_s=60, **{f"comm_{name}": value for name, value in options.items()})
 torch.manual_seed(0)
 x, y = torch.randn(240, 64), torch.randint(0, 3, (240,))
 linear = torch.nn.Linear
