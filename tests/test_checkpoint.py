@@ -360,9 +360,9 @@ def test_leftovers_of_the_dead_are_removed_and_the_living_left_alone(tmp_path: P
 @pytest.mark.full
 def test_two_processes_may_write(tmp_path: Path, writers: Writers) -> None:
     """As when a leader is replaced while it is still writing its last one."""
-    first = writers.start(tmp_path, first=0, saves=10, checkpoint_keep=50)
+    first = writers.start(tmp_path, first=0, saves=10, keep=50)
     writers.wait_for_one(first)
-    second = writers.start(tmp_path, first=100, saves=10, checkpoint_keep=50)
+    second = writers.start(tmp_path, first=100, saves=10, keep=50)
     assert writers.end(first) == (os.EX_OK, list(range(10)))
     assert writers.end(second) == (os.EX_OK, list(range(100, 110)))
     steps = [*range(10), *range(100, 110)]
@@ -687,7 +687,7 @@ def test_killed_at_any_instant(tmp_path: Path, writers: Writers) -> None:
     for kill in range(500):
         if kill >= 50 and newest > 1 and interrupted:
             break
-        pid = writers.start(tmp_path, first=newest + 1, saves=1000, checkpoint_keep=2)
+        pid = writers.start(tmp_path, first=newest + 1, saves=1000, keep=2)
         # The instant: any will do. Later and later ones, since beside other work the disk may have become slower.
         threading.Event().wait(rng.uniform(0, span * (1 + kill / 50)))
         os.kill(pid, signal.SIGKILL)
@@ -706,7 +706,7 @@ def test_killed_before_each_operation(tmp_path: Path, writers: Writers, again: b
     newest, exit_code, deaths = 1, -signal.SIGKILL, 0
     while exit_code == -signal.SIGKILL:
         deaths += 1
-        pid = writers.start(tmp_path, first=newest if again else newest + 1, saves=1, checkpoint_keep=1, die_at=deaths)
+        pid = writers.start(tmp_path, first=newest if again else newest + 1, saves=1, keep=1, die_at=deaths)
         exit_code, wrote = writers.end(pid)
         newest = check_after_death(tmp_path, max([newest, *wrote]))
     assert exit_code == os.EX_OK and names(tmp_path) == [f"step-{newest:08d}"]

@@ -70,10 +70,12 @@ opt.zero_grad()
 
 CHECK = """
 import hydra
-from kfuse.cli.check import validate
+from kfuse.cli.check import prepare, validate
 
 with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
-    validate(hydra.compose("config", []))
+    config = hydra.compose("config", [])
+prepare(config, [])
+validate(config)
 """
 
 IMPORT_ALONE = """

@@ -58,5 +58,5 @@ def test_norm_test_with_the_unbiased_estimate_asks_for_more_than_with_one_batchs
 
 def test_norm_test_changes_the_batch_by_whole_micro_batches_upwards_only() -> None:
     assert NormTestPolicy().decide(measured(60, 15.5, 1.0)) == Decision(batch_size=64)  # 15.5 / 0.25 = 62
-    assert NormTestPolicy().decide(measured(62, 15.75, 1.0, batch_micro=64)) == Decision(batch_size=64)  # 63
-    assert NormTestPolicy().decide(measured(70, 17.75, 1.0, batch_micro=64)) == Decision(batch_size=128)  # 71
+    assert NormTestPolicy().decide(measured(62, 15.75, 1.0, micro_batch=64)) == Decision(batch_size=64)  # 63
+    assert NormTestPolicy().decide(measured(70, 17.75, 1.0, micro_batch=64)) == Decision(batch_size=128)  # 71

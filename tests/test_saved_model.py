@@ -159,9 +159,9 @@ def test_the_best_is_by_loss_where_there_are_no_classes(tmp_path: Path) -> None:
     [
         ({}, set()),
         ({"run_dir": "run"}, {"run/model.pt"}),
-        ({"checkpoint": "kept"}, {"kept/model.pt"}),
-        ({"run_dir": "run", "checkpoint": "kept"}, {"run/model.pt"}),
-        ({"run_dir": "run", "save_model": False}, set()),
+        ({"checkpoint_dir": "kept"}, {"kept/model.pt"}),
+        ({"run_dir": "run", "checkpoint_dir": "kept"}, {"run/model.pt"}),
+        ({"run_dir": "run", "train_save_model": False}, set()),
     ],
 )
 def test_where_it_goes(arguments: dict[str, Any], files: set[str], tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def one_score(output: Tensor, target: Tensor) -> Tensor:
     ("arguments", "message"),
     [
         ({"loss_fn": F.cross_entropy}, "loss_fn= and step_fn=: pass one of them"),
-        ({"train_target_accuracy": 0.9}, r"target_accuracy=0\.9: needs loss_fn="),
+        ({"train_target_accuracy": 0.9}, r"train_target_accuracy=0\.9: must be None with step_fn="),
         ({"metrics": {"top": broken}}, r"metrics\['top'\] with step_fn="),
         (
             {"step_fn": None, "train_target_accuracy": 0.9, "loss_fn": one_score},
