@@ -32,6 +32,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _symmetric_memory
 
+from kfuse import session
 from kfuse.comm import devices
 
 FOLDER = Path("/dev/shm")
@@ -199,6 +200,8 @@ def install(faults: nccl_double.Faults | None = None, **gpu: Any) -> Allocator:
 
     allocator = Allocator()
     devices.of = of  # type: ignore[assignment]
+    devices.count = lambda: 1
+    session._choose_device = lambda: torch.device("cpu")
     _symmetric_memory._SymmetricMemory = allocator  # type: ignore[attr-defined]
     _symmetric_memory.rendezvous = allocator.rendezvous  # type: ignore[assignment]
     return allocator
