@@ -214,7 +214,7 @@ def test_where_it_cannot_be_it_is_refused_on_every_worker() -> None:
 
 
 def test_a_supervisors_worker_is_refused() -> None:
-    with pytest.raises(ValueError, match="comm_schedule=symmetric: .*job=elastic"):
+    with pytest.raises(ValueError, match=r"comm_schedule=symmetric: .*job=elastic"):
         session.connect_to_supervisor(cast(Any, None), CommOptions(schedule="symmetric"), 1.0)
 
 
