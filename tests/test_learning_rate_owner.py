@@ -55,7 +55,7 @@ def assert_close(net: nn.Module, twin: nn.Module) -> None:
 
 SCHEDULES = {
     "warm-up from 0": lambda opt: LambdaLR(opt, warm_up),
-    "train_steps": lambda opt: StepLR(opt, 3, 0.5),
+    "steps": lambda opt: StepLR(opt, 3, 0.5),
     "one cycle": lambda opt: OneCycleLR(opt, 0.3, total_steps=100),
 }
 
@@ -223,7 +223,7 @@ def test_a_decay_ends_with_the_run_though_the_batch_grows(length: dict[str, int]
     kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=4, lr_decay="linear", lr_scaling=scaling, **length)
     steps, samples = policy.seen[-1][0] + 1, policy.seen[-1][1]
     before_last = policy.seen[-2][1]
-    left = 1 / steps if "steps" in length else 1 - before_last / samples
+    left = 1 / steps if "train_steps" in length else 1 - before_last / samples
     gain = {"none": 1.0, "linear": 3.0}.get(scaling)
     if gain is not None:
         assert factors[-1] == pytest.approx(gain * left)

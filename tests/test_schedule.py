@@ -6,7 +6,6 @@ message brings nothing before its wait: so a program that reads too early, or fo
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterator
 from itertools import product
@@ -41,6 +40,7 @@ from kfuse.comm.schedule import (
     split,
     validate,
 )
+from kfuse.settings import rules
 
 PLAIN = all_reduce("allreduce")
 SPLIT = {reduces: split(all_reduce("x"), "x", reduces) for reduces in (False, True)}
@@ -258,10 +258,11 @@ def every_step() -> Iterator[tuple[CommOptions, str, bool, bool]]:
     """All that the programs of a step depend on."""
     for state, dtype, reproducible in product(("replicated", "sharded"), ("fp32", "bf16"), (False, True)):
         for name in (*transport_names.allowed(reproducible, state == "sharded")[1:], "my.Transport"):
-            with contextlib.suppress(ValueError):  # what does not go together
-                options = CommOptions(name, state=state, dtype=dtype, reproducible=reproducible)
-                for adds_up, mirrors in product((False, True), repeat=2):
-                    yield options, name, adds_up, mirrors
+            given = {"schedule": name, "state": state, "dtype": dtype, "reproducible": reproducible}
+            if any(rules.broken({f"comm.{key}": value for key, value in given.items()})):
+                continue
+            for adds_up, mirrors in product((False, True), repeat=2):
+                yield CommOptions(**given), name, adds_up, mirrors
 
 
 def test_the_programs_of_a_step_are_right_with_all_options() -> None:

@@ -89,7 +89,7 @@ class Checkpoints:
                 return load(folder), folder
             if (found := load_newest(folder, self._report)) is not None:
                 return found
-        raise CheckpointError(f"{'' if self._script else 'checkpoint.'}resume={path}: no good checkpoint there")
+        raise CheckpointError(f"checkpoint{'_' if self._script else '.'}resume={path}: no good checkpoint there")
 
     def save_when_due(self, step: int, epoch: int, state: CaptureState) -> None:
         """Starts a checkpoint every `every_steps` steps, or each epoch; later if the last is still being written.

@@ -220,7 +220,7 @@ class IterableStream(Stream):
         """Raises DataError for more than one: each would read the whole stream."""
         if num_workers > 1:
             raise DataError(
-                f"num_workers={num_workers} with {_name(self.dataset)}, which cannot seek: must be 0 or 1, as each "
+                f"data_workers={num_workers} with {_name(self.dataset)}, which cannot seek: must be 0 or 1, as each "
                 "loader worker would read the whole stream"
             )
 

@@ -177,7 +177,7 @@ class Progress:
             left += max(0, settings.train_epochs - self.epoch - 1) * -(-length // self.batch_size)
             limit = min(limit, self.step + (left if self.epoch < settings.train_epochs else 0))
         if limit == math.inf:
-            raise TypeError("this training has no length: its data tell none, and steps= is not given")
+            raise TypeError("this training has no length: its data tell none, and train_steps= is not given")
         return int(limit)
 
     def take_evaluation(self, accuracy: float | None, loss: float, metrics: dict[str, float], steps: int) -> bool:
