@@ -50,6 +50,7 @@ def test_above_and_below_are_strict_and_numbers_are_finite(value: float) -> None
         ("batch_size", "4", None),
         ("batch_size", None, None),
         ("lr_base", 1, 1.0),
+        pytest.param("lr_base", 10**400, None, id="too large for a float"),
         ("comm_reproducible", 1, None),
         ("comm_sync", "local:8", "local:8"),
         ("comm_sync", "local:0", None),
