@@ -65,6 +65,8 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
             raise ConfigError(f"{path}: {key}: missing: {ANOTHER_VERSION}")
         if name in values and not setting.allows(values[name]):
             raise ConfigError(f"{path}: {key}={show(values[name])}: must be {setting.allowed}")
+        if section == "batch" and values.get(name, 0) is None and name != "micro_max":
+            raise ConfigError(f"{path}: {key}=null: must be a number, as `kfuse` records it")
     return config
 
 
