@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import kfuse as kf
-from kfuse.cli.check import validate
+from kfuse.cli.check import prepare, validate
 from kfuse.data import DataSplit
 from kfuse.models import GPT
 from kfuse.settings import instantiate
@@ -106,6 +106,7 @@ def configured_gpt(*overrides: str) -> tuple[GPT, DataSplit]:
     text = ["model=gpt", "data=text", "data.block_size=16", "model.layers=1", "model.width=16", "model.dropout=0"]
     with hydra.initialize_config_module("kfuse.configs", version_base="1.3"):
         cfg = hydra.compose("config", [*text, *overrides])
+    prepare(cfg, [*text, *overrides])
     validate(cfg)
     split = instantiate.build({name: value for name, value in cfg.data.items() if name not in LOADING})
     torch.manual_seed(cfg.seed)
