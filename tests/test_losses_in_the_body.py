@@ -142,7 +142,8 @@ torch.manual_seed(0)
 x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
 model = torch.nn.Linear(8, 3)
 opt = kf.FusedSGD(model.parameters(), lr=0.1)
-settings = {"checkpoint": "checkpoints", "checkpoint_every": 3, "resume": "auto"} if checkpoints == "yes" else {}
+kept = {"checkpoint_dir": "checkpoints", "checkpoint_every_steps": 3, "checkpoint_resume": "auto"}
+settings = kept if checkpoints == "yes" else {}
 for step in kf.DataLoader((x, y), model, opt, batch_size=16, train_epochs=5, **settings):
     for a, b in step:
         strikes(step.number)
@@ -237,7 +238,7 @@ model = torch.nn.Linear(8, 3)
 opt = kf.FusedSGD(model.parameters(), lr=0.1)
 open(f"pid-{os.getpid()}", "w")
 data = torch.randn(64, 8), torch.randint(0, 3, (64,))
-saved = {"checkpoint": "checkpoints", "checkpoint_every": 9999}
+saved = {"checkpoint_dir": "checkpoints", "checkpoint_every_steps": 9999}
 for step in kf.DataLoader(data, model, opt, batch_size=16, train_epochs=1000, **saved):
     for a, b in step:
         if number == 1:
