@@ -187,9 +187,9 @@ class CommSettings(TypedDict, total=False):
     ]
 
 
-def declared(door: type) -> dict[str, tuple[Any, Setting]]:
+def declared(group: type) -> dict[str, tuple[Any, Setting]]:
     """Returns the type and the declaration of each setting of a TypedDict, by name."""
-    hints = get_type_hints(door, include_extras=True)
+    hints = get_type_hints(group, include_extras=True)
     return {name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items()}
 
 

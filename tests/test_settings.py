@@ -71,8 +71,8 @@ def test_every_default_is_allowed_and_every_setting_has_one_key() -> None:
     assert all(leaf.allows(leaf.default) for leaf in SETTINGS.values())
     assert len(AT_SHELL) + len(SCRIPTS_ONLY) == len(SETTINGS)
     assert all(spell(leaf.key, shell=False) == leaf.name for leaf in SETTINGS.values())
-    doors = (CommSettings, JobSettings, CommandSettings, TrainSettings)
-    assert {name for door in doors for name in door.__annotations__} == SETTINGS.keys()
+    groups = (CommSettings, JobSettings, CommandSettings, TrainSettings)
+    assert {name for group in groups for name in group.__annotations__} == SETTINGS.keys()
 
 
 def test_an_unknown_setting_is_named_with_the_one_that_may_be_meant() -> None:

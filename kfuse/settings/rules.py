@@ -17,6 +17,7 @@ A rule that needs a fact that is not known is passed over: it is asked again whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -262,5 +263,5 @@ def run_facts(steps: float | None, decay: str, decay_fraction: float) -> dict[st
     """Returns what rules ask of a run of so many steps of the first batch size; None: unknown."""
     if steps is None:
         return {"run.steps": None}
-    most = (1 - decay_fraction) * steps if decay == "wsd" else max(0, -int(-steps // 1) - 1)
+    most = (1 - decay_fraction) * steps if decay == "wsd" else max(0, math.ceil(steps) - 1)
     return {"run.steps": steps, "run.warmup_most": most}

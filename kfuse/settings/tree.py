@@ -1,8 +1,8 @@
 """Every setting: its type, default, bounds and help, once. To add one, add a line here, and use it.
 
-A class below is what one door takes: `kf.init` CommSettings, `kf.DataLoader` LoopSettings, `kf.fit` TrainSettings,
-`kfuse-run` JobSettings, `kfuse` all of them. A setting is called section_name in Python (batch_max) and section.name at
-the shell (batch.max).
+A class below is what one function or command takes: `kf.init` CommSettings, `kf.DataLoader` LoopSettings, `kf.fit`
+TrainSettings, `kfuse-run` JobSettings, `kfuse` all of them. A setting is called section_name in Python (batch_max) and
+section.name at the shell (batch.max).
 """
 
 from __future__ import annotations
@@ -364,11 +364,11 @@ def show(value: object, shell: bool = True) -> str:
     return str(value)
 
 
-def leaves(*doors: type) -> dict[str, Leaf]:
-    """Returns the settings of these doors, by name."""
+def leaves(*groups: type) -> dict[str, Leaf]:
+    """Returns the settings that these classes declare, by name."""
     found: dict[str, Leaf] = {}
-    for door in doors:
-        for name, (hint, setting) in declared(door).items():
+    for group in groups:
+        for name, (hint, setting) in declared(group).items():
             kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
             found.setdefault(name, Leaf(name, kinds[0], type(None) in kinds, setting))
     return found
@@ -380,12 +380,12 @@ AT_SHELL = {leaf.key: leaf for leaf in SETTINGS.values() if leaf.name not in SCR
 """Those that `kfuse` takes, by key."""
 
 
-def resolved(caller: str, door: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all settings of a door, by name: those that a script gives, checked, and the others' defaults.
+def resolved(caller: str, group: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a class's settings, by name: those that a script gives, checked, and the others' defaults.
 
     caller: for messages, "kf.fit". Raises TypeError for an unknown name, ConfigError for a value that is not allowed.
     """
-    known = leaves(door)
+    known = leaves(group)
     for name in given:
         if name not in known:
             raise TypeError(f"{caller} takes no {name}={did_you_mean(name, known)}")
