@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -398,8 +399,10 @@ def test_where_all_workers_are_killed_the_supervisor_starts_new_ones(tmp_path: P
 
 def descendants(pid: int) -> list[int]:
     """The processes that this one has started, and those that they have."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            children += map(int, task.read_text().split())
     return [*children, *(below for child in children for below in descendants(child))]
 
 
