@@ -2,7 +2,7 @@
 # make test       static checks, and the quick tests against the installed wheel
 # make test-all   all tests; soak and repetition excepted (pytest -m long)
 # make lint       the static checks alone
-# make reference  writes docs/reference.md, which a test compares with the code
+# make reference  writes the tables of docs/reference.md and docs/support.md, which tests compare with the code
 
 PYTHON ?= python3
 VENV := .venv
@@ -37,7 +37,7 @@ lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/lint-imports
 
 reference: $(VENV)/.installed
-	$(VENV)/bin/python -m kfuse.tools.reference > docs/reference.md
+	$(VENV)/bin/python -m kfuse.tools.reference docs/reference.md docs/support.md
 
 # `make run` uses the checkout itself (editable); `make test` uses a wheel, built anew each time.
 $(VENV)/.installed: pyproject.toml constraints.txt | python

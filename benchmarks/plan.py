@@ -41,8 +41,7 @@ import numpy as np
 import numpy.typing as npt
 from machine import command, machine, versions
 
-from kfuse.tools.plan.allocate import LEAST_GAIN, plan, service
-from kfuse.tools.plan.jobs import Job, LinearStepTime, Option
+from kfuse.tools.plan.jobs import LEAST_GAIN, Job, LinearStepTime, Option, plan, service
 
 RULES = {"planner": LEAST_GAIN, "planner 0.3": 0.3, "static": 0.0, "fifo": 0.0}
 """Each with its `least_gain`; the last two have none."""

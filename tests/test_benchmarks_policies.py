@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfuse.tools.plan.allocate import forecast
+from kfuse.tools.plan.jobs import forecast
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

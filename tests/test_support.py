@@ -26,10 +26,8 @@ from test_redundancy_jobs import Strikes
 import kfuse as kf
 from kfuse.elastic.supervisor import Supervisor
 from kfuse.settings import rules
-from kfuse.tools.reference import support_page
 
 COUNTS = (1, 2, 3, 4)
-PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 SUPPORTED = support.supported()
 
 
@@ -63,10 +61,6 @@ def covering(cases: Iterable[Case], parts: Callable[[Case], Iterable[Any]] = pai
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_the_page_has_the_rules() -> None:
-    assert PAGE.read_text() == support_page(), "python -m kfuse.tools.reference support > docs/support.md"
 
 
 def test_every_value_is_supported_somewhere() -> None:

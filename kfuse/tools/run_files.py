@@ -1,14 +1,13 @@
 """Reads a recorded run directory back, for `kfuse replay`, `kfuse plan` and `kfuse cbs`.
 
-Its files may be damaged, or be those of another program or another version of kfuse. So each value that a command may
-use is checked as it is read. What is wrong raises ConfigError, in one line: the file, where in it, the name, its value
-and what it must be.
+Its files may be damaged, or another program's. So each value that a command may use is checked as it is read. What is
+wrong raises ConfigError, in one line: the file, where in it, the name, its value and what it must be.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -21,10 +20,7 @@ from kfuse.settings.instantiate import describe, fits, is_finite, one_line
 from kfuse.settings.tree import AT_SHELL, WORKERS_MAX, ConfigError, show
 from kfuse.statistics.figures import METRICS, StepContext
 
-ANOTHER_VERSION = "another version of kfuse, or another program, has written it"
-
-
-# -- configuration ----------------------------------------------------------------------------------------------------
+MISSING = "missing: another version of kfuse, or another program, has written it"
 
 
 def read_yaml(path: Path) -> Any:
@@ -50,7 +46,7 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
     path = config_path(run_dir)
     config = read_yaml(path)
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: must be the configuration of a run of `kfuse`: {ANOTHER_VERSION}")
+        raise ConfigError(f"{path}: must be the configuration of a run of `kfuse`")
     sections = {*CLASS_GROUPS, *(key.rpartition(".")[0] for key in AT_SHELL)} - {""}
     for section in sections & config.keys():
         if not isinstance(config[section], dict):
@@ -61,34 +57,47 @@ def read_config(run_dir: Path, needed: Collection[str]) -> dict[str, Any]:
     for key, setting in AT_SHELL.items():
         section, _, name = key.rpartition(".")
         values = config.get(section, {}) if section else config
-        if name not in values and key in needed:
-            raise ConfigError(f"{path}: {key}: missing: {ANOTHER_VERSION}")
-        if name in values and not setting.allows(values[name]):
+        if name not in values:
+            if key in needed:
+                raise ConfigError(f"{path}: {key}: {MISSING}")
+        elif not setting.allows(values[name]):
             raise ConfigError(f"{path}: {key}={show(values[name])}: must be {setting.allowed}")
-        if section == "batch" and values.get(name, 0) is None and name != "micro_max":
+        elif section == "batch" and values[name] is None and name != "micro_max":
             raise ConfigError(f"{path}: {key}=null: must be a number, as `kfuse` records it")
     return config
-
-
-# -- lines of JSON ----------------------------------------------------------------------------------------------------
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl, one at least: steps, samples and epochs ascend. Raises ConfigError.
 
-    Each has all columns. Where it has `signals`, those that are there are of their types.
+    Each has all columns. The first has `signals`; where others do, those that are there are of their types.
     """
-    path = run_dir / "metrics.jsonl"
-    lines: list[dict[str, Any]] = []
     before = {"step": -1, "samples": 0, "epoch": 0}
-    for number, line in _records(path):
-        why = None if lines or "signals" in line else f"signals: missing: {ANOTHER_VERSION}"
-        if why := why or _wrong_line(line, before):
-            raise ConfigError(f"{path}: line {number}: {why}")
-        lines.append(line)
-        before = line
+
+    def check(line: dict[str, Any]) -> None:
+        needed = METRICS if before["step"] >= 0 else [*METRICS, "signals"]
+        if missing := [name for name in needed if name not in line]:
+            raise ValueError(f"{missing[0]}: {MISSING}")
+        for name in METRICS:
+            _check_figure(name, line[name])
+        steps = line["step"] - before["step"]
+        if steps < 1:
+            raise ValueError(f"step={line['step']}: must be above {before['step']}, that of the line before")
+        for name, least in (("samples", before["samples"] + steps), ("epoch", before["epoch"])):
+            if line[name] < least:
+                raise ValueError(f"{name}={line[name]}: must be at least {least}, after the line before")
+        if line["epoch"] >= line["samples"]:
+            raise ValueError(f"epoch={line['epoch']}: must be below samples")
+        signals = line.get("signals", {})
+        if not isinstance(signals, dict):
+            raise ValueError(f"signals={show(signals)}: must be an object")
+        for name in signals.keys() & {*OTHER_SIGNALS}:
+            (_check_bounds if name == "bounds" else _check_figure)(name, signals[name])
+        before.update((name, line[name]) for name in before)
+
+    lines = _records(run_dir / "metrics.jsonl", check)
     if not lines:
-        raise ConfigError(f"{path}: has no step yet")
+        raise ConfigError(f"{run_dir / 'metrics.jsonl'}: has no step yet")
     return lines
 
 
@@ -98,101 +107,54 @@ def read_events(run_dir: Path) -> list[dict[str, Any]] | None:
     Decisions have values of the right types. Raises ConfigError.
     """
     path = run_dir / "events.jsonl"
-    if not path.exists():
-        return None
-    events = []
-    for number, event in _records(path):
-        if why := _wrong_event(event):
-            raise ConfigError(f"{path}: line {number}: {why}")
-        events.append(event)
-    return events
+    return _records(path, _check_event) if path.exists() else None
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file of JSON lines, numbered from 1. A last line that is not complete yet is left out."""
+def _records(path: Path, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """Returns the objects of a file of JSON lines, checked. A last line that is not complete yet is left out."""
+    found = []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):  # a run under way is writing it
-                    return
+                    break
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError):
                     record = None
                 if not isinstance(record, dict):
                     raise ConfigError(f"{path}: line {number} is damaged: it must be a JSON object")
-                yield number, record
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path.parent}: must be the directory of a run: it has no {path.name}") from error
+                try:
+                    check(record)
+                except ValueError as error:
+                    raise ConfigError(f"{path}: line {number}: {error}") from error
+                found.append(record)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+        what = f"{path.parent}: must be the directory of a run: {path.name}"
+        raise ConfigError(f"{what}: {error.strerror or error}") from error
+    return found
 
 
-def _wrong_line(line: Mapping[str, Any], before: Mapping[str, Any]) -> str | None:
-    """What is wrong with a line of metrics.jsonl, given the line before; None if nothing is."""
-    if missing := [name for name in METRICS if name not in line]:
-        return f"{missing[0]}: missing: {ANOTHER_VERSION}"
-    if why := next(filter(None, (_wrong_figure(name, line[name]) for name in METRICS)), None):
-        return why
-    steps = line["step"] - before["step"]
-    if steps < 1:
-        return f"step={line['step']}: must be above {before['step']}, that of the line before"
-    if line["samples"] - before["samples"] < steps:
-        least = before["samples"] + steps
-        return f"samples={line['samples']}: must be at least {least}: each step since the line before adds some"
-    if not before["epoch"] <= line["epoch"] < line["samples"]:
-        return f"epoch={line['epoch']}: must be at least {before['epoch']}, that of the line before, and below samples"
-    signals = line.get("signals", {})
-    if not isinstance(signals, dict):
-        return f"signals={show(signals)}: must be an object"
-    found = ((name, _wrong_signal(name, value)) for name, value in signals.items())
-    return next((f"signals.{why}" for _, why in found if why), None)
-
-
-def _wrong_signal(name: str, value: Any) -> str | None:
-    """What is wrong with a value under `signals`; None if nothing is, or if this version has no such signal."""
-    if name not in OTHER_SIGNALS:
-        return None
-    if name != "bounds":
-        return _wrong_figure(name, value)
-    names = [each.name for each in fields(Bounds)]
-    if not (isinstance(value, dict) and value.keys() == {*names} and fits([*value.values()], list[int])):
-        return f"bounds={show(value)}: must have {', '.join(names)}, whole numbers: {ANOTHER_VERSION}"
-    try:
-        Bounds(**value)
-    except ValueError as error:
-        return f"bounds: {error}"
-    return None
-
-
-def _wrong_figure(name: str, value: Any) -> str | None:
-    """What is wrong with a value of a figure of a step; None if nothing is."""
-    hint, kinds = _HINTS[name], _KINDS[name]
-    least, most = _RANGES.get(name, (-_LARGEST, _LARGEST) if float in kinds else (0, 2**63))
-    if value is None or type(value) in (int, float):  # the quick way: there are 20 of them in each line
-        right = type(value) in kinds and (value is None or least <= value <= most)
-    else:
-        right = fits(value, hint) and is_finite(value)
-    if right:
-        return None
-    bounds = f", {least:g} to {most:g}" if name in _RANGES else ""
-    return f"{name}={show(value)}: must be {describe(hint)}{bounds}"
-
-
-def _wrong_event(event: Mapping[str, Any]) -> str | None:
-    """What is wrong with a record of events.jsonl; None if nothing is."""
-    for name in ("step", "kind"):
-        if name not in event:
-            return f"{name}: missing: {ANOTHER_VERSION}"
+def _check_event(event: Mapping[str, Any]) -> None:
+    """Raises ValueError for a record of events.jsonl with values that a command cannot use."""
+    if missing := [name for name in ("step", "kind") if name not in event]:
+        raise ValueError(f"{missing[0]}: {MISSING}")
     kind, step = event["kind"], event["step"]
     if not isinstance(kind, str):
-        return f"kind={show(kind)}: must be text"
-    if why := _wrong_figure("step", step) if step is not None or kind in _AT_A_STEP else None:
-        return why
-    for name, hint in _PAIRS.items() if kind == "decision" else ():
+        raise ValueError(f"kind={show(kind)}: must be text")
+    if step is not None or kind in ("decision", "resumed", "went_back"):  # their steps tell which decisions hold
+        _check_figure("step", step)
+    pairs = {"batch_size": tuple[int, int], "lr": tuple[float | None, float | None], "sync": tuple[str, str]}
+    for name, hint in pairs.items() if kind == "decision" else ():
         if name in event and not (fits(event[name], hint) and is_finite(event[name])):
-            return f"{name}={show(event[name])}: must be {describe(hint)}"
-    return None
+            raise ValueError(f"{name}={show(event[name])}: must be {describe(hint)}")
+
+
+def _check_bounds(name: str, value: Any) -> None:
+    names = [each.name for each in fields(Bounds)]
+    if not (isinstance(value, dict) and value.keys() == {*names} and fits([*value.values()], list[int])):
+        raise ValueError(f"signals.{name}={show(value)}: must have {', '.join(names)}, whole numbers")
+    Bounds(**value)
 
 
 # -- what a figure must be --------------------------------------------------------------------------------------------
@@ -215,11 +177,17 @@ _HINTS: dict[str, Any] = {"step": int} | get_type_hints(StepContext) | get_type_
 _HINTS |= {name: _HINTS[name] | None for name in ("lr", "step_time_s", "data_wait_s")}
 _KINDS = {name: {*(get_args(hint) or (hint,))} for name, hint in _HINTS.items()}
 _KINDS = {name: kinds | {int} if float in kinds else kinds for name, kinds in _KINDS.items()}
-_AT_A_STEP = ("decision", "resumed", "went_back")
-"""Events whose step tells which decisions hold."""
-_PAIRS: dict[str, Any] = {
-    "batch_size": tuple[int, int],
-    "lr": tuple[float | None, float | None],
-    "sync": tuple[str, str],
-}
-"""What a decision has before and after, by setting."""
+
+
+def _check_figure(name: str, value: Any) -> None:
+    """Raises ValueError for what is no value of a figure of a step."""
+    hint, kinds = _HINTS[name], _KINDS[name]
+    least, most = _RANGES.get(name, (-_LARGEST, _LARGEST) if float in kinds else (0, 2**63))
+    if value is None or type(value) in (int, float):  # the quick way: there are 20 of them in each line
+        right = type(value) in kinds and (value is None or least <= value <= most)
+    else:
+        right = fits(value, hint) and is_finite(value)
+    if not right:
+        bounds = f", {least:g} to {most:g}" if name in _RANGES else ""
+        name = name if name in METRICS else f"signals.{name}"
+        raise ValueError(f"{name}={show(value)}: must be {describe(hint)}{bounds}")

@@ -22,7 +22,6 @@ from kfuse.comm.cost import Costs, Job, Price, choose, price
 from kfuse.comm.options import CommOptions
 from kfuse.comm.probe import SCHEDULES
 from kfuse.comm.programs import make_programs
-from kfuse.comm.schedule import Program
 from kfuse.comm.tail import Tail
 from kfuse.comm.transports.tree import parents
 from kfuse.elastic.launchers import TorchrunLauncher
@@ -47,84 +46,54 @@ MOST_PROCESSES = 4
 
 def main(config: dict[str, Any]) -> int:
     """Prints the program for a checked configuration. Returns the exit status."""
-    console, options = Console(), CommOptions.of(flat(config))
-    workers = max(2, config["workers"]["count"])
-    candidates, further = _schedules(options)
+    options, workers = CommOptions.of(flat(config)), max(2, config["workers"]["count"])
     if options.synchronisation.mode != "ssgd":
-        return _fail(console, f"comm.sync={options.sync}: no gradients are sent: docs/synchronisation.md says what is")
-    if not candidates:
-        return _fail(console, f"comm.schedule={options.schedule}: the messages of your own transport are not known")
+        _say(f"comm.sync={options.sync}: no gradients are sent: docs/synchronisation.md says what is")
+        return 1
+    if "." in options.schedule:
+        _say(f"comm.schedule={options.schedule}: the messages of your own transport are not known")
+        return 1
     model = _model(config)
-    job = Job(_buckets(model, options), workers, tuple(parents(options.tree, [""] * workers)), options.wire_bytes)
-    apart = replace(job, buckets=(_elements_apart(model, options, workers),), wire_bytes=4)
+    params = [p for p in model.parameters() if p.requires_grad]
+    buckets = tuple(it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements()))
+    job = Job(buckets, workers, tuple(parents(options.tree, [""] * workers)), options.wire_bytes)
+    # Buffers and tail are a bucket of their own where the last bucket has no room for them.
+    buffers = averaged_buffers(model)
+    extra = sum(buffer.numel() for buffer in buffers) + Tail(len(params), 0, workers).numel
+    apart = replace(job, buckets=(extra,), wire_bytes=4) if options.has_bucket_apart(buffers) else None
     processes = workers if workers <= min(MOST_PROCESSES, os.cpu_count() or 1) else 2
-    costs, problem = _measure(options, processes, max(job.buckets))
-    if costs is None:
-        return _fail(console, f"measuring messages: {problem}")
-    elastic = instantiate.locate(config["launcher"]["_target_"]) is not TorchrunLauncher
-    mirrors = elastic and options.redundancy == "mirror"
-    prices: dict[str, list[Price]] = {}
-    for name in (*candidates, *further):
-        program, last = make_programs(options, name, devices.count() > 0, mirrors)
-        prices[name] = [price(program, job, costs)]
-        if sum(apart.buckets):
-            prices[name].append(price(_up_to_barrier(last), apart, costs))
-    chosen = choose({name: prices[name][0].seconds for name in candidates}, candidates[0])
-    source = "measured by" if processes == workers else "computed from the messages of"
-    _say(
-        console,
-        f"{chosen}, {workers} workers: {sum(job.buckets) / 1e6:.3f} M parameters in {len(job.buckets)} "
-        f"bucket{'s' * (len(job.buckets) > 1)}; {source} {processes} processes of this machine, in "
-        f"{costs.probe_s:.2f} s",
-    )
-    if devices.count():
-        _say(console, "These are messages between CPUs, over gloo: the times say nothing of this machine's GPUs.")
-    console.print(_table(prices[chosen][0]))
-    for each in prices[chosen][1:]:
-        _say(console, f"The last bucket has no gradients: averaged buffers and the tail, {apart.buckets[0]} numbers.")
-        console.print(_table(each))
-    for name, both in prices.items():
-        seconds = sum(each.seconds for each in both)
-        _say(console, f"{name:<15}{1e3 * seconds:10.3f} ms a step, if backward hides none of it")
-    return 0
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _fail(console: Console, text: str) -> int:
-    _say(console, text)
-    return 1
-
-
-def _measure(options: CommOptions, processes: int, elements: int) -> tuple[Costs | None, str | None]:
-    """Returns what messages between so many processes cost, or None and why that is unknown.
-
-    elements: of the largest message.
-    """
-    arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": elements}
+    arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": max(buckets)}
     try:
         with ranks("costs", arguments, processes, gpus=0) as started:
             found, problem = started[0].result()
     except StoreError as error:
-        return None, str(error)
-    return (None, problem) if found is None else (Costs(**found), None)
+        found, problem = None, str(error)
+    if found is None:
+        _say(f"measuring messages: {problem}")
+        return 1
+    costs, candidates = Costs(**found), [options.transport()]
+    if options.schedule == "auto" and candidates[0] in SCHEDULES and not options.reproducible:
+        candidates = [*SCHEDULES] if options.dtype == "fp32" else candidates
+    prices = _prices(config, options, job, apart, costs, [*candidates, *(("tree",) if len(candidates) > 1 else ())])
+    chosen = choose({name: prices[name][0].seconds for name in candidates}, candidates[0])
+    source = "measured by" if processes == workers else "computed from the messages of"
+    _say(
+        f"{chosen}, {workers} workers: {sum(buckets) / 1e6:.3f} M parameters in {len(buckets)} "
+        f"bucket{'s' * (len(buckets) > 1)}; {source} {processes} processes of this machine, in {costs.probe_s:.2f} s",
+    )
+    if devices.count():
+        _say("These are messages between CPUs, over gloo: the times say nothing of this machine's GPUs.")
+    _print_operations(prices[chosen][0])
+    for each in prices[chosen][1:]:
+        _say(f"The last bucket has no gradients: averaged buffers and the tail, {extra} numbers.")
+        _print_operations(each)
+    for name, both in prices.items():
+        _say(f"{name:<15}{1e3 * sum(each.seconds for each in both):10.3f} ms a step, if backward hides none of it")
+    return 0
 
 
-def _schedules(options: CommOptions) -> tuple[list[str], list[str]]:
-    """Returns what `comm.schedule` leaves to choose from, and what is shown beside; none for a user's own class."""
-    if "." in options.schedule:
-        return [], []
-    first = options.transport()
-    if options.schedule != "auto" or first not in SCHEDULES or options.reproducible or options.dtype != "fp32":
-        return [first], []
-    return [*SCHEDULES], ["tree"]
-
-
-def _up_to_barrier(program: Program) -> Program:
-    """Returns the program of a last bucket without gradients: nothing in it is measured or updated."""
-    return replace(program, ops=program.ops[: program.index("barrier") + 1])
+def _say(text: str) -> None:
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _model(config: Mapping[str, Any]) -> torch.nn.Module:
@@ -136,23 +105,23 @@ def _model(config: Mapping[str, Any]) -> torch.nn.Module:
     return model
 
 
-def _buckets(model: torch.nn.Module, options: CommOptions) -> tuple[int, ...]:
-    """Returns the elements of each bucket of the model's gradients."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    return tuple(it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements()))
+def _prices(
+    config: Mapping[str, Any], options: CommOptions, job: Job, apart: Job | None, costs: Costs, names: list[str]
+) -> dict[str, list[Price]]:
+    """Returns by schedule the price of its program, and that of the last bucket where this has no gradients."""
+    elastic = instantiate.locate(config["launcher"]["_target_"]) is not TorchrunLauncher
+    found: dict[str, list[Price]] = {}
+    for name in names:
+        program, last = make_programs(options, name, devices.count() > 0, elastic and options.redundancy == "mirror")
+        found[name] = [price(program, job, costs)]
+        if apart is not None:  # nothing in it is measured or updated
+            until_barrier = replace(last, ops=last.ops[: last.index("barrier") + 1])
+            found[name].append(price(until_barrier, apart, costs))
+    return found
 
 
-def _elements_apart(model: torch.nn.Module, options: CommOptions, workers: int) -> int:
-    """Returns the elements of the last bucket where that has no gradients, else 0."""
-    buffers = averaged_buffers(model)
-    if not options.has_bucket_apart(buffers):
-        return 0
-    tail = Tail(len([p for p in model.parameters() if p.requires_grad]), 0, workers)
-    return sum(buffer.numel() for buffer in buffers) + tail.numel
-
-
-def _table(price: Price) -> Table:
-    """Returns a table of the program's operations, summed over all buckets."""
+def _print_operations(price: Price) -> None:
+    """Prints a table of the program's operations, summed over all buckets."""
     table = Table(box=SIMPLE, padding=0)
     for k, column in enumerate(("operation", "place", "stream", "messages", "MB sent", "MB of memory", "ms")):
         table.add_column(column, justify="left" if k < 3 else "right", no_wrap=True)
@@ -162,4 +131,4 @@ def _table(price: Price) -> Table:
         cells = [f"{value:.{3 if k else 0}f}" if value else "" for k, value in enumerate(figures)]
         table.add_row(f"{op.kind} {op.what}".rstrip(), op.place, op.stream, *cells)
     table.add_row("all", "", "", "", f"{price.wire_bytes / 1e6:.3f}", "", f"{1e3 * price.seconds:.3f}", style="bold")
-    return table
+    Console().print(table)

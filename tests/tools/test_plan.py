@@ -11,8 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfuse.tools.plan.allocate import LEAST_GAIN, allocate, forecast, plan, service
-from kfuse.tools.plan.jobs import Job, LinearStepTime, Option, fit, share
+from kfuse.tools.plan.jobs import (
+    LEAST_GAIN,
+    Job,
+    LinearStepTime,
+    Option,
+    allocate,
+    fit,
+    forecast,
+    plan,
+    service,
+    share,
+)
 
 STEP = LinearStepTime(fixed=0.02, sample=0.001, worker=0.002)
 JOB = Job("job", 1e6, 64, (64, 1024), 16, (1, 8), (300.0, 400.0, 600.0), STEP, {}, (1.0, 1.0))

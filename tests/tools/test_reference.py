@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import kfuse
-from kfuse.tools.reference import EVENTS, reference
+from kfuse.cli.app import _TOOLS, main
+from kfuse.tools.reference import updated
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_reference_is_up_to_date() -> None:
-    written = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
-    assert written == reference(), "make reference writes it anew"
+    for page in ("reference.md", "support.md"):
+        written = (DOCS / page).read_text()
+        assert "<!-- end -->" in written and written == updated(written), "make reference writes it anew"
 
 
 def emitted() -> Iterator[tuple[str, set[str]]]:
@@ -31,7 +39,16 @@ def emitted() -> Iterator[tuple[str, set[str]]]:
 
 
 def test_every_kind_of_event_is_described() -> None:
+    _, _, page = (DOCS / "reference.md").read_text().partition("## Events")
+    described = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, flags=re.MULTILINE))
     found = list(emitted())
-    assert {kind for kind, _ in found} == set(EVENTS)
+    assert {kind for kind, _ in found} == set(described)
     for kind, names in found:
-        assert names - {"kind", "step"} <= set(re.findall(r"\w+", EVENTS[kind][1])), kind
+        assert names - {"kind", "step"} <= set(re.findall(r"\w+", described[kind])), kind
+
+
+def test_every_tool_has_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, module in _TOOLS.items():
+        monkeypatch.setattr(sys, "argv", ["kfuse", name, "--help"])
+        assert main() == 0
+        assert capsys.readouterr().out == importlib.import_module(module).USAGE + "\n"

@@ -324,7 +324,7 @@ def test_the_table_and_the_summary(recorded: Path, monkeypatch: Patch, capsys: C
 BAD = [
     ((), "must be given the directory of a run"),
     (("RUN",), "policy: must be given"),
-    (("nowhere", "policy=none"), "nowhere: must be the directory of a run: it has no metrics.jsonl"),
+    (("nowhere", "policy=none"), "nowhere: must be the directory of a run: metrics.jsonl: No such"),
     (("RUN", "policy=none", "batch.size=8"), "batch.size=8: must be one of policy, policy.NAME, batch.min"),
     (("RUN", "policy=gns", "policy.every=0"), "policy.every=0: must be a whole number, at least 1"),
     (("RUN", "policy._target_=nothing.Here"), "there is no module nothing"),

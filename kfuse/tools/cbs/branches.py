@@ -86,15 +86,11 @@ class Run:
             raise ConfigError(f"run={path}: has no checkpoint: checkpoint.every_steps=N, checkpoint.keep=N write them")
         if (sync := self.config["comm"]["sync"]) != "ssgd":
             raise ConfigError(f"run={path}: comm.sync={sync}: must be ssgd; else workers have batches of their own")
-        kind = str(self.config["optimizer"]["_target_"])
-        self.lr_scaling = lr_scaling or ("linear" if "SGD" in kind else "sqrt")
+        self.lr_scaling = lr_scaling or ("linear" if "SGD" in self.config["optimizer"]["_target_"] else "sqrt")
         self.workers = workers or self.config["workers"]["count"]
 
     def check(self, largest_batch: int) -> None:
-        """Raises ConfigError where branches cannot run: what the run was given, such as its data, may have gone since.
-
-        Called before anything is trained.
-        """
+        """Raises ConfigError where branches cannot run: what the run was given, such as its data, may have gone."""
         try:
             validate(OmegaConf.create(self.branch_config(largest_batch, self.config["seed"], None, 1)))
         except ConfigError as error:
@@ -128,20 +124,19 @@ class Start:
     """A checkpoint of a run, as the branches begin from it. Raises ConfigError where it cannot be used."""
 
     def __init__(self, run: Run, step: int) -> None:
-        self._run, self._path = run, run.checkpoints[step]
+        self._run, path = run, run.checkpoints[step]
         try:
-            self._state = load(self._path)
+            self._state = load(path)
         except CheckpointError as error:
             raise ConfigError(f"run={run.path}: {error}") from error
-        self._sha256 = json.loads((self._path / "manifest.json").read_text())["sha256"]
+        self._sha256 = json.loads((path / "manifest.json").read_text())["sha256"]
         at, config = self._state["progress"], run.config
         self.step: int = at["step"]
         self.batch_size: int = at["batch_size"]
         """The run's batch size there, in samples."""
-        self.length: int | None = at["began_with"]["dataset size"]
-        """Samples of an epoch."""
-        self.cursor: int = at["cursor"]
-        if self.length is None:
+        self._cursor: int = at["cursor"]
+        self._length: int | None = at["began_with"]["dataset size"]
+        if self._length is None:
             raise ConfigError(f"run={run.path}: must train on data of a length: a stream has one order only")
         lr, train = config["lr"], config["train"]
         try:
@@ -150,7 +145,7 @@ class Start:
                 lr["warmup_steps"],
                 lr["decay"],
                 config["batch"]["size"],
-                None if train["epochs"] is None else train["epochs"] * self.length,
+                None if train["epochs"] is None else train["epochs"] * self._length,
                 train["steps"],
                 lr["decay_fraction"],
                 lr["change_warmup_steps"],
@@ -168,58 +163,53 @@ class Start:
 
     def check(self, plan: Plan) -> None:
         """Raises ConfigError for batches that are not whole micro-batches, or larger than an epoch."""
-        run, micro = self._run, self._run.config["batch"]["micro"]
+        micro = self._run.config["batch"]["micro"]
         for k in plan.factors:
             if plan.batch(k) % micro:
                 raise ConfigError(
-                    f"run={run.path}: factors: {k:g} makes a batch of {plan.batch(k)} samples at step {self.step}: "
+                    f"factors: {k:g} makes a batch of {plan.batch(k)} samples at step {self.step}: "
                     f"must be whole micro-batches of batch.micro={micro}, one at least"
                 )
-        try:
-            plan.steps(plan.factors[-1], self.cursor, self.length)
-        except ValueError as error:
-            raise ConfigError(f"run={run.path}: {error}") from error
+        plan.steps(plan.factors[-1], self._cursor, self._length)
 
-    def branch(self, plan: Plan, k: float, repetition: int) -> Branch:
-        """The branch k of the plan. Its first repetition goes on in the run's own data order."""
-        seed = (self._run.config["seed"] + repetition) % 2**32
-        steps = plan.steps(k, self.cursor, self.length)
-        return Branch(self._sha256, self.step, plan.batch(k), seed, self._run.lr_scaling, steps, self._run.workers)
-
-    def train(self, branch: Branch) -> Trace:
-        """Trains a branch, unless that was done before.
+    def train(self, plan: Plan, k: float, repetition: int) -> Trace:
+        """Trains branch k of the plan, unless that was done before. Repetition 0 has the run's own data order.
 
         Raises BranchError where it fails, KeyboardInterrupt where it is stopped.
         """
-        folder = self._run.path / "cbs" / f"step-{branch.step:08d}" / f"batch-{branch.batch_size}-seed-{branch.seed}"
+        run, batch, seed = self._run, plan.batch(k), (self._run.config["seed"] + repetition) % 2**32
+        steps = plan.steps(k, self._cursor, self._length)
+        branch = Branch(self._sha256, self.step, batch, seed, run.lr_scaling, steps, run.workers)
+        folder = run.path / "cbs" / f"step-{self.step:08d}" / f"batch-{batch}-seed-{seed}"
         done = folder / "branch.json"
-        found = _read(done, branch)
-        if found is None:
+        try:
+            found = json.loads(done.read_text())
+        except (OSError, ValueError):
+            found = {}
+        if found.get("branch") != asdict(branch):
             if folder.exists():  # of a measurement that was killed, or with other settings
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
             try:
-                self._train(branch, folder)
+                self._run_job(branch, folder)
             finally:  # as large as the run's checkpoint; a stopped or failed branch begins anew
                 shutil.rmtree(folder / "start", ignore_errors=True)
+            first = self._state["progress"]["samples"]
             try:
-                found = {"branch": asdict(branch), "steps": self._figures(folder)}
+                rows = read_metrics(folder)
             except ConfigError as error:
                 raise BranchError(str(error)) from error
+            figures = [[row["samples"] - first, row["loss"], row["grad_variance"], row["grad_sq"]] for row in rows]
+            found = {"branch": asdict(branch), "steps": figures}
             text = json.dumps(found, allow_nan=False) + "\n"
             write_whole(done, lambda to: to.write_text(text))  # a killed measurement leaves no part of a branch
-        trace = Trace()
-        for figures in found["steps"]:
-            trace.add(*figures)
-        return trace
+        return [(samples, loss, s, g) for samples, loss, s, g in found["steps"]]
 
-    def _train(self, branch: Branch, folder: Path) -> None:
-        """Runs the branch's job, in its directory."""
+    def _run_job(self, branch: Branch, folder: Path) -> None:
         start = folder / "start"
         failed: list[Mapping[str, Any]] = []
         writer = Checkpointer(start, 1, lambda event: failed.append(event) if event["kind"] != "checkpoint" else None)
-        state = with_settings(self._state, branch.batch_size, self._lr_scale, branch.seed)
-        writer.save(branch.step, state)
+        writer.save(branch.step, with_settings(self._state, branch.batch_size, self._lr_scale, branch.seed))
         writer.wait()
         if failed:
             raise BranchError(f"{start}: {failed[0]['why']}")
@@ -227,9 +217,8 @@ class Start:
         config_path(folder).parent.mkdir()
         OmegaConf.save(OmegaConf.create(config), config_path(folder))
         with (folder / "output.log").open("w") as log:
-            recorder = Recorder(
-                RunDirectory(folder, tensorboard=False), Display(progress=False, console=Console(file=log, width=120))
-            )
+            display = Display(progress=False, console=Console(file=log, width=120))
+            recorder = Recorder(RunDirectory(folder, tensorboard=False), display)
             launcher = instantiate.build(config["launcher"])
             elasticity = Elasticity.of(flat(config), restart=False)
             status = supervise(launcher, {**config, "run_dir": str(folder.absolute())}, recorder, elasticity)
@@ -237,22 +226,3 @@ class Start:
             raise KeyboardInterrupt
         if status:
             raise BranchError(f"a branch with batches of {branch.batch_size} has failed: {folder / 'output.log'}")
-
-    def _figures(self, folder: Path) -> list[list[float | None]]:
-        """Returns for each step of a branch samples since the checkpoint, loss, S and G2."""
-        first = self._state["progress"]["samples"]
-        rows = read_metrics(folder)
-        return [[row["samples"] - first, row["loss"], row["grad_variance"], row["grad_sq"]] for row in rows]
-
-
-def _read(file: Path, branch: Branch) -> dict[str, Any] | None:
-    """The file of this branch, finished before; None where it is not there, is another's or is damaged."""
-    try:
-        found = json.loads(file.read_text())
-        rows = found["steps"] if found["branch"] == asdict(branch) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    of_a_step = tuple[int, float | None, float | None, float | None]
-    if not (isinstance(rows, list) and instantiate.fits(rows, list[of_a_step]) and instantiate.is_finite(rows)):
-        return None
-    return found if len(rows) == branch.steps else None

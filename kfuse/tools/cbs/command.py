@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from omegaconf import OmegaConf
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
@@ -22,8 +23,8 @@ from rich.table import Table
 
 from kfuse.observe.display import figure
 from kfuse.observe.whole_file import write_whole
-from kfuse.settings.instantiate import describe, fits
-from kfuse.settings.tree import ConfigError, show
+from kfuse.settings.instantiate import describe, fits, one_line
+from kfuse.settings.tree import ConfigError, did_you_mean, show
 from kfuse.tools.cbs.branches import BranchError, Run, Start
 from kfuse.tools.cbs.estimate import (
     FACTORS,
@@ -36,7 +37,6 @@ from kfuse.tools.cbs.estimate import (
     calibration,
     measure,
 )
-from kfuse.tools.words import plain_value, read_words
 
 USAGE = f"""\
 kfuse cbs run=RUN_DIR [key=value ...]
@@ -58,15 +58,12 @@ Run it where the run was started. Stopped or killed, it goes on where it was.
 
 Exit status 0; 1 where a branch fails; 2 for wrong arguments; 130 after Ctrl-C."""
 
-_WIDTH = 24
-"""Characters of a plot."""
-
 
 @dataclass
 class Arguments:
     """The command's arguments, as `USAGE` has them."""
 
-    run: str | None = None
+    run: str = ""
     steps: list[int] | None = None
     factors: list[float] = field(default_factory=lambda: [*FACTORS])
     repetitions: int = REPETITIONS
@@ -77,85 +74,82 @@ class Arguments:
     workers: int | None = None
 
 
-@dataclass(frozen=True)
-class Point:
-    """The measurement at one checkpoint."""
-
-    step: int
-    lr: float
-    found: CriticalBatch
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for cbs.json."""
-        return {"step": self.step, "lr": self.lr, **self.found.as_dict()}
-
-
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status. Raises ConfigError for wrong arguments, KeyboardInterrupt."""
     given = _parse(words)
-    run = Run(Path(given.run or "").expanduser(), given.lr_scaling, given.workers)
+    run = Run(Path(given.run).expanduser(), given.lr_scaling, given.workers)
     console = Console(highlight=False)
     plans = _plans(run, given, console)
     with _alone(run.path / "cbs"):
         try:
-            points = [_measure(run, step, plan, console) for step, plan in plans]
+            points = [_measure(run, step, plan, console) for step, plan in plans.items()]
         except KeyboardInterrupt:
             console.print("kfuse cbs: stopped; finished branches are kept, and the same command goes on from there")
             raise
         except BranchError as error:
             console.print(f"kfuse cbs: {error}", markup=False, soft_wrap=True)
             return 1
-        c = calibration([point.found for point in points])
-        checkpoints = [point.as_dict() for point in points]
+        c = calibration([found for _, found in points])
+        checkpoints = [
+            {"step": step, "lr": lr} | each.as_dict() for step, (lr, each) in zip(plans, points, strict=True)
+        ]
         result = {"run": str(run.path), "lr_scaling": run.lr_scaling, "c": c, "checkpoints": checkpoints}
         text = json.dumps(result, indent=1, allow_nan=False) + "\n"
         write_whole(run.path / "cbs" / "cbs.json", lambda to: to.write_text(text))
-    _print_run(points, c, console)
+    table = _table("step", "noise scale", "B*", "95 % interval", "c")
+    for step, (_, found) in zip(plans, points, strict=True):
+        noise = "unknown" if found.noise_scale is None else figure(found.noise_scale[0])
+        table.add_row(str(step), noise, *_texts(found), "" if found.ratio is None else f"{found.ratio:.3g}")
+    console.print(table)
+    if c is None:
+        console.print("c is unknown: at no checkpoint are both B* and the noise scale known", soft_wrap=True)
+    else:
+        console.print(f"c = {c:.3g} (geometric mean): policy=gns policy.factor={c:.3g}", soft_wrap=True)
     return 0
 
 
 def _parse(words: Sequence[str]) -> Arguments:
     """Reads the command's words. Raises ConfigError, which names the key."""
-    hints = get_type_hints(Arguments)
-    plain, texts = read_words("kfuse cbs", words, hints)
-    if plain:
-        raise ConfigError(f"kfuse cbs {plain[0]}: must be one of {', '.join(f'{name}=' for name in hints)}")
-    values = {name: plain_value(name, text) for name, text in texts.items()}
-    values |= {name: texts[name] for name in {"run", "lr_scaling"} & texts.keys() if values[name] is not None}
-    for name, value in values.items():
-        if not fits(value, hints[name]):
-            raise ConfigError(f"{name}={show(value)}: must be {describe(hints[name])}")
-        if name in ("samples", "workers") and value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1")
-    given = Arguments(**values)
-    if given.steps == []:
+    hints, values = get_type_hints(Arguments), dict[str, Any]()
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in hints or name in values:
+            allowed = ", ".join(f"{each}=" for each in hints)
+            raise ConfigError(f"kfuse cbs {word}: must be one of {allowed}, each once{did_you_mean(name, hints)}")
+        try:
+            read: Any = OmegaConf.to_container(OmegaConf.create(f"{name}: {text}"))
+        except Exception as error:  # of YAML
+            raise ConfigError(f"{word}: {one_line(error)}") from error
+        values[name] = text if name == "run" else read[name]  # a path may look like a number
+        if not fits(values[name], hints[name]):
+            raise ConfigError(f"{word}: must be {describe(hints[name])}")
+        if name == "workers" and values[name] is not None and values[name] < 1:
+            raise ConfigError(f"{word}: must be at least 1")
+    if values.get("steps") == []:
         raise ConfigError("steps=[]: must have one checkpoint's step at least, or be null, for all")
-    if not given.run:
+    if not values.get("run"):
         raise ConfigError("run=: must be the directory of a run of `kfuse`")
-    return given
+    return Arguments(**values)
 
 
-def _plans(run: Run, given: Arguments, console: Console) -> list[tuple[int, Plan]]:
-    """The checkpoints to measure at, by step, each with its plan. Raises ConfigError before anything is trained."""
+def _plans(run: Run, given: Arguments, console: Console) -> dict[int, Plan]:
+    """The plan of each checkpoint to measure at, by step. Raises ConfigError before anything is trained."""
     steps = [*run.checkpoints] if given.steps is None else sorted(set(given.steps))
     if missing := [step for step in steps if step not in run.checkpoints]:
         raise ConfigError(f"steps={show(missing)}: no such checkpoint; there are {show([*run.checkpoints])}")
-    found = []
+    found = {}
     for step in steps:
         start = Start(run, step)
-        try:
-            about = (tuple(given.factors), given.repetitions, given.samples, given.tolerance, given.window)
-            plan = Plan(start.batch_size, *about)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        about = (tuple(given.factors), given.repetitions, given.samples, given.tolerance, given.window)
+        plan = Plan(start.batch_size, *about)
         start.check(plan)
         if start.lr > 0:
-            found.append((step, plan))
+            found[step] = plan
         else:
             console.print(f"step {step}: left out, the learning rate is 0 there")
     if not found:
         raise ConfigError(f"run={run.path}: the learning rate is 0 at all of its checkpoints")
-    run.check(max(plan.batch(plan.factors[-1]) for _, plan in found))
+    run.check(max(plan.batch(plan.factors[-1]) for plan in found.values()))
     return found
 
 
@@ -175,46 +169,40 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _measure(run: Run, step: int, plan: Plan, console: Console) -> Point:
-    """Trains the branches from one checkpoint, and prints what they show."""
+def _measure(run: Run, step: int, plan: Plan, console: Console) -> tuple[float, CriticalBatch]:
+    """Trains the branches from one checkpoint, and prints what they show. Returns that and the learning rate."""
     start = Start(run, step)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"step {start.step}", total=len(plan.factors) * plan.repetitions)
+        task = progress.add_task(f"step {step}", total=len(plan.factors) * plan.repetitions)
 
         def branch(k: float, repetition: int) -> Trace:
-            what = f"step {start.step}: batch {plan.batch(k)}, repetition {repetition + 1} of {plan.repetitions}"
+            what = f"step {step}: batch {plan.batch(k)}, repetition {repetition + 1} of {plan.repetitions}"
             progress.update(task, description=what)
-            return start.train(start.branch(plan, k, repetition))
+            return start.train(plan, k, repetition)
 
         try:
             found = measure(branch, plan, lambda k, repetition: progress.advance(task))
         except ValueError as error:
-            raise BranchError(f"step {start.step}: {error}") from error
-    point = Point(start.step, start.lr, found)
-    _print_point(point, console)
-    return point
+            raise BranchError(f"step {step}: {error}") from error
+    print_point(step, start.lr, found, console)
+    return start.lr, found
 
 
-def _print_point(point: Point, console: Console) -> None:
-    """The branches of one checkpoint: a table, with a plot of how far each loss is above the reference's."""
-    found, plan = point.found, point.found.plan
+def print_point(step: int, lr: float, found: CriticalBatch, console: Console) -> None:
+    """Prints a table of the branches of one checkpoint: how far each loss is above the reference's."""
+    plan = found.plan
     console.print(
-        f"step {point.step}: batch size {plan.batch_size}, learning rate {point.lr:.4g}, branches of "
-        f"{plan.branch_samples} samples, {plan.repetitions} repetitions",
+        f"step {step}: batch size {plan.batch_size}, learning rate {lr:.4g}, branches of "
+        f"{plan.branch_samples} samples, {plan.repetitions} repetitions; tolerated: {100 * plan.tolerance:g} %",
         soft_wrap=True,
     )
-    excess = found.excess()
-    shown = [value for row in excess for value in row if math.isfinite(value)]
-    first, last = min(shown, default=0.0), max(min(max(shown, default=0.0), 4 * plan.tolerance), 2 * plan.tolerance)
-    marks = {0.0: "|", plan.tolerance: ":"}
-    table = _table("k", "batch", "loss", "excess %", "95 % interval", f": {100 * plan.tolerance:g} %, tolerated")
-    for k, losses, (mean, low, high) in zip(found.factors, found.losses, excess, strict=True):
+    table = _table("k", "batch", "loss", "excess %", "95 % interval")
+    for k, losses, (mean, low, high) in zip(found.factors, found.losses, found.excess(), strict=True):
         cells = [f"{k:g}", str(plan.batch(k)), "diverged"]
         if all(map(math.isfinite, losses)):
             cells[2:] = [f"{sum(losses) / len(losses):.4g}"]
             if math.isfinite(mean):  # else the reference's loss is 0
                 cells += [f"{100 * mean:+.2f}", f"{100 * low:+.2f} to {100 * high:+.2f}"]
-                cells.append(_bar(mean, low, high, marks, first, last))
         table.add_row(*cells)
     console.print(table)
     critical, interval = _texts(found)
@@ -228,31 +216,6 @@ def _print_point(point: Point, console: Console) -> None:
     console.print(f"{text}\n", soft_wrap=True)
 
 
-def _print_run(points: Sequence[Point], c: float | None, console: Console) -> None:
-    """All checkpoints: a table, with a plot of B*, its interval and the noise scale on a logarithmic axis."""
-    every = [point.found for point in points]
-    values = [value for each in every for value in (each.critical, each.low, each.high, *(each.noise_scale or ())[:1])]
-    known = [math.log(value) for value in values if value]
-    table = _table("step", "noise scale", "B*", "95 % interval", "c", "o B*, n noise scale; log")
-    for point, found in zip(points, every, strict=True):
-        noise = None if found.noise_scale is None else found.noise_scale[0]
-        low, high = math.log(found.low), max(known) if found.high is None else math.log(found.high)
-        middle = high if found.critical is None else math.log(found.critical)
-        marks = {} if noise is None else {math.log(noise): "n"}
-        table.add_row(
-            str(point.step),
-            "unknown" if noise is None else figure(noise),
-            *_texts(found),
-            "" if found.ratio is None else f"{found.ratio:.3g}",
-            _bar(middle, low, high, marks, min(known), max(known)),
-        )
-    console.print(table)
-    if c is None:
-        console.print("c is unknown: at no checkpoint are both B* and the noise scale known", soft_wrap=True)
-    else:
-        console.print(f"c = {c:.3g} (geometric mean): policy=gns policy.factor={c:.3g}", soft_wrap=True)
-
-
 def _texts(found: CriticalBatch) -> tuple[str, str]:
     """B* and its interval."""
     critical = f"above {figure(found.low)}" if found.critical is None else figure(found.critical)
@@ -260,25 +223,7 @@ def _texts(found: CriticalBatch) -> tuple[str, str]:
 
 
 def _table(*columns: str) -> Table:
-    """An empty table, of numbers and, last, a plot."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in columns[:-1]:
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column(columns[-1], no_wrap=True)
     return table
-
-
-def _bar(middle: float, low: float, high: float, marks: dict[float, str], first: float, last: float) -> str:
-    """A line of a plot from `first` to `last`: an interval with its middle, over `marks`."""
-
-    def place(value: float) -> int:
-        part = (value - first) / (last - first) if last > first else 0.0
-        return round(min(max(part, 0.0), 1.0) * (_WIDTH - 1))
-
-    cells = [" "] * _WIDTH
-    for at in range(place(low), place(high) + 1):
-        cells[at] = "-"
-    for value, mark in marks.items():
-        cells[place(value)] = mark
-    cells[place(middle)] = "o" if first <= middle <= last else ">"
-    return "".join(cells)

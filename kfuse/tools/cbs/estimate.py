@@ -1,12 +1,8 @@
 """The critical batch size, measured by branches of one training: the estimate and its interval.
 
-Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv 2505.23971): from one checkpoint, training goes on in
-several branches. The branch k has the batch size k B and the learning rate f(k) times that of the checkpoint. All train
-on the same number of samples. The critical batch size B* is the largest k B whose smoothed loss stays within a
-tolerance of the smallest batch's.
-
-Here each branch is repeated with several orders of the data. A repetition has the same order for all k, so that the
-differences between branches, which are all that counts, are free of the noise that they share.
+Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv 2505.23971). docs/critical_batch.md has the method. Each
+branch is repeated with several orders of the data. A repetition has the same order for all k, so that the differences
+between branches, which are all that counts, are free of the noise that they share.
 """
 
 from __future__ import annotations
@@ -20,32 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kfuse.settings.instantiate import describe, fits
+from kfuse.settings.tree import ConfigError
 from kfuse.statistics.noise_scale import fieller
 from kfuse.statistics.student import MOST_VALUES, t_of_mean
 
 Floats = NDArray[np.float64]
-
-
-@dataclass
-class Trace:
-    """What a branch measured, by step; NaN where it is unknown."""
-
-    samples: list[float] = field(default_factory=list)
-    """Samples used by the end of the step, since the checkpoint."""
-    losses: list[float] = field(default_factory=list)
-    """Mean loss over the step's batch, before its update."""
-    grad_variance: list[float] = field(default_factory=list)
-    """S, unbiased for tr(Sigma)."""
-    grad_sq: list[float] = field(default_factory=list)
-    """G2, unbiased for |G|^2."""
-
-    def add(self, samples: float, *figures: float | None) -> None:
-        """A step: its samples, loss, S and G2. None is unknown."""
-        self.samples.append(float(samples))
-        for values, figure in zip((self.losses, self.grad_variance, self.grad_sq), figures, strict=True):
-            values.append(math.nan if figure is None else figure)
-
-
+Trace = list[tuple[float, float | None, float | None, float | None]]
+"""What a branch measured, by step: samples since the checkpoint, the step's included; mean loss before its update; S,
+unbiased for tr(Sigma); G2, unbiased for |G|^2. None is unknown."""
 Branch = Callable[[float, int], Trace]
 """branch(k, repetition): trains a branch. Repetitions count from 0."""
 
@@ -65,7 +44,7 @@ _MOST_SAMPLES = 2**53
 class Plan:
     """What is measured: which branches, over how many samples, and by which tolerance.
 
-    Raises ValueError for values out of range, TypeError for what are no numbers. Messages have the names of the fields.
+    Raises ConfigError for values out of range, which names the field.
     """
 
     batch_size: int
@@ -84,42 +63,30 @@ class Plan:
     """The part of the samples, at the end of a branch, whose mean loss is its smoothed loss; above 0, at most 1."""
 
     def __post_init__(self) -> None:
-        try:
-            factors = tuple(float(k) for k in self.factors)
-        except (TypeError, ValueError, OverflowError):
-            raise TypeError(f"factors={self.factors!r}: must be at least two finite numbers above 0") from None
-        if len(factors) < 2 or not all(math.isfinite(k) and k > 0 for k in factors):
-            raise ValueError(f"factors={_list(factors)}: must be at least two finite numbers above 0")
-        if sorted(set(factors)) != [*factors]:
-            raise ValueError(f"factors={_list(factors)}: must ascend")
-        object.__setattr__(self, "factors", factors)
-        for k in factors:
-            if not float(k * self.batch_size).is_integer():
-                raise ValueError(f"factors={_list(factors)}: {k:g} times the batch size {self.batch_size} is not whole")
-            if k * self.batch_size > _MOST_SAMPLES:
-                raise ValueError(f"factors={_list(factors)}: {k:g} times the batch must be at most {_MOST_SAMPLES}")
-        if not 2 <= self.repetitions <= MOST_VALUES:
-            raise ValueError(f"repetitions={self.repetitions}: must be 2 to {MOST_VALUES}")
-        for name, most in (("tolerance", math.inf), ("window", 1.0)):
-            value = getattr(self, name)
-            if not isinstance(value, int | float | np.number):
-                raise TypeError(f"{name}={value!r}: must be a number")
-            if not 0 < value <= most or not math.isfinite(value):
-                raise ValueError(f"{name}={value}: must be above 0" + (", at most 1" if most == 1 else ", and finite"))
-        largest = self.batch(factors[-1])
-        samples = STEPS * largest if self.samples is None else self.samples
-        object.__setattr__(self, "branch_samples", samples)
-        if not largest / self.window <= _MOST_SAMPLES:
-            least_window = largest / _MOST_SAMPLES
-            raise ValueError(f"window={self.window}: must be at least {least_window:.3g}, a step of the largest batch")
-        least = math.ceil(largest / self.window)
-        if samples < least:
-            raise ValueError(
-                f"samples={samples}: must be at least {least}: the last {self.window:g} of them must be a step of "
-                f"the largest batch, {largest}"
+        def must(right: bool, name: str, allowed: str) -> None:
+            if not right:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be {allowed}")
+
+        for name, hint in (("factors", list[float]), ("tolerance", float), ("window", float)):
+            must(fits(getattr(self, name), hint), name, describe(hint))
+        most = _MOST_SAMPLES / self.batch_size
+        ascend = len(self.factors) > 1 and all(a < b for a, b in pairwise((0, *self.factors, math.inf)))
+        must(ascend, "factors", "at least two finite numbers above 0 that ascend")
+        must(self.factors[-1] <= most, "factors", f"at most {most:.17g}")
+        whole = all(float(k * self.batch_size).is_integer() for k in self.factors)
+        must(whole, "factors", f"whole where multiplied by the batch size {self.batch_size}")
+        must(2 <= self.repetitions <= MOST_VALUES, "repetitions", f"2 to {MOST_VALUES}")
+        must(0 < self.tolerance < math.inf, "tolerance", "above 0, and finite")
+        must(0 < self.window <= 1, "window", "above 0, at most 1")
+        object.__setattr__(self, "factors", tuple(map(float, self.factors)))
+        largest = self.batch(self.factors[-1])
+        object.__setattr__(self, "branch_samples", STEPS * largest if self.samples is None else self.samples)
+        least = np.ceil(largest / self.window)
+        if not least <= self.branch_samples <= _MOST_SAMPLES:
+            raise ConfigError(
+                f"samples={self.branch_samples}: must be at least {least:.0f}, at most {_MOST_SAMPLES}: the last "
+                f"{self.window:g} of them must be a step of the largest batch, {largest}"
             )
-        if samples > _MOST_SAMPLES:
-            raise ValueError(f"samples={samples}: must be at most {_MOST_SAMPLES}")
 
     def batch(self, k: float) -> int:
         """The batch size of branch k, in samples."""
@@ -129,13 +96,13 @@ class Plan:
         """Steps after which branch k has trained on all of its samples.
 
         An epoch's last step is shorter. cursor: samples of the epoch that were used before. length: samples of an
-        epoch; None: a stream. Raises ValueError where the batch is larger than an epoch.
+        epoch; None: a stream. Raises ConfigError where the batch is larger than an epoch.
         """
         batch = self.batch(k)
         if length is None:
             return -(-self.branch_samples // batch)
         if batch > length:
-            raise ValueError(f"factors: {k:g} makes a batch of {batch} samples: must be at most the data's {length}")
+            raise ConfigError(f"factors: {k:g} makes a batch of {batch} samples: must be at most the data's {length}")
         begun = min(length - cursor % length, self.branch_samples)  # in the epoch under way
         epochs, rest = divmod(self.branch_samples - begun, length)
         return -(-begun // batch) + epochs * -(-length // batch) + -(-rest // batch)
@@ -145,15 +112,14 @@ def smoothed(trace: Trace, total: float, window: float) -> float:
     """The mean loss over the last `window` of the first `total` samples of a branch: each step counts by its samples
     there. NaN where a loss there is unknown or not finite.
     """
-    ends = np.asarray(trace.samples, dtype=np.float64)
+    ends, losses = np.array(trace, dtype=np.float64).T[:2]
     starts = np.concatenate([[0.0], ends[:-1]])
     first = total * (1 - window)
     weights = np.clip(np.minimum(ends, total) - np.maximum(starts, first), 0.0, None)
     used = weights > 0
-    values = np.asarray(trace.losses, dtype=np.float64)[used]
-    if not (weights.sum() >= (total - first) * (1 - 1e-9) and np.isfinite(values).all()):
+    if not (weights.sum() >= (total - first) * (1 - 1e-9) and np.isfinite(losses[used]).all()):
         return math.nan
-    return float(values @ weights[used] / weights.sum())
+    return float(losses[used] @ weights[used] / weights.sum())
 
 
 @dataclass(frozen=True)
@@ -188,9 +154,8 @@ class CriticalBatch:
         """
         losses = np.array(self.losses)
         scale = float(np.abs(losses[0]).mean()) or math.nan
-        differences = (losses - losses[0]) / scale
-        half = _half_widths(differences)
-        return [(float(m), float(m - h), float(m + h)) for m, h in zip(differences.mean(1), half, strict=True)]
+        bounds = np.stack(_bounds((losses - losses[0]) / scale), axis=1).tolist()
+        return [(mean, low, high) for mean, low, high in bounds]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; what is not finite is None."""
@@ -233,11 +198,11 @@ def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
     The interval is the set of r that a t-test over the branches does not reject: the mean of S - r G2 is 0. Steps in
     which S and G2 are unknown, such as an epoch's last one where it is a single micro-batch, are left out.
     """
-    moments = [np.array([trace.grad_variance, trace.grad_sq]) for trace in traces]
-    moments = [each[:, np.isfinite(each).all(axis=0)] for each in moments]
-    if not all(each.size for each in moments):
+    moments = [np.array(trace, dtype=np.float64)[:, 2:] for trace in traces]
+    moments = [each[np.isfinite(each).all(axis=1)] for each in moments]
+    if not all(map(len, moments)):
         return None
-    means = np.array([each.mean(axis=1) for each in moments])
+    means = np.array([each.mean(axis=0) for each in moments])
     s, g = map(float, means.mean(axis=0))
     (ss, sg), (_, gg) = (np.cov(means.T) / len(means)).tolist()
     t = t_of_mean(len(means))
@@ -294,15 +259,10 @@ def _over(losses: Sequence[Sequence[float]], tolerance: float) -> Floats:
     return np.asarray(values - values[0] - tolerance * np.abs(values[0]))
 
 
-def _half_widths(values: Floats) -> Floats:
-    """Returns half the width of the 95 % interval of each row's mean."""
-    repetitions = values.shape[1]
-    return np.asarray(t_of_mean(repetitions) * values.std(axis=1, ddof=1) / math.sqrt(repetitions))
-
-
 def _bounds(values: Floats) -> tuple[Floats, Floats, Floats]:
     """Each row's mean, and the ends of its 95 % interval."""
-    mean, half = values.mean(axis=1), _half_widths(values)
+    repetitions = values.shape[1]
+    mean, half = values.mean(axis=1), t_of_mean(repetitions) * values.std(axis=1, ddof=1) / math.sqrt(repetitions)
     return mean, mean - half, mean + half
 
 
@@ -318,8 +278,3 @@ def _crossing(grid: Floats, curve: Floats, i: int) -> float:
     """Where the curve, at most 0 at point i and above 0 at the next, crosses 0."""
     part = -curve[i] / (curve[i + 1] - curve[i])
     return float(grid[i] + part * (grid[i + 1] - grid[i]))
-
-
-def _list(values: Sequence[float]) -> str:
-    """Returns the values as a setting is written: [1, 2, 4]."""
-    return "[" + ", ".join(f"{value:g}" for value in values) + "]"

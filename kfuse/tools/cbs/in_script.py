@@ -103,14 +103,7 @@ def critical_batch(
     if values["lr_scaling"] == "adascale":
         raise ConfigError("lr_scaling=adascale: must be one of none, linear, sqrt")
     check_parameters(model, values["train_precision"])
-    plan = Plan(
-        values["batch_size"],
-        factors,  # type: ignore[arg-type]  # it makes a tuple of them
-        repetitions,
-        samples,
-        tolerance,
-        window,
-    )
+    plan = Plan(values["batch_size"], factors, repetitions, samples, tolerance, window)  # type: ignore[arg-type]
     if plan.batch(plan.factors[-1]) > BATCH_MAX:
         raise ValueError(f"factors={list(plan.factors)}: the largest batch must be at most {BATCH_MAX}")
     steps = {k: plan.steps(k, length=len(given.data)) for k in plan.factors}
@@ -129,11 +122,11 @@ def critical_batch(
         }
         resolved_settings = Settings.of(values | own, worker_init_fn=given.worker_init_fn)
         recording = _Recording(plan.batch(k))
-        start.restore()
+        restore()
         Trainer(model, given.data, opt, resolved_settings, policy=recording, objective=objective).run()
         return recording.trace
 
-    with _kept(model, opt) as start:
+    with _kept(model, opt) as restore:
         return measure(branch, plan, after_branch)
 
 
@@ -142,74 +135,54 @@ class _Recording(BasePolicy):
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self.trace = Trace()
+        self.trace: Trace = []
 
     def initial(self) -> Decision:
         return Decision(batch_size=self._batch_size)
 
     def decide(self, signals: Signals) -> None:
-        self.trace.add(signals.samples, signals.loss, signals.grad_variance, signals.grad_sq)
+        self.trace.append((signals.samples, signals.loss, signals.grad_variance, signals.grad_sq))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
 
-class _Start:
-    """What the branches begin from: copies of parameters, buffers and optimizer state, on the host."""
-
-    def __init__(self, model: nn.Module, opt: DistributedOptimizer) -> None:
-        self._model, self._opt = model, opt
-        self._modes = {module: module.training for module in model.modules()}
-        self._model_state = snapshot(model.state_dict(), "the model's state")
-        self._optimizer_state = snapshot(opt.state_dict(), "the optimizer's state")
-        # A state dict has no buffers that are not persistent.
-        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Puts all of it back, in place where that is possible."""
-        self._model.load_state_dict(self._model_state)
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(self._buffers[name])
-        # A copy of the copy: a torch optimizer takes over the tensors themselves, and its updates change them.
-        self._opt.load_state_dict(copy.deepcopy(self._optimizer_state))
-        for module, training in self._modes.items():
-            module.training = training
-
-
 @contextlib.contextmanager
-def _kept(model: nn.Module, opt: DistributedOptimizer) -> Iterator[_Start]:
+def _kept(model: nn.Module, opt: DistributedOptimizer) -> Iterator[Callable[[], None]]:
     """Context of the branches: on exit, also by an error, model and optimizer are as they were.
 
-    (Random state is: each training restores it.) Raises ValueError where parameters have gradients: a training begins
-    by dropping them.
+    The context's value puts them back before a branch. What the branches record and count is not the optimizer's: they
+    have statistics of their own. (Each training restores random state.) For a group whose workers stay the same.
+    Raises ValueError where parameters have gradients: a training begins by dropping them.
     """
     params = [*model.parameters(), *(p for group in opt.param_groups for p in group["params"])]
     if any(p.grad is not None for p in params):
         raise ValueError("parameters have gradients: call kf.critical_batch between steps, after opt.zero_grad()")
-    start = _Start(model, opt)
-    with _unrecorded(opt):
-        try:
-            yield start
-        finally:
-            start.restore()
-
-
-@contextlib.contextmanager
-def _unrecorded(opt: DistributedOptimizer) -> Iterator[None]:
-    """Context: what the steps in it record and count is not the optimizer's, also after an error.
-
-    They have statistics of their own: the noise scale does not see them. Parameters and optimizer state are not kept:
-    the caller loads those before the context ends. For a group whose workers stay the same.
-    """
+    modes = {module: module.training for module in model.modules()}
+    model_state = snapshot(model.state_dict(), "the model's state")
+    optimizer_state = snapshot(opt.state_dict(), "the optimizer's state")
+    # A state dict has no buffers that are not persistent.
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     engine, reducer, statistics = opt.engine, opt.reducer, opt.statistics
     kept = opt.last_lr, opt.steps_without_gradients, opt.begun, reducer.tracked
     step, figures, averaged = engine.step, engine.figures, engine.averaged.tensors
+
+    @torch.no_grad()
+    def restore() -> None:
+        model.load_state_dict(model_state)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        # A copy of the copy: a torch optimizer takes over the tensors themselves, and its updates change them.
+        opt.load_state_dict(copy.deepcopy(optimizer_state))
+        for module, training in modes.items():
+            module.training = training
+
     opt.statistics = Statistics()
     opt.statistics.bf16_wire, opt.statistics.bf16_sums = statistics.bf16_wire, statistics.bf16_sums
     try:
-        yield
+        yield restore
     finally:
+        restore()
         opt.statistics = statistics
         opt.last_lr, opt.steps_without_gradients, opt.begun, reducer.tracked = kept
         opt.carry_figures(figures)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from kfuse.settings.instantiate import describe, fits
 from kfuse.settings.tree import ConfigError, did_you_mean, show
-from kfuse.tools.plan.allocate import forecast, plan, service
-from kfuse.tools.plan.jobs import Job, LinearStepTime, Option, fit, share
+from kfuse.tools.plan.jobs import Job, LinearStepTime, Option, fit, forecast, plan, service, share
 from kfuse.tools.run_files import read_config, read_metrics, read_yaml
-from kfuse.tools.words import read_words
 
 USAGE = """\
 kfuse plan JOBS.yaml workers=N
@@ -26,51 +29,32 @@ MIN_STEPS = 5
 """A setting (workers, batch size) with fewer steps in a run counts as not measured."""
 _MOST = 1e15
 """Largest samples a second, inverse of them, and seconds: more is a mistake, and would overflow."""
-
-
-def _numbers(values: Any, count: int, kind: Any = int | float, zero: bool = False) -> bool:
-    """Whether it is a list of so many numbers above 0, or at least 0 where `zero` is allowed; none above 1e30."""
-    right = isinstance(values, list) and len(values) == count and all(isinstance(v, kind) for v in values)
-    return right and all(not isinstance(v, bool) and (0 < v <= 1e30 or (zero and v == 0)) for v in values)
-
-
-def _words(value: Any) -> bool:
-    """Whether it is text that a line of the table can show."""
-    return isinstance(value, str) and value != "" and value.isprintable()
-
-
-KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "name": ("text in one line", _words),
-    "run": ("the path of a run directory", _words),
-    "samples_left": ("a number above 0", lambda v: _numbers([v], 1)),
-    "base_batch": ("a whole number, at least 1", lambda v: _numbers([v], 1, int)),
-    "batch": ("[smallest, largest], whole numbers", lambda v: _numbers(v, 2, int) and v[0] <= v[1]),
-    "micro": ("a whole number, at least 1", lambda v: _numbers([v], 1, int)),
-    "workers": ("[fewest, most], whole numbers", lambda v: _numbers(v, 2, int) and v[0] <= v[1]),
-    "noise_scale": ("[low, high], above 0, or null", lambda v: v is None or (_numbers(v, 2) and v[0] <= v[1])),
-    "throughput": (
-        "{workers: samples a second}",
-        lambda v: isinstance(v, dict) and v != {} and _numbers([*v], len(v), int) and _numbers([*v.values()], len(v)),
-    ),
-    "step_time": (
-        "[fixed, sample, worker], seconds, at least 0, sample above 0",
-        lambda v: _numbers(v, 3, zero=True) and v[1] > 0,
-    ),
+KEYS: dict[str, Any] = {
+    "name": str,
+    "run": str,
+    "samples_left": float,
+    "base_batch": int,
+    "batch": tuple[int, int],
+    "micro": int,
+    "workers": tuple[int, int],
+    "noise_scale": tuple[float, float] | None,
+    "throughput": dict[int, float],
+    "step_time": tuple[float, float, float],
 }
-"""The keys of a job: what a value must be, in words, and whether it is."""
+"""The keys of a job, and the types of their values."""
 _OF_A_RUN = ("batch.size", "batch.min", "batch.max", "batch.micro", "workers.min", "workers.max")
 """The settings that a run tells of its job."""
 
 
 def main(words: Sequence[str]) -> int:
     """Prints the plan. Returns the exit status. Raises ConfigError, one line, for wrong words and wrong files."""
-    files, given = read_words("kfuse plan", words, ("workers",))
-    if len(files) != 1:
+    counts = [word for word in words if word.startswith("workers=")]
+    files = [word for word in words if word not in counts]
+    if len(files) != 1 or len(counts) != 1:
         raise ConfigError(f"{' '.join(['kfuse plan', *words])}: must be one file of jobs and workers=N")
-    path, count = files[0], given.get("workers", "")
-    if not (count.isascii() and count.isdecimal() and len(count) <= 5 and 1 <= int(count) <= 65536):
-        raise ConfigError(f"workers={count}: must be a whole number, 1 to 65536")
-    workers = int(count)
+    if not re.fullmatch("workers=[0-9]{1,5}", counts[0]) or not 1 <= int(counts[0][8:]) <= 65536:
+        raise ConfigError(f"{counts[0]}: must be a whole number, 1 to 65536")
+    path, workers = files[0], int(counts[0][8:])
     jobs, notes = read(path)
     options = [job.options(range(1, workers + 1)) for job in jobs]
     for job, each in zip(jobs, options, strict=True):
@@ -93,18 +77,16 @@ def read(path: str) -> tuple[list[Job], list[str]]:
     found = read_yaml(Path(path))
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise ConfigError(f"{path}: must be a list of jobs, each with some of {', '.join(KEYS)}")
-    jobs, notes, names = list[Job](), list[str](), set[str]()
+    jobs, notes = dict[str, Job](), list[str]()
     for number, given in enumerate(found, 1):
         name = " ".join(str(given.get("name", given.get("run", number))).split())
         try:
-            job = _job(name, given, notes)
+            if name in jobs:
+                raise ValueError("name: must be another one than that of the jobs before")
+            jobs[name] = _job(name, given, notes)
         except ValueError as error:
             raise ConfigError(f"{path}: job {name}: {' '.join(str(error).split())}") from error
-        if name in names:
-            raise ConfigError(f"{path}: job {name}: name: must be another one than that of the jobs before")
-        jobs.append(job)
-        names.add(name)
-    return jobs, notes
+    return [*jobs.values()], notes
 
 
 def _job(name: str, given: Mapping[Any, Any], notes: list[str]) -> Job:
@@ -142,13 +124,13 @@ def _figures(given: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if key not in KEYS:
             raise ValueError(f"{key}: no such key{did_you_mean(str(key), KEYS)}; a job has {', '.join(KEYS)}")
-        if not KEYS[key][1](value):
-            raise ValueError(f"{key}={show(value)}: must be {KEYS[key][0]}")
+        if not _is_right(key, value):
+            raise ValueError(f"{key}={show(value)}: must be {describe(KEYS[key])}, numbers above 0, pairs ascending")
     if len({"run", "throughput", "step_time"} & {*given}) != 1:
         raise ValueError("must have one of run, throughput, step_time")
     about: dict[str, Any] = {"micro": 1, **(_of_run(given["run"]) if "run" in given else {}), **given}
     for key in ("samples_left", "base_batch", *(("workers",) if "step_time" in about else ())):
-        if not about.get(key) or (key == "samples_left" and not 0 < about[key] < math.inf):
+        if not about.get(key):
             why = "; a run tells it until its end, where train.epochs or train.steps is set" if "run" in given else ""
             raise ValueError(f"{key}={show(about.get(key))}: must be given{why}")
     base = about["base_batch"]
@@ -156,6 +138,19 @@ def _figures(given: Mapping[Any, Any]) -> dict[str, Any]:
     if not batch[0] <= base <= batch[1]:
         raise ValueError(f"base_batch={base}: must be within batch={batch}")
     return about
+
+
+def _is_right(key: str, value: Any) -> bool:
+    """Whether it is a value of a job's key. Numbers are above 0, but for fixed and worker of `step_time`."""
+    if value is None or KEYS[key] is str or not fits(value, KEYS[key]):
+        return fits(value, KEYS[key])
+    values = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    if not values or not all(fits(each, float) and 0 <= each <= 1e30 for each in values):
+        return False
+    if key == "step_time":
+        return bool(value[1] > 0)
+    pairs_ascend = key not in ("batch", "workers", "noise_scale") or value[0] <= value[1]
+    return pairs_ascend and min(values) > 0 and (key != "throughput" or fits([*value], list[int]))
 
 
 def _of_run(folder: str) -> dict[str, Any]:
@@ -174,19 +169,20 @@ def _of_run(folder: str) -> dict[str, Any]:
     if not times:
         raise ValueError(f"run={folder}: must have {MIN_STEPS} steps or more with one batch size and number of workers")
     last = lines[-1]
-    left = last["samples"] * (1 - done) / done if done else None
     noise = tuple(last[key] for key in ("noise_scale_low", "noise_scale", "noise_scale_high"))
-    found = {"samples_left": left, "noise_scale": None if None in noise else noise, "times": times}
-    sizes = {"base_batch": batch["size"], "batch": [batch["min"], batch["max"]], "micro": batch["micro"]}
-    return {**found, **sizes, "workers": [workers["min"], workers["max"]]}
+    return {
+        "samples_left": last["samples"] * (1 - done) / done if done else None,
+        "noise_scale": None if None in noise else noise,
+        "times": times,
+        "base_batch": batch["size"],
+        "batch": [batch["min"], batch["max"]],
+        "micro": batch["micro"],
+        "workers": [workers["min"], workers["max"]],
+    }
 
 
 def _print(jobs: Sequence[Job], options: Sequence[Sequence[Option]], workers: int) -> None:
     """A table of the jobs, shortest expected service first, and what the cluster has to do."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     left = [job.samples_left for job in jobs]
     given, (ends, busy_s) = plan(options, left, workers), forecast(options, left, workers)
     table = Table("job", box=None, padding=(0, 1))
@@ -195,14 +191,15 @@ def _print(jobs: Sequence[Job], options: Sequence[Sequence[Option]], workers: in
     for j in sorted(range(len(jobs)), key=lambda j: (given[j] is None, service(options[j], left[j]))):
         option = given[j] or options[j][0]
         hours, low, high = (left[j] / goodput / 3600 for goodput in (option.goodput, option.high, option.low))
-        figures = (
+        table.add_row(
+            Text(jobs[j].name),
+            f"{'' if given[j] else 'waits for '}{option.workers}",
+            str(option.batch),
             f"{hours:.3g}",
             f"{low:.3g} to {high:.3g}",
             f"{hours * option.workers:.3g}",
             f"{ends[j] / 3600:.3g} h",
         )
-        workers_of = f"{'' if given[j] else 'waits for '}{option.workers}"
-        table.add_row(Text(jobs[j].name), workers_of, str(option.batch), *figures)
     Console().print(table)
     used, hours, busy = sum(option.workers for option in given if option), max(ends) / 3600, busy_s / 3600
     print(f"{used} of {workers} workers have a job, {workers - used} are released. If each end brings a new plan, all")
