@@ -130,7 +130,7 @@ class Session:
 
     def stop_reason(self) -> str | None:
         """Why the supervisor asks training to stop; None if it does not, or there is no supervisor."""
-        return None if self.control_client is None else self.control_client.stop_reason()
+        return None if self.control_client is None else self.control_client.stop
 
     def ask_supervisor(self, what: str, **fields: int) -> None:
         """Sends the supervisor a request ("resize": `workers`; "replace": `worker`, its number, not its rank).

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from kfuse.elastic import client as client_module
 from kfuse.elastic import protocol
 from kfuse.elastic.client import ControlClient, ControlError
-from kfuse.elastic.outbox import Outbox
 
 SILENCE_S = 0.5
 RECORDS = 300
@@ -89,22 +89,23 @@ def test_closing_does_not_wait_for_a_supervisor_that_is_gone(stopped: Stopped) -
         client.send("ready")
 
 
-def test_of_records_that_are_too_many_to_wait_it_is_said_which_are_lost() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        outbox = Outbox(ours, most=10)
-        sent = 0
-        while len(outbox._lines) < 10:
-            outbox.send({"type": "record", "kind": "metrics", "data": {"step": sent, "padding": PADDING}}, sent)
-            sent += 1
-        for step in (sent, sent + 1):
-            outbox.send({"type": "record", "kind": "ledger", "data": {"step": step}}, step)
-        outbox.send({"type": "joined"})
-        lines = theirs.makefile("rb")
-        found = [protocol.decode(lines.readline()) for _ in range(sent + 2)]
-        assert [message["data"]["step"] for message in found[:sent]] == list(range(sent))
-        lost = found[sent]["data"]
-        assert (lost["kind"], lost["steps"], lost["lines"]) == ("records_lost", [sent, sent + 1], 2)
-        assert found[sent + 1]["type"] == "joined", "what is no record of a step is never lost"
-        lines.close()
-        outbox.close()
+def test_of_records_that_are_too_many_to_wait_it_is_said_which_are_lost(
+    stopped: Stopped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_MOST_WAITING", 10)
+    client = ControlClient()
+    sent = 0
+    while len(client._unsent) < 10:
+        client.send("record", kind="metrics", data={"step": sent, "padding": PADDING})
+        sent += 1
+    for step in (sent, sent + 1):
+        client.send("record", kind="ledger", data={"step": step})
+    client.send("joined")
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    found = [*stopped.messages()]
+    closing.join()
+    assert [message["data"]["step"] for message in found[:sent]] == list(range(sent))
+    lost = found[sent]["data"]
+    assert (lost["kind"], lost["steps"], lost["lines"]) == ("records_lost", [sent, sent + 1], 2)
+    assert [message["type"] for message in found[sent + 1 :]] == ["joined", "goodbye"], "these are never lost"

@@ -23,6 +23,8 @@ from kfuse.comm import devices
 from kfuse.comm.devices import Device, DeviceError
 from kfuse.elastic import processes as elastic_processes
 from kfuse.elastic import protocol
+from kfuse.elastic.job import Elasticity
+from kfuse.elastic.job import Job as JobState
 from kfuse.elastic.launchers import LocalLauncher, TorchrunLauncher
 from kfuse.elastic.processes import Processes
 from kfuse.elastic.supervisor import Supervisor
@@ -274,7 +276,7 @@ class OfStuck:
 def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it has ended; but the job does not wait for it where no other worker trains."""
     monkeypatch.setattr(elastic_processes, "_KILL_GRACE_S", 0.01)
-    job: Any = SimpleNamespace(view=None, takes_newcomers=True, over=asyncio.Event(), end_with_last_worker=lambda: None)
+    job: Any = JobState(Elasticity(2, 1, 2))
 
     async def act() -> None:
         launcher: Any = OfStuck()
@@ -284,7 +286,6 @@ def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool, monkeyp
 
         started = lambda: processes.start_up_to(2)  # noqa: E731
         processes = Processes(launcher, job, SimpleNamespace(line=lambda line: None), ended)  # type: ignore[arg-type]
-        processes.gpu_is_free = started
         await started()
         job.view = SimpleNamespace(members=[SimpleNamespace(worker=number) for number in range(2)])
         for worker in processes.workers.values():
@@ -297,6 +298,9 @@ def test_a_killed_worker_whose_process_hangs_keeps_its_gpu(others: bool, monkeyp
         else:
             await until("other workers on both GPUs", lambda: launcher.given == ["0", "1", "0", "1"])
         launcher.processes[0].over.set()
+        await asyncio.sleep(0.05)
+        if processes.awaits_gpu:
+            await started()
         await until("a worker on the first GPU", lambda: launcher.given[:3] == ["0", "1", "0"])
         for process in launcher.processes:
             process.over.set()

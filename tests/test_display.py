@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kfuse.observe.display import LINE_EVERY_S, Display, _fill, duration, figure
+from kfuse.observe.display import LINE_EVERY_S, Display, duration, figure
 
 
 class Clock:
@@ -146,9 +147,17 @@ def test_terminal_is_given_back_and_events_stay() -> None:
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1  # cursor hidden, shown
 
 
-@given(st.lists(st.text("ab ", min_size=1, max_size=20), min_size=1), st.integers(20, 100))
+@given(
+    st.lists(st.text("ab ", min_size=1, max_size=20).map(lambda text: f"x{text}x"), min_size=1), st.integers(30, 100)
+)
 def test_fields_are_never_broken(fields: list[str], width: int) -> None:
-    lines = _fill(fields, width).split("\n")
+    console = Console(width=width, color_system=None, highlight=False, file=io.StringIO())
+    display = Display(False, console)
+    display.start(None, None, "a run")
+    display._latest = {"step": 0}
+    with patch.object(display, "_fields", lambda: fields), console.capture() as captured:
+        console.print(display._render())
+    lines = [line.rstrip() for line in captured.get().splitlines()[1:]]
     assert "  ".join(lines) == "  ".join(fields)
     assert all(len(line) <= width for line in lines)
 

@@ -378,27 +378,31 @@ def meetings(count: int) -> tuple[Meetings, list[Any]]:
     return Meetings(job, processes), workers
 
 
+def stand(where: Meetings, worker: Any, generation: int, step: int, members: list[int], applied: int) -> None:
+    where.stand(worker, {"generation": generation, "step": step, "members": members, "applied": applied})
+
+
 def test_all_of_a_view_get_one_answer_once_all_stand() -> None:
     where, workers = meetings(3)
     members = [0, 1, 2]
     where.announce({"lr_scale": 0.5})
-    where.stand(workers[2], 3, 7, members, 0)
-    where.stand(workers[0], 3, 9, members, 0)
-    where.stand(workers[1], 2, 9, members, 0)  # it is yet to come to this view
+    stand(where, workers[2], 3, 7, members, 0)
+    stand(where, workers[0], 3, 9, members, 0)
+    stand(where, workers[1], 2, 9, members, 0)  # it is yet to come to this view
     assert all(len(worker.sent) == 1 for worker in workers)
-    where.stand(workers[1], 3, 8, members, 0)
+    stand(where, workers[1], 3, 8, members, 0)
     answer = {"view": 3, "low": 7, "high": 9, "generation": 3, "stop": "", "announced": 1}
     announced = ("announce", {"number": 1, "announcement": {"lr_scale": 0.5}})
     assert all(worker.sent == [announced, ("met", answer)] for worker in workers)
     for worker in workers:
-        where.stand(worker, 3, 9, members, 0)
+        stand(where, worker, 3, 9, members, 0)
     assert [worker.sent[-1][1]["low"] for worker in workers] == [9, 9, 9]
 
 
 def test_those_that_stand_learn_that_others_move() -> None:
     where, workers = meetings(2)
     where.moved(workers[1], 3)
-    where.stand(workers[0], 3, 9, [0, 1], 0)
+    stand(where, workers[0], 3, 9, [0, 1], 0)
     where.moved(workers[1], 3)
     where.moved(workers[1], None)
     assert workers[0].sent == []
@@ -410,8 +414,8 @@ def test_a_worker_that_connects_later_gets_what_others_have_still_to_apply() -> 
     where, (first, second) = meetings(2)
     where.announce({"batch_size": 48})
     where.announce({"lr_scale": 0.5})
-    where.stand(first, 3, 9, [0, 1], 1)
-    where.stand(second, 3, 9, [0, 1], 2)
+    stand(where, first, 3, 9, [0, 1], 1)
+    stand(where, second, 3, 9, [0, 1], 2)
     where.announce({"sync": 1.0})
     newcomer = Told(2)
     where.connected(newcomer)  # type: ignore[arg-type]

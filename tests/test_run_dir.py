@@ -108,6 +108,29 @@ def test_tensorboard_has_the_numbers_and_the_events(tmp_path: Path) -> None:
     assert json.loads(text.tensor_proto.string_val[0]) == {"reason": "grown"}
 
 
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And each figure's help text belongs to its scalar."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, steps in ((0, 4), (2, 5)):
+        directory = RunDirectory(tmp_path)
+        directory.rewind(first)
+        for step in range(first, steps):
+            directory.metrics({**STEP, "step": step, "loss": first + step})
+        directory.close()
+    with caplog.at_level("WARNING", "tensorboard"):
+        board = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [
+        (0, 0),
+        (1, 1),
+        (2, 4),
+        (3, 5),
+        (4, 6),
+    ]
+    assert board.SummaryMetadata("train/loss").summary_description
+    assert not any("plugin" in record.getMessage() for record in caplog.records)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

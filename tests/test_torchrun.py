@@ -125,7 +125,7 @@ def test_rank_0_alone_says_what_is_wrong(
     assert main() == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("kfuse: error: ") and err.count("\n") == 1 and said in err
-    assert Rendezvous(1, 2, "127.0.0.1", port, agent_hosts=False, attempt="0").await_job() == 2
+    assert Rendezvous(1, 2, "127.0.0.1", port).await_job() == 2
     assert main_as_rank_1(monkeypatch) == 2
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []

@@ -83,18 +83,17 @@ class Checkpointer:
             return False
         started = time.perf_counter()
         copy = self._snapshots.take(state, "state")
-        snapshot_s = time.perf_counter() - started
         # A thread for each, so that nothing holds the copy once it is written. Not a daemon: exit waits for it.
-        self._thread = threading.Thread(target=self._write, args=(step, copy, snapshot_s), name="kfuse-checkpoint")
+        args = (step, copy, time.perf_counter() - started)
+        self._thread = threading.Thread(target=self._write, args=args, name="kfuse-checkpoint")
         self._thread.start()
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until the write under way, if any, has ended, well or not. False if it takes longer than that."""
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def _write(self, step: int, copy: HostCopy, snapshot_s: float) -> None:
         started = time.perf_counter()
@@ -109,12 +108,21 @@ class Checkpointer:
             if not self._directory.is_dir():
                 self._directory.mkdir(parents=True, exist_ok=True)
                 fsync_directory(self._directory.parent)
-            self._remove_leftovers()
+            for left in self._directory.iterdir():
+                match = _HIDDEN.fullmatch(left.name)
+                if match and match[1] == socket.gethostname() and not _writes(int(match[2])):
+                    shutil.rmtree(left, ignore_errors=True)
             # Later ones are of a run that this one went back from: resuming must not pick them. Not so once this one
             # has written: then they are of a process that writes here too.
             abandoned = [later for at, _, later in _find(self._directory) if at > step and not self._wrote]
             size = _write_files(hidden, step, parts)
-            self._publish(hidden, path)
+            if path.exists():  # training went back: it is found as .old until the new one has its name
+                old = path.with_name(f"{path.name}.old")
+                if old.exists():
+                    self._remove(old)
+                os.rename(path, old)
+            os.rename(hidden, path)
+            fsync_directory(self._directory)
             self._wrote = True
         except Exception as error:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -125,7 +133,11 @@ class Checkpointer:
         self._report({"kind": "checkpoint", **event})
         _log.info("checkpoint of step %d written to %s: %d bytes in %.3f s", step, path, size, wall_s)
         try:
-            self._prune(step, abandoned)
+            newer = 0
+            for at, is_old, found in _find(self._directory):
+                newer += at <= step and not is_old
+                if is_old or found in abandoned or newer > self._keep:
+                    self._remove(found)
         except OSError as error:
             self._failed(step, f"it is written, but older ones could not be removed: {one_line(error)}")
 
@@ -133,36 +145,11 @@ class Checkpointer:
         self._report({"kind": "checkpoint_failed", "step": step, "why": why})
         _log.info("checkpoint of step %d failed: %s", step, why)
 
-    def _publish(self, hidden: Path, path: Path) -> None:
-        """Names a complete checkpoint. One with that name (training went back) is found as .old until that is done."""
-        if path.exists():
-            old = path.with_name(f"{path.name}.old")
-            if old.exists():
-                self._remove(old)
-            os.rename(path, old)
-        os.rename(hidden, path)
-        fsync_directory(self._directory)
-
-    def _prune(self, step: int, abandoned: list[Path]) -> None:
-        found = _find(self._directory)
-        current = [(at, path) for at, is_old, path in found if not is_old]
-        obsolete = [path for _, is_old, path in found if is_old]
-        obsolete += [path for at, path in current if at <= step][self._keep :]
-        obsolete += [path for path in abandoned if path not in obsolete]
-        for path in obsolete:
-            self._remove(path)
-
     def _remove(self, path: Path) -> None:
         """Removes a checkpoint, whole or not at all for those who look for its name."""
         hidden = self._hidden(path)
         os.rename(path, hidden)
         shutil.rmtree(hidden)
-
-    def _remove_leftovers(self) -> None:
-        for path in self._directory.iterdir():
-            match = _HIDDEN.fullmatch(path.name)
-            if match and match[1] == socket.gethostname() and not _writes(int(match[2])):
-                shutil.rmtree(path, ignore_errors=True)
 
     def _hidden(self, path: Path) -> Path:
         """This process's own name for what is not, or no longer, a checkpoint."""
@@ -175,7 +162,14 @@ def load(path: Path) -> dict[str, Any]:
     """
     file = path / _MANIFEST
     try:
-        manifest, parts = _read_manifest(file), {}
+        content = file.read_bytes()
+        manifest, parts = json.loads(content), {}
+        if manifest["format"] != FORMAT:
+            why = f"format version {manifest['format']!r} is unknown; this kfuse reads {FORMAT}"
+            raise CheckpointError(f"{file}: {why}")
+        manifest.pop("sha256")
+        if _encode(manifest) != content:
+            raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in it")
         for name in (_MODEL, _OPTIMIZER, _REST):
             file, expected = path / name, manifest["files"][name]
             size = file.stat().st_size
@@ -293,18 +287,6 @@ def _encode(manifest: dict[str, Any]) -> bytes:
     """JSON that contains its own SHA-256. The same manifest gives the same bytes."""
     sha256 = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return json.dumps(manifest | {"sha256": sha256}, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _read_manifest(file: Path) -> dict[str, Any]:
-    """Raises CheckpointError, OSError, and what `json` raises."""
-    content = file.read_bytes()
-    manifest: dict[str, Any] = json.loads(content)
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{file}: format version {manifest['format']!r} is unknown; this kfuse reads {FORMAT}")
-    manifest.pop("sha256")
-    if _encode(manifest) != content:
-        raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in it")
-    return manifest
 
 
 def _writes(pid: int) -> bool:

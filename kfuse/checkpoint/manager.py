@@ -15,7 +15,6 @@ from kfuse.membership import Record, Session
 _log = logging.getLogger("kfuse")
 
 _LAST_TIMEOUT_S = 15.0  # a part of the grace period that a preempted job usually has
-_NOTHING_TO_RESUME = "no checkpoint to resume from in {}"
 _ADVICE = "; a run goes on with its own hydra.run.dir=DIR, or checkpoint.resume=PATH"
 
 CaptureState = Callable[[], dict[str, Any]]
@@ -73,8 +72,8 @@ class Checkpoints:
             found = self._load_path(Path(self._resume).expanduser())
         if found is None:
             if self._resume == "auto" and not restarted:
-                note = _NOTHING_TO_RESUME.format(self._directory) + ("" if self._script else _ADVICE)
-                self._report({"kind": "started", "note": note})
+                advice = "" if self._script else _ADVICE
+                self._report({"kind": "started", "note": f"no checkpoint to resume from in {self._directory}{advice}"})
             return None
         state, path = found
         self._written, self._written_epoch = state["progress"]["step"], state["progress"]["epoch"]
@@ -131,26 +130,22 @@ class Checkpoints:
             self._written, self._written_epoch = (int(number) for number in written)
 
     def _save(self, step: int, state: CaptureState) -> bool:
-        leads = self._session.group.rank == 0
-        if self._session.comm.sharded:
-            return self._save_together(step, state, leads)
-        return not leads or self._write(step, state())
-
-    def _save_together(self, step: int, state: CaptureState, leads: bool) -> bool:
-        """Unless the leader is still writing the last one: all workers send it what it lacks."""
+        """Unless the leader is still writing the last one. With sharded state all workers send it what it lacks."""
         group = self._session.group
-        ready = torch.tensor([int(not leads or self._writer is None or self._writer.wait(0.0))], device=group.device)
-        group.broadcast(ready, "whether a checkpoint can be written").wait()
-        if not ready.item():
-            return False
-        captured = state()
-        return not leads or self._write(step, captured)
-
-    def _write(self, step: int, state: dict[str, Any]) -> bool:
+        leads = group.rank == 0
+        if self._session.comm.sharded:
+            ready = int(not leads or self._writer is None or self._writer.wait(0.0))
+            told = torch.tensor([ready], device=group.device)
+            group.broadcast(told, "whether a checkpoint can be written").wait()
+            if not told.item():
+                return False
+        captured = state() if leads or self._session.comm.sharded else {}
+        if not leads:
+            return True
         if self._writer is None:
             assert self._directory is not None
             self._writer = Checkpointer(self._directory, self._keep, self._report)
-        return self._writer.save(step, state)
+        return self._writer.save(step, captured)
 
     def _report(self, event: dict[str, Any]) -> None:
         self._reported("event", {"step": None, **event})

@@ -51,11 +51,8 @@ class SavedModel:
             return
         self.close()
         path = self.directory / _BEST
-        weights = self._attempt(path, lambda: model_weights(model))
-        if weights is not None:
-            self._thread = threading.Thread(
-                target=self._attempt, args=(path, lambda: _write(path, lambda to: torch.save(weights, to))), name=_BEST
-            )
+        if (weights := self._attempt(path, model_weights, model)) is not None:
+            self._thread = threading.Thread(target=self._attempt, args=(path, _write, path, weights), name=_BEST)
             self._thread.start()
 
     def save_last(self, model: nn.Module, has_best: bool) -> dict[str, str]:
@@ -67,18 +64,13 @@ class SavedModel:
         if self._session.group.rank != 0:
             return {}
         self.close()
-        directory, found = self.directory, {}
-        path = directory / _MODEL
-        weights = self._attempt(path, lambda: model_weights(model))
-        if weights is not None:
-            _remove_leftovers(directory)
-            if self._attempt(path, lambda: _write(path, lambda to: torch.save(weights, to))):
-                found["model"] = str(path)
-            safe = directory / _SAFE
-            if importlib.util.find_spec("safetensors") and self._attempt(
-                safe, lambda: _write(safe, lambda to: _save_safetensors(weights, to))
-            ):
-                found["model_safetensors"] = str(safe)
+        directory = self.directory
+        paths = {"model": directory / _MODEL}
+        if importlib.util.find_spec("safetensors"):
+            paths["model_safetensors"] = directory / _SAFE
+        found = {}
+        if (weights := self._attempt(paths["model"], model_weights, model)) is not None:
+            found = {key: str(path) for key, path in paths.items() if self._attempt(path, _write, path, weights)}
         if has_best and (directory / _BEST).exists():
             found["best_model"] = str(directory / _BEST)
         return found
@@ -88,14 +80,13 @@ class SavedModel:
         if self._thread is not None:
             self._thread.join()
 
-    def _attempt(self, path: Path, act: Callable[[], Any]) -> Any:
-        """What `act` returns; None, and an event, if it fails."""
+    def _attempt(self, path: Path, act: Callable[..., Any], *given: Any) -> Any:
+        """What act(*given) returns; None, and an event, if it fails."""
         try:
-            return act()
+            return act(*given)
         except Exception as error:
             event = {"step": None, "kind": "model_failed", "path": str(path), "why": one_line(error)}
             self._report("event", event)
-            return None
 
 
 def model_weights(model: nn.Module) -> dict[str, Any]:
@@ -195,25 +186,20 @@ def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
-    shared: dict[str, str] = {}
     for name, value in weights.items():
-        if id(value) in first:
-            shared[name] = first[id(value)]
         first.setdefault(id(value), name)
     tensors = {name: weights[name].contiguous() for name in first.values()}
+    shared = {name: first[id(value)] for name, value in weights.items() if name not in tensors}
     save_file(tensors, path, {"format": "pt", **shared})
 
 
-def _write(path: Path, save: Callable[[Path], Any]) -> bool:
-    """Makes the directory if need be, and has `save` write the file, whole or not at all. Raises OSError."""
+def _write(path: Path, weights: Mapping[str, Any]) -> bool:
+    """Writes the file, whole or not at all; removes what killed processes of this host began to. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, save)
+    for name in (_MODEL, _SAFE, _BEST):
+        for left in path.parent.glob(f".{name}.{socket.gethostname()}.*"):
+            left.unlink(missing_ok=True)
+    save = _save_safetensors if path.name == _SAFE else torch.save
+    write_whole(path, lambda to: save(weights, to))
     fsync_directory(path.parent)
     return True
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Removes what killed processes of this host began to write."""
-    for name in (_MODEL, _SAFE, _BEST):
-        for path in directory.glob(f".{name}.{socket.gethostname()}.*"):
-            path.unlink(missing_ok=True)

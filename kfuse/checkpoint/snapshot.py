@@ -30,22 +30,12 @@ class HostCopy:
     """For each GPU that tensors come from, the event after which they are here. Until then they hold anything."""
 
 
-@dataclass
-class _Landing:
-    """Where the tensors of one GPU are copied to, and how."""
-
-    stream: Stream
-    buffer: Tensor
-    """uint8, pinned, as large as the largest state so far."""
-    place: np.ndarray
-    """The same memory, for numpy."""
-
-
 class Snapshots:
     """Takes copies of states, one after the other. From a GPU each takes the memory of the one before."""
 
     def __init__(self) -> None:
-        self._landings: dict[torch.device, _Landing] = {}
+        self._landings: dict[torch.device, tuple[Stream, Tensor]] = {}
+        """For each GPU the copies' stream, and pinned memory (uint8) as large as the largest state so far."""
 
     def take(self, value: Any, where: str) -> HostCopy:
         """A copy of `value` that shares nothing with it, tensors dense and on the host.
@@ -81,29 +71,26 @@ class Snapshots:
         tensors = [dense(tensor) for tensor in tensors]
         memories = [view for tensor in tensors if (view := memory(tensor)) is not None]
         chunks = cut([tensor.nbytes for tensor in tensors])
-        landing = self._landing(device, chunks[-1].start + chunks[-1].size if chunks else 0)
-        landing.stream.wait_stream(device.current_stream())
-        with device.on(landing.stream):
+        size = chunks[-1].start + chunks[-1].size if chunks else 0
+        stream, buffer = self._landings.get(device.name, (None, None))
+        if stream is None or buffer is None or buffer.numel() < size:
+            stream, buffer = stream or device.new_stream(), device.pinned((size,), torch.uint8)
+            self._landings[device.name] = stream, buffer
+        place = buffer.numpy()
+        stream.wait_stream(device.current_stream())
+        with device.on(stream):
             for chunk in chunks:
                 first = chunk.parts[0]
                 source = memories[first.tensor][first.start : first.end]
                 if len(chunk.parts) > 1:  # small tensors: one copy to the host for all of them
                     source = torch.empty(chunk.size, dtype=torch.uint8, device=source.device)
                     gather(memories, chunk, source)
-                landing.buffer[chunk.start : chunk.start + chunk.size].copy_(source, non_blocking=True)
+                buffer[chunk.start : chunk.start + chunk.size].copy_(source, non_blocking=True)
             arrived = device.event()
             arrived.record()
         arrived.wait()  # the present stream: what it does next may change the tensors
         starts = {part.tensor: chunk.start + part.at - part.start for chunk in chunks for part in chunk.parts}
-        return [_at(landing.place, starts.get(number, 0), tensor) for number, tensor in enumerate(tensors)], arrived
-
-    def _landing(self, device: Device, size: int) -> _Landing:
-        found = self._landings.get(device.name)
-        if found is None or found.buffer.numel() < size:
-            stream = device.new_stream() if found is None else found.stream
-            buffer = device.pinned((size,), torch.uint8)
-            found = self._landings[device.name] = _Landing(stream, buffer, buffer.numpy())
-        return found
+        return [_at(place, starts.get(number, 0), tensor) for number, tensor in enumerate(tensors)], arrived
 
 
 def snapshot(value: Any, where: str) -> Any:

@@ -219,7 +219,7 @@ def _run_hydra(sweep: Sweep | None) -> int:
         context = HydraConfig.get()
         run_dir = Path(context.runtime.output_dir)
         if sweep is not None:
-            sweep.begin(context.job.num, Path(os.path.abspath(context.sweep.dir)), run_dir)
+            sweep.begin(context.job.num, Path(os.path.abspath(context.sweep.dir)))
         status, error = _job(cfg, run_dir)
         statuses.append(status)
         if sweep is not None:

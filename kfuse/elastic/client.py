@@ -9,16 +9,17 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from kfuse.elastic import protocol
-from kfuse.elastic.outbox import Outbox
 from kfuse.elastic.protocol import View
 
 _SUPERVISOR_LOST_GRACE_S = 10.0  # for the main thread to end the process once the supervisor is gone
 _STUCK_S = 60.0  # without the interpreter's lock, after which the process is ended
+_MOST_WAITING = 100_000  # messages that the connection does not take; what cannot be dropped waits beyond it
+_POLL_S = 0.01
 
 T = TypeVar("T")
 
@@ -27,22 +28,15 @@ class ControlError(RuntimeError):
     """The supervisor is lost: it cannot be reached, has refused this worker, or has ended."""
 
 
-@dataclass(frozen=True)
-class Met:
+class Met(NamedTuple):
     """The supervisor's answer where all workers of a view stand still: see `kfuse.elastic.meetings`."""
 
-    view: int
-    """Its generation."""
-    low: int
-    """The fewest steps that one of them has made."""
-    high: int
-    """The most. Where it is `low`, all are at one step."""
-    generation: int
-    """Of the newest view."""
-    stop: str
-    """Why to stop; "": go on."""
-    announced: int
-    """Number of the newest announcement that came before the answer: on every worker the same."""
+    view: int  # its generation
+    low: int  # the fewest steps that one of them has made
+    high: int  # the most; where it is `low`, all are at one step
+    generation: int  # of the newest view
+    stop: str  # why to stop; "": go on
+    announced: int  # number of the newest announcement that came before the answer: on every worker the same
 
 
 class ControlClient:
@@ -54,11 +48,13 @@ class ControlClient:
     """The settings of the job, which the supervisor sends to every worker."""
     silence_s: float
     """Seconds without a heartbeat after which the supervisor kills a worker."""
-    step: int | None
+    step: int | None = None
     """Steps made so far, for the heartbeats to tell; None: they need not (see `kfuse.elastic.meetings`)."""
-    doing: tuple[str, float] | None
+    doing: tuple[str, float] | None = None
     """What runs that is not kfuse's own, and may hang, and when it began (time.monotonic), for the heartbeats to tell;
     None: nothing that is known."""
+    stop: str | None = None
+    """Why the supervisor asks to stop; None if it does not."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         """Connects. Raises ControlError if the supervisor does not answer."""
@@ -66,21 +62,20 @@ class ControlClient:
         self.worker = int(os.environ[protocol.ENV_WORKER])
         self._changed = threading.Condition()
         self._views: dict[int, View] = {}
-        self._stop: str | None = None
         self._over = False
         self._announced: dict[int, dict[str, Any]] = {}
         self._decisions: dict[tuple[int, int], dict[str, Any]] = {}  # by the worker that sent it, and its number
         self._met: Met | None = None
         self._moving_at = 0.0  # when the last "moving" came, or this worker stood still
-        self.step = self.doing = None
+        self._unsent: deque[bytes] = deque()
+        self._losses = protocol.Losses("the supervisor took no records, and too many waited in a worker")
         self._lost: str | None = None
         self._closing = threading.Event()
         try:
             self._socket, self._lines, welcome = self._connect(host, int(port), timeout_s)
-            messages, _, _ = self._connect(host, int(port), timeout_s, messages=True)
+            self._messages, _, _ = self._connect(host, int(port), timeout_s, messages=True)
         except OSError as error:
             raise ControlError(f"no supervisor at {host}:{port}: {error}") from error
-        self._outbox = Outbox(messages)
         self.job = welcome["job"]
         self.silence_s = welcome["silence_s"]
         protocol.set_acknowledgement_timeout(self._socket, self.silence_s)
@@ -102,31 +97,60 @@ class ControlClient:
         connection.settimeout(None)
         return connection, lines, protocol.decode(line)
 
-    def send(self, message: str, **fields: Any) -> None:
-        """Sends a message of this type, or keeps it until the connection takes it.
+    # -- messages to the supervisor -------------------------------------------------------------------------------
 
-        Raises ControlError if the supervisor is gone.
+    def send(self, message: str, **fields: Any) -> None:
+        """Sends a message of this type, in order; never waits for the other side.
+
+        Where the connection does not take it, as of a stopped supervisor, it waits in memory. Where too many wait,
+        records of steps are dropped, and an event says of which steps. Raises ControlError if the supervisor is gone.
         """
-        content = {"type": message, **fields}
-        drops = message == "record" and fields["kind"] in protocol.OF_STEPS
+        with self._changed:
+            self.check()
+            if message == "record" and fields["kind"] in protocol.OF_STEPS and len(self._unsent) >= _MOST_WAITING:
+                self._losses.add(fields["data"]["step"])
+                return
+            if (event := self._losses.take()) is not None:
+                self._unsent.append(protocol.encode({"type": "record", "kind": "event", "data": event}))
+            self._unsent.append(protocol.encode({"type": message, **fields}))
+            self._flush()
+
+    def _flush(self) -> None:
+        """Sends what the connection takes without waiting: of that a lost worker loses nothing. Raises ControlError."""
         try:
-            self._outbox.send(content, fields["data"]["step"] if drops else None)
+            while self._unsent:
+                sent = self._messages.send(self._unsent[0], socket.MSG_DONTWAIT)
+                if rest := self._unsent.popleft()[sent:]:
+                    self._unsent.appendleft(rest)
+        except BlockingIOError:
+            pass
         except OSError as error:
-            raise ControlError(f"the supervisor is gone: {error}") from error
+            self._lost = self._lost or f"the supervisor is gone: {error}"
+            raise ControlError(self._lost) from error
+
+    def close(self) -> None:
+        """Says goodbye, waits until the supervisor has all messages or is lost, and ends the connection."""
+        if self._closing.is_set():
+            return
+        with contextlib.suppress(ControlError), self._changed:
+            self.send("goodbye")
+            while self._unsent:
+                self._changed.wait(_POLL_S)
+                self.check()
+                self._flush()
+        self._closing.set()
+        self._messages.close()
+        self._socket.close()
 
     # -- views ----------------------------------------------------------------------------------------------------
 
     def await_first_view(self) -> View:
         """The first view that contains this worker. No time limit: the others may train for long before."""
-        return self._await(lambda: max(self._views.values(), key=_generation, default=None), None, "the first view")
+        return self._await(lambda: self._views[max(self._views)] if self._views else None, None, "the first view")
 
     def await_view(self, generation: int, timeout_s: float) -> View:
         """The view of this generation, or a later one that replaced it. Raises ControlError after the timeout."""
-
-        def find() -> View | None:
-            later = [view for view in self._views.values() if view.recovers and view.generation > generation]
-            return max(later, key=_generation) if later else self._views.get(generation)
-
+        find = lambda: self.recovery(generation) or self._views.get(generation)  # noqa: E731
         return self._await(find, timeout_s, f"view {generation}")
 
     def await_recovery(self, after: int, timeout_s: float) -> View:
@@ -137,18 +161,25 @@ class ControlClient:
         """The newest view with `recovers` and a generation above `after`, if there is one."""
         views = list(self._views.values())  # in one step: the receiver's thread may add another
         found = [view for view in views if view.recovers and view.generation > after]
-        return max(found, key=_generation, default=None)
+        return max(found, key=lambda view: view.generation, default=None)
 
     def proposed(self, current: int) -> int:
         """The generation to switch to, 0 if there is none newer than `current`."""
         newest = max(self._views, default=0)
         return newest if newest > current else 0
 
+    def forget(self, before: int) -> None:
+        """Drops the views of generations before this one."""
+        with self._changed:
+            self._views = {g: view for g, view in self._views.items() if g >= before}
+
     def await_over(self, current: int) -> bool:
         """Waits until the job is over: True. False if the supervisor forms a recovering view first."""
         self._await(lambda: True if self._over else self.recovery(current), None, "the job's end")
         over, self._over = self._over, False
         return over
+
+    # -- decisions and meetings -----------------------------------------------------------------------------------
 
     def decision(self, worker: int, number: int, timeout_s: float) -> dict[str, Any]:
         """The decision of this number that `worker` has sent; earlier ones of it are dropped.
@@ -158,7 +189,8 @@ class ControlClient:
         with self._changed:
             self._changed.wait_for(lambda: self._lost or (worker, number) in self._decisions, timeout_s)
             if (worker, number) not in self._decisions:
-                raise ControlError(self._lost) if self._lost else TimeoutError(f"nothing in {timeout_s:g} s")
+                self.check()
+                raise TimeoutError(f"nothing in {timeout_s:g} s")
             found = self._decisions[worker, number]
             self._decisions = {key: it for key, it in self._decisions.items() if key[0] != worker or key[1] >= number}
             return found
@@ -185,37 +217,17 @@ class ControlClient:
         with self._changed:
             # An answer of the view before may come late, where a worker was lost.
             while (self._met is None or self._met.view != generation) and self.recovery(generation) is None:
-                if self._lost:
-                    raise ControlError(self._lost)
+                self.check()
                 left = self._moving_at + timeout_s - time.monotonic()
                 if left <= 0:
                     raise TimeoutError
                 self._changed.wait(left)
             return self._met if self.recovery(generation) is None else None
 
-    def forget(self, before: int) -> None:
-        """Drops the views of generations before this one."""
-        with self._changed:
-            self._views = {g: view for g, view in self._views.items() if g >= before}
-
-    def stop_reason(self) -> str | None:
-        """Why the supervisor asks to stop; None if it does not."""
-        return self._stop
-
     def check(self) -> None:
         """Raises ControlError if the supervisor is gone."""
         if self._lost:
             raise ControlError(self._lost)
-
-    def close(self) -> None:
-        """Says goodbye, waits until the supervisor has all messages or is lost, and ends the connection."""
-        if self._closing.is_set():
-            return
-        with contextlib.suppress(ControlError):
-            self.send("goodbye")
-        self._outbox.close()
-        self._closing.set()
-        self._socket.close()
 
     def _await(self, find: Callable[[], T | None], timeout_s: float | None, what: str) -> T:
         """Waits until `find` returns a value, and returns it. Raises ControlError after the timeout, or if lost."""
@@ -234,12 +246,12 @@ class ControlClient:
             while line := self._lines.readline(protocol.MAX_LINE):
                 message = protocol.decode(line)
                 with self._changed:
-                    match message["type"]:
+                    match message.pop("type"):
                         case "view":
                             view = View.from_json(message["view"])
                             self._views[view.generation] = view
                         case "stop":
-                            self._stop = message["reason"]
+                            self.stop = message["reason"]
                         case "over":
                             self._over = True
                         case "announce":
@@ -247,7 +259,7 @@ class ControlClient:
                         case "decision":
                             self._decisions[message["worker"], message["number"]] = message["decision"]
                         case "met":
-                            self._met = Met(**{each.name: message[each.name] for each in fields(Met)})
+                            self._met = Met(**message)
                         case "moving":
                             self._moving_at = time.monotonic()
                     self._changed.notify_all()
@@ -258,7 +270,6 @@ class ControlClient:
         with self._changed:
             self._lost = f"the supervisor is gone{why}"
             self._changed.notify_all()
-        self._outbox.give_up(ConnectionError("its connection has ended"))
         # The main thread notices at its next wait. If it is stuck elsewhere, the process must not stay behind.
         if not self._closing.wait(_SUPERVISOR_LOST_GRACE_S):
             sys.stderr.write(f"kfuse: worker {self.worker} ends: {self._lost}\n")
@@ -278,10 +289,8 @@ class ControlClient:
                 told |= {"doing": doing[0], "for_s": time.monotonic() - doing[1]}
             try:
                 self._socket.sendall(protocol.encode({"type": "alive", **told}))
-            except OSError:
+                with self._changed:
+                    self._flush()
+            except (OSError, ControlError):
                 break
         faulthandler.cancel_dump_traceback_later()
-
-
-def _generation(view: View) -> int:
-    return view.generation

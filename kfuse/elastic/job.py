@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -72,6 +72,17 @@ class Job:
         if not self.over.is_set():
             self.error = error
             self.over.set()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a part of the supervisor beside the rest; an error in it ends the job."""
+
+        def finished(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                self.end(task.exception())
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(finished)
+        return task
 
     def end_with_last_worker(self) -> None:
         """All workers have ended, and what each end means has been decided."""

@@ -33,7 +33,6 @@ class LostWorkers:
         self._since_step, self._since_boot = _Row(), _Row()
         self._progress = 0
         """`Records.progress` when the last lost worker was counted."""
-        processes.gpu_is_free = self._start_on_free_gpu
 
     def booted(self) -> None:
         """A worker has booted: workers that ended before they could join are no longer counted."""
@@ -41,26 +40,16 @@ class LostWorkers:
 
     async def ended(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker's process has ended. was: its state before that; status: None if its end was not reported."""
-        await self._decide(worker, was, status)
-        if self._processes.awaits_gpu:
-            await self._start_on_free_gpu()
-
-    async def _start_on_free_gpu(self) -> None:
-        """A worker waits for a GPU, and one may be free now."""
-        if self._job.takes_newcomers and not self._job.stopping:
-            await self._views.add_up_to(self._job.wanted)
-
-    async def _decide(self, worker: Worker, was: State, status: int | None) -> None:
+        job = self._job
         if status == 0:
             self._quit(worker)
-        elif not self._job.done and not self._all_out_of_loop(worker):
+        elif not job.done and not self._all_out_of_loop(worker):
             await self._lost(worker, was, status)
-        elif self._job.elasticity.script and (worker.why or not worker.killed.is_set()):
+        elif job.elasticity.script and (worker.why or not worker.killed.is_set()):
             # A script failed when its training was over: what was trained stays, but the job has not succeeded.
             how, cause = self._report_failure(worker, status)
-            when = " after training had ended" if self._job.done else ""
-            failure = JobFailed(f"worker {worker.number} {how}{when}{cause}")
-            self._job.late_failure = self._job.late_failure or failure
+            when = " after training had ended" if job.done else ""
+            job.late_failure = job.late_failure or JobFailed(f"worker {worker.number} {how}{when}{cause}")
             self._training_is_left()
 
     def contact_lost(self, worker: Worker, generation: int, why: str) -> None:
@@ -78,18 +67,14 @@ class LostWorkers:
         self._forget_before_progress()
         self._since_step.lost += 1
         if self._since_step.lost >= job.elasticity.max_failures:
-            job.end(JobFailed(f"workers lose contact again and again: {why}{self._what_hangs()}"))
+            found = [(each.number, *each.doing) for each in self._processes.alive() if each.doing is not None]
+            hangs = [f"; worker {number} is in {what} for {s:.0f} s" for number, what, s in found if s >= _HANGS_S]
+            job.end(JobFailed(f"workers lose contact again and again: {why}{''.join(hangs)}"))
             return
         _log.info("contact lost in view %d: %s", generation, why)
-        for worker in () if job.done else filter(views.out_of_loop, self._processes.members()):
-            views.continue_without(worker, "left the training loop, and the others waited for it")
+        for member in () if job.done else filter(views.out_of_loop, self._processes.members()):
+            views.continue_without(member, "left the training loop, and the others waited for it")
         views.recover(anew=job.done)
-
-    def _what_hangs(self) -> str:
-        """For the end of a message: which workers are in code that is not kfuse's, and for how long; or ""."""
-        found = [(each.number, *each.doing) for each in self._processes.alive() if each.doing is not None]
-        told = [f"worker {number} is in {what} for {s:.0f} s" for number, what, s in found if s >= _HANGS_S]
-        return "".join(f"; {each}" for each in told)
 
     def _forget_before_progress(self) -> None:
         """Resets the counts if a step was completed since: with progress in between, lost workers are no crash loop."""
@@ -137,21 +122,21 @@ class LostWorkers:
 
     async def _lost(self, worker: Worker, was: State, status: int | None) -> None:
         """A worker ended unexpectedly: the survivors form a new view, and another worker is started in its place."""
-        job, limits, views = self._job, self._job.elasticity, self._views
+        job, limits, views, members = self._job, self._job.elasticity, self._views, self._processes.members()
         rank, error = self._processes.rank_of(worker), worker.error()
         recovering = job.view is not None and job.view.recovers
         awaited = recovering and was is State.PROPOSED  # it ended before it was in the view that recovers
         # With another, whose loss the survivors have not recovered from yet, or recover from without this one.
         together = awaited or (recovering and rank is None and worker.joined)
         # It was about to leave, as planned, and the others still train with it until they come to the proposed view.
-        proposed = any(member.state is State.PROPOSED for member in self._processes.members())
+        proposed = any(member.state is State.PROPOSED for member in members)
         leaving = rank is None and was is State.MEMBER and proposed and not recovering
         how, cause = self._report_failure(worker, status)
         if job.stopping:
             if rank is not None or leaving:
                 views.recover()  # the others still have a checkpoint to write
             return
-        last = not (self._processes.members() or self._processes.leavers())
+        last = not (members or self._processes.leavers())
         starts_anew = last and limits.restart
         if job.view is None or (was is State.BOOTING and last and (error or not starts_anew)):
             when = "before training began" if job.view is None else "before training went on"

@@ -1,34 +1,16 @@
 """Where the workers of a view meet, while each is at a step of its own (pair averaging).
 
-A worker that is to meet the others stands still, and tells its step. Once all of its view have told theirs, each gets
-the same answer: the lowest and the highest of them. Where these are equal all are at one step, and meet. If not, those
-behind go on to the highest and tell it again, while the others stand still.
-
-The answer also says what the workers are to do at the meeting, so that all do the same: the view to go on with, why to
-stop, and which of the leader's announcements are to be applied. A worker that is lost ends a meeting by the view that
-is formed without it: those that wait go on with that.
+A worker that is to meet the others stands still, and tells its step. Once all of its view have, each gets the same
+answer (`client.Met`): where their steps differ, those behind go on to the highest and tell it again. What the answer
+says of views, stopping and announcements is the same for all. A lost worker ends a meeting by the view without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from kfuse.elastic.job import Job
 from kfuse.elastic.processes import Processes, Worker
-
-
-@dataclass(frozen=True)
-class _Stands:
-    """What a worker that stands still has told."""
-
-    generation: int
-    """Its view's."""
-    step: int
-    members: list[int]
-    """The numbers of its view's workers."""
-    applied: int
-    """Number of the newest announcement that it has applied."""
 
 
 class Meetings:
@@ -36,8 +18,8 @@ class Meetings:
 
     def __init__(self, job: Job, processes: Processes) -> None:
         self._job, self._processes = job, processes
-        self._waiting: dict[int, _Stands] = {}
-        """By worker that stands still."""
+        self._waiting: dict[int, dict[str, Any]] = {}
+        """By worker that stands still: its message, with generation, step, members (by number) and applied."""
         self._steps: dict[int, int] = {}
         """By worker: the newest step that its heartbeats have told of."""
         self._announced = 0
@@ -58,16 +40,14 @@ class Meetings:
         for number, announcement in self._unapplied.items():
             worker.send("announce", number=number, announcement=announcement)
 
-    def stand(self, worker: Worker, generation: int, step: int, members: list[int], applied: int) -> None:
-        """A worker stands still after `step` steps. Where it is the last of its view's `members`, all get the answer.
-
-        generation: the view's. applied: number of the newest announcement that the worker has applied.
-        """
-        self._waiting[worker.number] = _Stands(generation, step, members, applied)
-        waiting = [each for number in members if (each := self._waiting.get(number)) and each.generation == generation]
-        if len(waiting) < len(members):
+    def stand(self, worker: Worker, message: dict[str, Any]) -> None:
+        """A worker stands still. Where it is the last of its view's members, all get the answer."""
+        self._waiting[worker.number] = message
+        members, generation = message["members"], message["generation"]
+        found = [each for number in members if (each := self._waiting.get(number)) and each["generation"] == generation]
+        if len(found) < len(members):
             return
-        steps, by_all = [each.step for each in waiting], min(each.applied for each in waiting)
+        steps, by_all = [each["step"] for each in found], min(each["applied"] for each in found)
         self._unapplied = {number: each for number, each in self._unapplied.items() if number > by_all}
         view = self._job.view
         answer: dict[str, Any] = {
@@ -86,7 +66,7 @@ class Meetings:
     def under_way(self) -> bool:
         """Whether a worker of the newest view stands still, and waits for others."""
         view = self._job.view
-        return view is not None and any(each.generation == view.generation for each in self._waiting.values())
+        return view is not None and any(each["generation"] == view.generation for each in self._waiting.values())
 
     def moved(self, worker: Worker, step: int | None) -> None:
         """A heartbeat tells how many steps a worker has made. Those that stand still learn that another one moves."""
@@ -94,5 +74,5 @@ class Meetings:
             return
         self._steps[worker.number] = step
         for number, each in self._waiting.items():
-            if worker.number in each.members and number != worker.number:
+            if worker.number in each["members"] and number != worker.number:
                 self._processes.workers[number].send("moving")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from kfuse.elastic.launchers import Launcher, WorkerProcess
 from kfuse.elastic.records import Records
 
 _KEPT_LINES = 200
-_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK = "Traceback (most recent call last):\n"
 _OUTPUT_S = 0.05  # for the rest of a lost worker's output: its traceback says why it ended
 _LAST_OUTPUT_S = 1.0
 _KILL_GRACE_S = 1.0  # for the report of a killed process's end: from a host that is cut off there is none
@@ -46,14 +47,12 @@ class Worker:
     """None until it has connected."""
     host: str = ""
     gpu: int | None = None
-    """Which of the machine's GPUs it has. None: there are none, or the launcher chooses."""
+    """Which of the machine's GPUs it has until its process ends. None: there are none, or the launcher chooses."""
     started_at: float = 0.0
     last_message_at: float = 0.0
     """When its last message arrived, by the event loop's clock."""
     why: str = ""
     """Why the supervisor killed it, if it did."""
-    end_unknown: bool = False
-    """It was killed, and its process's end has not been reported: it may still have its GPU."""
     joined: bool = False
     """It has joined a view, this one or one before."""
     leaving: bool = False
@@ -80,30 +79,14 @@ class Worker:
         self.killed.set()
         self.process.kill()
 
-    async def end(self, grace_s: float) -> int | None:
-        """Its exit status once it has ended. None if it was killed and its end was not reported within `grace_s`."""
-        ended, killed = asyncio.ensure_future(self.process.wait()), asyncio.ensure_future(self.killed.wait())
-        try:
-            await asyncio.wait([ended, killed], return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                await asyncio.wait([ended], timeout=grace_s)
-            return ended.result() if ended.done() else None
-        finally:
-            ended.cancel()
-            killed.cancel()
-
     def error(self) -> tuple[str, ...]:
         """From the last traceback that it printed: where it was raised, and the exception. Empty if there is none."""
-        lines = list(self.lines)
-        starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
-        if not starts:
+        _, found, trace = "\n".join(self.lines).rpartition(_TRACEBACK)
+        exception = re.search(r"^\S.*", trace, re.MULTILINE)
+        if not found or exception is None:
             return ()
-        frames = lines[starts[-1] + 1 :]
-        exception = next((line for line in frames if line and not line.startswith(" ")), None)
-        if exception is None:
-            return ()
-        places = [line.strip() for line in frames[: frames.index(exception)] if line.startswith("  File ")]
-        return (*places[-1:], exception.strip())
+        places = re.findall(r"^  (File .*)", trace[: exception.start()], re.MULTILINE)
+        return (*places[-1:], exception[0].strip())
 
     def how_it_ended(self, status: int | None) -> str:
         """Text about its end. status: its exit status; None: it was killed, and its end was not reported."""
@@ -136,15 +119,13 @@ class Processes:
         """How many GPUs the machine of all workers has. 0: none, or the launcher gives each worker its own."""
         self.awaits_gpu = False
         """A worker is to be started as soon as another one, which is on its way out, has left its GPU."""
-        self.gpu_is_free: Callable[[], Awaitable[None]] | None = None
-        """Called where `awaits_gpu`, and a killed worker's process has ended later than it was waited for."""
         self._starting = asyncio.Lock()
         self._undecided = 0
         """How many workers have ended and are still being handled by `ended`."""
         self._waiting_reported = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lingering: set[asyncio.Task[None]] = set()
-        """Each waits for the end of a worker with `end_unknown`."""
+        self._ends: set[asyncio.Task[int]] = set()
+        """Each waits for the end of a worker's process, which may come late, or never: it may hang in a driver."""
 
     def alive(self) -> list[Worker]:
         """Workers that have not ended, in any state."""
@@ -168,18 +149,15 @@ class Processes:
     def free_gpu(self) -> int | None:
         """The first GPU that no worker has; None where there is none.
 
-        One whose end is unknown still has its GPU. But where no other one trains the job does not wait for it.
+        A killed worker has its GPU until its process has ended. But where no other one trains the job does not wait.
         """
-        lingering = [worker for worker in self.workers.values() if worker.end_unknown] if self.members() else []
-        taken = {worker.gpu for worker in (*self.alive(), *lingering)}
+        taken = {worker.gpu for worker in (self.workers.values() if self.members() else self.alive())}
         return next((gpu for gpu in range(self.gpus) if gpu not in taken), None)
 
     async def start_up_to(self, target: int) -> None:
         """Starts as many workers as are missing. One call at a time: several losses may ask for it at once.
 
-        Each gets a GPU of its own, by LOCAL_RANK. Where none is free `awaits_gpu` is set.
-
-        Raises LaunchError.
+        Each gets a GPU of its own, by LOCAL_RANK. Where none is free `awaits_gpu` is set. Raises LaunchError.
         """
         async with self._starting:
             self.awaits_gpu = False
@@ -199,31 +177,31 @@ class Processes:
                 self.workers[number] = Worker(number, process, gpu=gpu, started_at=now, last_message_at=now)
                 if not self._job.takes_newcomers:  # meanwhile training has ended, perhaps another has begun
                     self.workers[number].kill()
-                task = asyncio.create_task(self._watch(self.workers[number]))
+                task = self._job.run(self._watch(self.workers[number]))
                 self._tasks.add(task)
-                task.add_done_callback(self._watched)
-
-    def _watched(self, task: asyncio.Task[None]) -> None:
-        """An error while a worker was watched ends the job."""
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._job.end(task.exception())
+                task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, worker: Worker) -> None:
         """Passes on what a worker prints until it ends."""
-        lines = asyncio.create_task(self._pass_on(worker))
-        status = await worker.end(_KILL_GRACE_S)
+
+        async def wait() -> int:
+            status = await worker.process.wait()
+            worker.gpu = None
+            return status
+
+        lines, end = asyncio.create_task(self._pass_on(worker)), asyncio.create_task(wait())
+        killed = asyncio.create_task(worker.killed.wait())
+        self._ends.add(end)
+        end.add_done_callback(self._ends.discard)
+        await asyncio.wait([end, killed], return_when=asyncio.FIRST_COMPLETED)
+        killed.cancel()
+        await asyncio.wait([end], timeout=_KILL_GRACE_S)
+        status = end.result() if end.done() else None
         was, worker.state = worker.state, State.ENDED
         if status is None:  # cut off: if it can be reached again, it must not take part any more
             lines.cancel()
             for connection in worker.connections:
                 connection.transport.abort()
-            if worker.gpu is not None:
-                worker.end_unknown = True
-                task = asyncio.create_task(self._await_gpu_of(worker))
-                self._lingering.add(task)
-                task.add_done_callback(self._lingering.discard)
-                task.add_done_callback(self._watched)
         if not self._job.over.is_set():
             self._undecided += 1
             if status != 0:
@@ -233,13 +211,6 @@ class Processes:
         await asyncio.wait([lines], timeout=_LAST_OUTPUT_S)  # what it started may hold the pipe open
         lines.cancel()
         self.end_if_none_left()
-
-    async def _await_gpu_of(self, worker: Worker) -> None:
-        """A process that hangs in a driver ends late, or never."""
-        await worker.process.wait()
-        worker.end_unknown = False
-        if self.awaits_gpu and self.gpu_is_free is not None:
-            await self.gpu_is_free()
 
     async def _pass_on(self, worker: Worker) -> None:
         async for line in worker.process.lines():
@@ -251,39 +222,35 @@ class Processes:
         if not (self.alive() or self._undecided or self._starting.locked()):
             self._job.end_with_last_worker()
 
-    async def watch_heartbeats(self) -> None:
-        """Kills workers that send no heartbeat, or are not ready in time. Their end is then handled like any other."""
-        elasticity, time = self._job.elasticity, asyncio.get_running_loop().time
-        while True:
-            asleep = time()
-            await asyncio.sleep(protocol.HEARTBEAT_S)
-            late = time() - asleep - protocol.HEARTBEAT_S
-            for worker in self.alive():
-                # While this process was stopped it could not receive; perhaps the workers were stopped too.
-                worker.last_message_at += late
-                if not worker.process.running:
-                    worker.last_message_at = time()
-                slow = worker.state is State.BOOTING or worker.said_goodbye  # imports, or the interpreter's end
-                limit = elasticity.boot_timeout_s if slow else elasticity.heartbeat_timeout_s
-                silent = time() - worker.last_message_at
-                if silent > limit and not worker.why:
-                    worker.why = f"sent no heartbeat for {silent:.0f} s"
-                    if not worker.connections and elasticity.script:
-                        worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
-                    worker.kill()
-            self._report_waiting(time())
+    def check_heartbeats(self, late_s: float) -> None:
+        """Kills workers that send no heartbeat, or are not ready in time. Their end is then handled like any other.
+
+        late_s: seconds since the last call in which this process could not receive; perhaps the workers were stopped
+        too.
+        """
+        elasticity, now = self._job.elasticity, asyncio.get_running_loop().time()
+        for worker in self.alive():
+            worker.last_message_at += late_s
+            if not worker.process.running:
+                worker.last_message_at = now
+            slow = worker.state is State.BOOTING or worker.said_goodbye  # imports, or the interpreter's end
+            silent = now - worker.last_message_at
+            if silent > (elasticity.boot_timeout_s if slow else elasticity.heartbeat_timeout_s) and not worker.why:
+                worker.why = f"sent no heartbeat for {silent:.0f} s"
+                if not worker.connections and elasticity.script:
+                    worker.why = f"did not call kf.init, kf.fit or kf.DataLoader within {silent:.0f} s"
+                worker.kill()
+        if self._job.view is None and not self._waiting_reported:
+            self._report_waiting(now)
 
     def _report_waiting(self, now: float) -> None:
         """Reports, once, which workers are not ready: a script may take any time to begin its training; others wait."""
-        if self._job.view is not None or self._waiting_reported:
-            return
-        ready = [worker for worker in self.alive() if worker.state is State.READY]
+        ready = [worker.number for worker in self.alive() if worker.state is State.READY]
         late = [worker for worker in self.alive() if worker.state is State.BOOTING and worker.process.running]
         since = min((worker.started_at for worker in late), default=now)
         if ready and now - since > self._job.elasticity.boot_timeout_s:
             self._waiting_reported = True
-            numbers = {"workers": [worker.number for worker in ready], "late": [worker.number for worker in late]}
-            self._records.event("waiting", **numbers)
+            self._records.event("waiting", workers=ready, late=[worker.number for worker in late])
 
     def kill_all(self) -> None:
         """Kills all workers."""
@@ -292,6 +259,6 @@ class Processes:
 
     async def all_ended(self) -> None:
         """Returns when all workers have ended, and their output was passed on."""
-        for task in self._lingering:
-            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for end in self._ends:
+            end.cancel()

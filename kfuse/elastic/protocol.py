@@ -1,19 +1,8 @@
 """The messages between the supervisor and its workers: one JSON object a line, over TCP (the control channel).
 
 A worker has two connections, so that heartbeats do not wait for records. The first one has the heartbeats and what the
-supervisor sends; the second one, whose hello has `messages`, has all else that the worker sends.
-
-worker -> supervisor: hello (token, worker, pid, host, messages), ready, joined (generation), left (as a planned view
-says), alive (a heartbeat; step; doing, for_s: code that is not kfuse's, and for how long), broken (generation, why),
-fatal (why: no worker can go on; event, lines), resize (workers), replace (worker), record (kind, data), loop_ended
-(training, failed_at), decision (number, decision: of rank 0, for all others), goodbye (nothing follows, and no
-heartbeat is due any more).
-supervisor -> worker: welcome (job, silence_s), view, stop (reason), over, decision (worker, number, decision).
-
-While each worker is at a step of its own (pair averaging), the leader's announcements come this way too. worker ->
-supervisor: announce (announcement), meet (generation, step, members, applied); see `meetings`. supervisor -> worker:
-announce (number, announcement), met (view, low, high, generation, stop, announced), moving (a worker that is waited for
-has made a step).
+supervisor sends; the second one, whose hello has `messages`, has all else that the worker sends. The types of messages:
+`Supervisor._receive` for those to the supervisor, `ControlClient._receive` for those to workers.
 """
 
 from __future__ import annotations
@@ -22,7 +11,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 MAX_LINE = 16 * 2**20  # bytes; a longer line is not one of these messages
@@ -76,16 +65,11 @@ class View:
         """The rank of worker number `worker`; None if it is not in this view."""
         return next((r for r, member in enumerate(self.members) if member.worker == worker), None)
 
-    def to_json(self) -> dict[str, Any]:
-        """The view as plain values."""
-        return asdict(self)
-
     @staticmethod
     def from_json(data: dict[str, Any]) -> View:
-        """The view that `to_json` gave as plain values."""
+        """The view that `dataclasses.asdict` gave as plain values."""
         members = tuple(Member(**member) for member in data["members"])
-        host, port = data["store"]
-        return View(data["generation"], members, (host, port), data["reason"], data["recovers"])
+        return View(**{**data, "members": members, "store": tuple(data["store"])})
 
 
 class Losses:
@@ -114,14 +98,6 @@ class Losses:
 def encode(message: Mapping[str, Any]) -> bytes:
     """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def parse_hello(hello: dict[str, Any]) -> tuple[int, int, str]:
-    """The number, pid and host in a worker's hello. Raises ValueError if one is missing or of another type."""
-    try:
-        return int(hello["worker"]), int(hello["pid"]), str(hello["host"])
-    except (KeyError, TypeError) as error:
-        raise ValueError("not a worker's hello") from error
 
 
 def send(writer: asyncio.StreamWriter, kind: str, **fields: Any) -> None:

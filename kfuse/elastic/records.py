@@ -15,7 +15,7 @@ from kfuse.elastic.job import Job
 Record = tuple[str, dict[str, Any]]
 """Kind (start, metrics, event, ledger, summary, or line: what a worker has printed, as `text`), and plain content."""
 
-_FLUSH_S = 0.1  # records of steps, and lines, wait at most this long for others
+_FLUSH_S = 0.1  # a record waits so long for others
 _MOST_WAITING = 100_000  # records, while the run directory's file system hangs
 _WAITS_LONG_S = 10.0
 _KNOWN_EVENTS = 256
@@ -46,7 +46,7 @@ class Records:
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
         self._losses = protocol.Losses("the run directory could not be written, and too many records waited")
-        self._urgent = self._closed = False
+        self._closed = False
         self._thread = threading.Thread(target=self._pass_on, name="kfuse-records", daemon=True)
 
     def open(self) -> None:
@@ -68,7 +68,6 @@ class Records:
                 self._losses.add(data["step"])
                 return
             self._waiting.append((kind, data))
-            self._urgent |= kind not in (*protocol.OF_STEPS, "line")
             self._changed.notify()
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -106,8 +105,8 @@ class Records:
         """All records that wait, once there are any; none where no more come."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
-            self._changed.wait_for(lambda: self._urgent or self._closed, _FLUSH_S)
-            batch, self._waiting, self._urgent = self._waiting, [], False
+            self._changed.wait_for(lambda: self._closed, _FLUSH_S)
+            batch, self._waiting = self._waiting, []
             if (event := self._losses.take()) is not None:
                 batch.append(("event", event))
             return batch

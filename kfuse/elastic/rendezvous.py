@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -42,12 +42,12 @@ class Rendezvous:
     size: int
     host: str
     port: int
-    agent_hosts: bool
-    """torchrun's agent hosts the store; otherwise rank 0 does."""
-    attempt: str
-    """How often torchrun has restarted the workers. Keys that an earlier attempt left in the store are not read."""
     torchs: Store | None = None
     """The store of torch's default process group; None: no such group has been initialised."""
+    agent_hosts: bool = field(default_factory=lambda: os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    """torchrun's agent hosts the store; otherwise rank 0 does."""
+    attempt: str = field(default_factory=lambda: os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """How often torchrun has restarted the workers. Keys that an earlier attempt left in the store are not read."""
 
     @staticmethod
     def of_torch() -> Rendezvous | None:
@@ -58,7 +58,7 @@ class Rendezvous:
         while isinstance(found, PrefixStore):
             found = found.underlying_store
         host, port = (found.host, found.port) if isinstance(found, TCPStore) else ("", 0)
-        return Rendezvous(dist.get_rank(), dist.get_world_size(), host, port, _agent_hosts(), _attempt(), store)
+        return Rendezvous(dist.get_rank(), dist.get_world_size(), host, port, store)
 
     @staticmethod
     def of_environment() -> Rendezvous | None:
@@ -69,7 +69,7 @@ class Rendezvous:
                 raise RuntimeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but not set: {', '.join(missing)}")
             return None
         rank, size, host, port = (os.environ[name] for name in _VARIABLES)
-        return Rendezvous(int(rank), int(size), host, int(port), _agent_hosts(), _attempt())
+        return Rendezvous(int(rank), int(size), host, int(port))
 
     def store(self, timeout_s: float) -> Store:
         """The store, with a name space of this attempt's own. Raises RuntimeError if nobody hosts it."""
@@ -121,12 +121,25 @@ class Rendezvous:
         return message["job"] if "job" in message else int(message["status"])
 
 
-def _agent_hosts() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+class TorchrunLauncher:
+    """Starts nothing: torchrun has started the workers, a fixed number of them, and this process is one."""
 
-
-def _attempt() -> str:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    def __init__(self) -> None:
+        """Raises ValueError where torchrun did not start this process, or more workers here than there are GPUs."""
+        rendezvous = Rendezvous.of_environment()
+        if rendezvous is None:
+            raise ValueError(
+                "launcher=torchrun: torchrun did not start this process; start it by "
+                "torchrun --nproc-per-node N -m kfuse launcher=torchrun ..."
+            )
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), devices.count()
+        if 0 < gpus < here:
+            raise ValueError(
+                f"launcher=torchrun: --nproc-per-node is {here}: must be at most {gpus}, the number of GPUs that this "
+                "process sees, as each worker needs one of its own"
+            )
+        self.rendezvous = rendezvous
+        self.workers = rendezvous.size
 
 
 @functools.cache

@@ -22,7 +22,7 @@ class Server:
     def __init__(self, token: str, serve: Serve) -> None:
         """serve: runs for each authenticated connection, with its hello; the connection ends when it returns.
 
-        It may raise ValueError or KeyError for a message that makes no sense, and OSError: that ends the connection.
+        It may raise ValueError, KeyError or TypeError for a message that makes no sense, and OSError.
         """
         self._token, self._serve = token, serve
         self._unknown: dict[asyncio.StreamWriter, None] = {}  # in order of arrival
@@ -65,7 +65,7 @@ class Server:
         self._connections[task] = writer
         try:
             await self._serve(await self.authenticate(reader, writer), reader, writer)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             pass  # not authenticated, or the other side was lost: the end of its process is handled elsewhere
         finally:
             del self._connections[task]

@@ -1,7 +1,7 @@
 """The supervisor: starts workers, forms views of them, and passes on what they report. It trains nothing itself.
 
-It has one control connection to each worker. It receives the workers' messages and calls
-its parts: `Processes` (start, heartbeats, ends), `Views` (membership), `LostWorkers`, `Records`.
+It receives the workers' messages and calls its parts: `Processes` (start, heartbeats, ends), `Views` (membership),
+`LostWorkers`, `Meetings`, `Records`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Supervisor:
         except OSError as error:
             raise JobFailed(f"the launcher cannot start workers: {' '.join(str(error).split())}") from error
         self.processes.environment = {protocol.ENV_CONTROL: self.address, protocol.ENV_TOKEN: self.token}
-        heartbeats = asyncio.create_task(self.processes.watch_heartbeats())
+        watching = job.run(self._watch())
         try:
             try:
                 await self.processes.start_up_to(job.wanted)
@@ -91,12 +91,22 @@ class Supervisor:
                 raise job.error
             return job.stopping or job.outcome
         finally:
-            heartbeats.cancel()
+            watching.cancel()
             over.cancel()
             self.processes.kill_all()
             await self._server.close()
             await self.processes.all_ended()
             await self._launcher.close()
+
+    async def _watch(self) -> None:
+        """Looks after heartbeats, and for a GPU that a new worker waits for."""
+        job, time = self.job, asyncio.get_running_loop().time
+        while True:
+            asleep = time()
+            await asyncio.sleep(protocol.HEARTBEAT_S)
+            self.processes.check_heartbeats(time() - asleep - protocol.HEARTBEAT_S)
+            if self.processes.awaits_gpu and job.takes_newcomers and not job.stopping:
+                await self.views.add_up_to(job.wanted)
 
     def _limit_to_gpus(self) -> None:
         """Each worker needs a GPU of its own, where there are any. Raises JobFailed for more workers at first.
@@ -146,8 +156,8 @@ class Supervisor:
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One of a worker's two connections: see `protocol`."""
-        number, pid, host = protocol.parse_hello(hello)
-        worker, has_messages = self.processes.workers.get(number), bool(hello.get("messages"))
+        pid, host, has_messages = int(hello["pid"]), str(hello["host"]), bool(hello.get("messages"))
+        worker = self.processes.workers.get(int(hello["worker"]))
         if worker is None or len(worker.connections) != has_messages:
             return
         worker.connections.append(writer)
@@ -166,6 +176,7 @@ class Supervisor:
                 self.job.end(error)
 
     async def _receive(self, worker: Worker, message: dict[str, Any]) -> None:
+        """Handles a worker's message, whose other keys are those that are read here."""
         match message["type"]:
             case "record":
                 self._keep(message["kind"], message["data"])
@@ -177,13 +188,13 @@ class Supervisor:
                 self.views.propose()
             case "joined":
                 self.views.joined(worker, message["generation"])
-            case "left":
+            case "left":  # as a planned view said
                 self.views.left(worker)
-            case "broken":
+            case "broken":  # it has lost contact with another one
                 worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
                 loop, contact_lost = asyncio.get_running_loop(), self._lost_workers.contact_lost
                 loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
-            case "fatal":
+            case "fatal":  # no worker can go on
                 self._give_up(message)
             case "loop_ended":
                 worker.ended_loop, worker.failed_at = message["training"], message["failed_at"]
@@ -193,18 +204,17 @@ class Supervisor:
                 await self.views.replace(message["worker"])
             case "announce":
                 self._meetings.announce(message["announcement"])
-            case "decision":
+            case "decision":  # of rank 0, for all others
                 for other in self.processes.alive():
                     if other is not worker:
                         decided = {"number": message["number"], "decision": message["decision"]}
                         other.send("decision", worker=worker.number, **decided)
             case "meet":
-                generation, step, applied = message["generation"], message["step"], message["applied"]
-                self._meetings.stand(worker, generation, step, message["members"], applied)
-            case "alive":
+                self._meetings.stand(worker, message)
+            case "alive":  # a heartbeat; doing, for_s: code that is not kfuse's, and for how long
                 worker.doing = (message["doing"], message["for_s"]) if "doing" in message else None
                 self._meetings.moved(worker, message.get("step"))
-            case "goodbye":
+            case "goodbye":  # nothing follows, and no heartbeat is due any more
                 worker.said_goodbye = True
 
     def _give_up(self, message: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kfuse.elastic.job import Job, JobFailed
@@ -67,7 +68,10 @@ class Views:
         for worker in self._processes.members():
             if worker.number == number and not worker.leaving and self._job.takes_newcomers:
                 if self._processes.gpus and self._processes.free_gpu() is None:
-                    self._report_not_replaced(number)
+                    if number not in self._not_replaced:  # a policy may ask at every step
+                        self._not_replaced.add(number)
+                        why = f"the new one starts beside it, and all {self._processes.gpus} GPUs are in use"
+                        self._records.event("clipped", note=f"worker {number} is not replaced: {why}")
                     return
                 worker.leaving = True
                 _log.info("replacement asked for worker %d", number)
@@ -89,13 +93,6 @@ class Views:
                 worker.leaving = False
             asked, job.wanted = job.wanted, min(job.wanted, alive)
             self._report_clipped(asked, job.wanted, f"the launcher cannot start another: {error}")
-
-    def _report_not_replaced(self, number: int) -> None:
-        """Once for each worker: a policy may ask at every step."""
-        if number not in self._not_replaced:
-            self._not_replaced.add(number)
-            why = f"the new one starts beside it, and all {self._processes.gpus} GPUs are in use"
-            self._records.event("clipped", note=f"worker {number} is not replaced: {why}")
 
     def _report_clipped(self, asked: int, allowed: int, why: str) -> None:
         self._records.event("clipped", note=f"workers {asked} clipped to {allowed}: {why}")
@@ -164,7 +161,7 @@ class Views:
         for worker in workers:
             worker.state = State.PROPOSED
         for worker in workers + leaving:
-            worker.send("view", view=view.to_json())
+            worker.send("view", view=asdict(view))
         numbers = [worker.number for worker in workers]
         _log.info("view %d formed (%s): workers %s on store %s:%d", generation, reason, numbers, *view.store)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,15 +19,15 @@ from kfuse.statistics.figures import display_text
 LINE_EVERY_S = 2.0
 REFRESH_HZ = 4  # each redraw takes CPU time that workers on this machine need
 _RATE_WINDOW_S = 5.0
+_NO_BREAK = "\xa0"  # textwrap breaks no line at it
 _NOT_SHOWN = ("time", "step", "kind", "regroup_s", "transfer_s", "traceback")  # of an event
 
 
 class Display:
     """Shows a run. Not thread-safe: one thread calls it (rich's own redraws the live part).
 
-    On a terminal: a bar and the latest figures, redrawn four times a second whatever the rate of steps.
-    Elsewhere: plain lines, one every two seconds at most, and each event. With `progress`
-    off, only the closing summary.
+    On a terminal: a bar and the latest figures, redrawn four times a second whatever the rate of steps. Elsewhere:
+    plain lines, one every two seconds at most, and each event. With `progress` off, only the closing summary.
     """
 
     def __init__(
@@ -123,24 +124,21 @@ class Display:
 
     def _fields(self) -> list[str]:
         """The latest figures, each as text; unknown ones are left out."""
-        record, rate = self._latest, self._rate()
+        record, rate, noise, quality = self._latest, self._rate(), None, None
         low, high = record.get("noise_scale_low"), record.get("noise_scale_high")
-        noise = None
         if record.get("noise_scale") is not None:
             interval = f" ({figure(low)} to {figure(high)})" if low is not None and high is not None else ""
             noise = f"noise scale {figure(record['noise_scale'])}{interval}"
         elif low is not None:
             noise = f"noise scale above {figure(low)}"
-        known = [*(display_text(name, record) for name in ("step", "epoch", "loss")), noise]
-        known += [display_text(name, record) for name in ("batch_size", "lr", "workers")]
-        texts = [text for text in known if text is not None]
         if self._evaluation.get("accuracy") is not None:
-            texts.append(f"held-out accuracy {self._evaluation['accuracy']:.1%}")
+            quality = f"held-out accuracy {self._evaluation['accuracy']:.1%}"
         elif self._evaluation.get("loss") is not None:
-            texts.append(f"held-out loss {self._evaluation['loss']:.4g}")
-        if rate is not None:
-            texts.append(f"{figure(rate[0])} samples/s")
-        return texts
+            quality = f"held-out loss {self._evaluation['loss']:.4g}"
+        known = [*(display_text(name, record) for name in ("step", "epoch", "loss")), noise]
+        known += [*(display_text(name, record) for name in ("batch_size", "lr", "workers")), quality]
+        known += [None if rate is None else f"{figure(rate[0])} samples/s"]
+        return [text for text in known if text is not None]
 
     def _progress_made(self) -> tuple[float, float | None] | None:
         """The fraction done and the seconds left (None while unknown); None where no total is known."""
@@ -167,18 +165,9 @@ class Display:
         head.add_row(*cells)
         if not self._latest:
             return head
-        return Group(head, Text(_fill(self._fields(), self._console.width)))
-
-
-def _fill(fields: list[str], width: int) -> str:
-    """The fields, two spaces apart, in lines of at most `width`: none is broken."""
-    lines = [fields[0]]
-    for field in fields[1:]:
-        if len(lines[-1]) + 2 + len(field) <= width:
-            lines[-1] += "  " + field
-        else:
-            lines.append(field)
-    return "\n".join(lines)
+        fields = "  ".join(field.replace(" ", _NO_BREAK) for field in self._fields())
+        lines = textwrap.wrap(fields, self._console.width, break_long_words=False, break_on_hyphens=False)
+        return Group(head, Text("\n".join(lines).replace(_NO_BREAK, " ")))
 
 
 def figure(value: float) -> str:

@@ -43,9 +43,7 @@ class Recorder:
                     case "start":
                         self._start(data)
                     case "metrics":
-                        if self.directory.metrics(
-                            data
-                        ):  # False for a step that is written already: a new leader sends steps again
+                        if self.directory.metrics(data):  # else it came before: a new leader sends steps again
                             self._last = data
                             self._display.metrics(data)
                     case "event":

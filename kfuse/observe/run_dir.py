@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -27,9 +28,8 @@ class RunDirectory:
     """Writes a run's records to its directory. One process owns it; the directory is made if need be.
 
     metrics.jsonl, events.jsonl and, when asked for, ledger.jsonl have one JSON object a line, added to what is there.
-    metrics.jsonl and TensorBoard have every `every`-th step and the last one.
-    Each call writes its line at once, and whole; within `batch`, all lines are written at the end. A number that is not
-    finite becomes null.
+    metrics.jsonl and TensorBoard have every `every`-th step and the last one. Each call writes its line at once, and
+    whole; within `batch`, all lines are written at the end. A number that is not finite becomes null.
 
     Where a line cannot be written (a full disk), nothing is raised: `warn` is called once, lines wait in memory, and
     when they can be written again, an event of kind "disk" records for how long they could not.
@@ -49,6 +49,7 @@ class RunDirectory:
         self._metrics = _Lines(path / "metrics.jsonl")
         self._events = _Lines(path / "events.jsonl")
         self._ledger = _Lines(path / "ledger.jsonl") if ledger else None
+        self._files = [file for file in (self._metrics, self._events, self._ledger) if file is not None]
         self._last_step = -1
         self._next_step: int | None = None  # the one whose record is to come; None: any may
         self.lines_lost = 0
@@ -62,16 +63,16 @@ class RunDirectory:
 
     @staticmethod
     def is_used(path: Path) -> bool:
-        """Whether the directory holds a run's records already."""
+        """Returns whether the directory holds a run's records already."""
         return any((path / name).exists() for name in _FILES)
 
     def another(self, name: str) -> RunDirectory:
-        """A directory inside this one, for the next training of the same script. Raises OSError."""
+        """Returns a directory inside this one, for the next training of the same script. Raises OSError."""
         return RunDirectory(self.path / name, self._board is not None, self._ledger is not None, self.warn, self._every)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Within the block lines are collected, and at its end written together: a file write a batch, not a line."""
+        """Context: lines are collected, and at its end written together: a file write a batch, not a line."""
         self._batching = True
         try:
             yield
@@ -80,13 +81,13 @@ class RunDirectory:
             self._write()
 
     def metrics(self, record: Mapping[str, Any]) -> bool:
-        """One step's figures: the keys of `METRICS`; one that is missing is unknown, so null.
+        """Takes one step's figures: the keys of `METRICS`; one that is missing is unknown, so null.
 
         And `figures`, a dictionary, where a step function returns any; and `signals`, where some have changed since the
         line before: what policies see beside these columns.
 
-        Steps come in order. One that came already (it may be reported again after a loss) is left out: then
-        returns False. Where steps before it have not come, an event says so.
+        Steps come in order. Returns False, having left it out, for one that came already: it may be reported again
+        after a loss. Where steps before it have not come, an event says so.
         """
         step = record["step"]
         if step <= self._last_step:
@@ -97,19 +98,16 @@ class RunDirectory:
             self.event({"step": step, "kind": "records_lost", "steps": missing, "lines": lines, "why": why})
         self._last_step, self._next_step = step, step + 1
         self._changed |= record.get("signals", {})
-        if step % self._every:
-            self._left_out = record
-        else:
-            self._add_metrics(record)
+        self._left_out = record
+        if step % self._every == 0:
+            self._add_last_step()
             self._write()
         return True
 
     def _add_last_step(self) -> None:
-        if self._left_out is not None:
-            self._add_metrics(self._left_out)
-
-    def _add_metrics(self, record: Mapping[str, Any]) -> None:
-        self._left_out = None
+        record, self._left_out = self._left_out, None
+        if record is None:
+            return
         line = {key: _finite(record.get(key)) for key in METRICS}
         figures, changed = _finite(record.get("figures", {})), _finite(self._changed)
         self._metrics.add(line | ({"figures": figures} if figures else {}) | ({"signals": changed} if changed else {}))
@@ -120,7 +118,7 @@ class RunDirectory:
                 self._board.scalars("figures", figures, record["step"])
 
     def event(self, record: Mapping[str, Any]) -> None:
-        """Something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix).
+        """Takes something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix).
 
         Raises ValueError where kind or step is missing.
         """
@@ -133,17 +131,18 @@ class RunDirectory:
             self._next_step = max(self._next_step or 0, record["steps"][1] + 1)
         self._events.add({**first, **rest})
         if self._board is not None:
-            self._board.text(f"events/{first['kind']}", json.dumps(rest), first["step"] or 0)
+            step = first["step"] or 0
+            self._board.text(f"events/{first['kind']}", json.dumps(rest), step)
             if first["kind"] == "evaluation":
-                self._board.scalars("evaluation", rest, first["step"] or 0)
-                self._board.scalars("evaluation/metrics", rest.get("metrics", {}), first["step"] or 0)
+                self._board.scalars("evaluation", rest, step)
+                self._board.scalars("evaluation/metrics", rest.get("metrics", {}), step)
             elif first["kind"] == "links":
                 for figure in ("latency_s", "bytes_per_s"):
-                    self._board.scalars(f"links/{figure}", _by_pair(rest[figure]), first["step"] or 0)
+                    self._board.scalars(f"links/{figure}", _by_pair(rest[figure]), step)
         self._write()
 
     def ledger(self, record: Mapping[str, Any]) -> None:
-        """The samples of one micro-batch, in order, each once; dropped where no ledger was asked for.
+        """Takes the samples of one micro-batch, in order, each once; drops them where no ledger was asked for.
 
         With pair averaging each worker reports its own, with its number as `worker`, in an order of its own.
         """
@@ -155,9 +154,8 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again."""
-        self._next_step = step
-        last = self._metrics.rewind(step)
-        self._last_step = last["step"] if last else -1
+        self._last_step, self._next_step = -1, step
+        self._metrics.rewind(step, lambda record: setattr(self, "_last_step", record["step"]))
         if self._left_out is not None and self._left_out["step"] < step:
             self._last_step = self._left_out["step"]
         else:
@@ -165,9 +163,10 @@ class RunDirectory:
         if self._ledger is not None:
             self._last_entries.clear()
             self._ledger.rewind(step, self._know_entry)
+        if self._board is not None:
+            self._board.rewind(self._last_step + 1)
 
     def _know_entry(self, record: Mapping[str, Any]) -> None:
-        """This ledger line is there."""
         self._last_entries[record.get("worker")] = (record["step"], record["micro_batch"])
 
     def summary(self, record: Mapping[str, Any]) -> None:
@@ -189,10 +188,6 @@ class RunDirectory:
         if self._board is not None:
             self._board.close()
             self._board = None
-
-    @property
-    def _files(self) -> list[_Lines]:
-        return [file for file in (self._metrics, self._events, self._ledger) if file is not None]
 
     def _write(self) -> None:
         """Writes the waiting lines, unless a batch is being collected. Warns if they cannot be written."""
@@ -226,7 +221,7 @@ class RunDirectory:
 
 
 class _Lines:
-    """A file of JSON lines. A line that cannot be written waits, and so do those after it."""
+    """A file of JSON lines. Lines that cannot be written wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -253,44 +248,29 @@ class _Lines:
             whole = lines.rfind(b"\n", 0, written) + 1
             with contextlib.suppress(OSError):
                 self._file.truncate(size + whole)
-            for _ in range(lines.count(b"\n", 0, whole)):
-                self._waiting.popleft()
+            self._waiting = deque(lines[whole:].splitlines(keepends=True))
             raise
         self._waiting.clear()
 
-    def rewind(self, step: int, keep: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any] | None:
-        """Drops the lines of `step` and later steps, and what follows a torn one; returns the last record.
+    def rewind(self, step: int, keep: Callable[[dict[str, Any]], None]) -> None:
+        """Drops the lines of `step` and later steps, and torn ones; calls `keep` with each record that stays.
 
         In place, since that needs no room. Workers at steps of their own write in no common order: a line of an
-        earlier step that follows a dropped one is written again. keep: called with each record that stays.
+        earlier step that follows a dropped one is written again.
         """
-        kept, behind, last = 0, list[bytes](), None
-        with self.path.open("rb") as file:
-            size = 0
-            for line in file:
-                record = _record(line)
-                if record is None:
-                    break
-                if record["step"] < step:
-                    last = record
-                    if keep is not None:
-                        keep(record)
-                    if kept == size:
-                        kept += len(line)
-                    else:
-                        behind.append(line)
-                size += len(line)
-        if kept != os.fstat(self._file.fileno()).st_size:
-            self._file.truncate(kept)
-        for line in self._waiting:
+
+        def stays(line: bytes) -> bool:
             record = _record(line)
-            if record is not None and record["step"] < step:
-                last = record
-                behind.append(line)
-                if keep is not None:
-                    keep(record)
-        self._waiting = deque(behind)
-        return last
+            if record is None or record["step"] >= step:
+                return False
+            keep(record)
+            return True
+
+        with self.path.open("rb") as file:
+            kept = sum(map(len, itertools.takewhile(stays, file)))
+            behind = list(filter(stays, file))
+        self._file.truncate(kept)
+        self._waiting = deque([*behind, *filter(stays, self._waiting)])
 
     def close(self) -> int:
         """Returns how many lines could not be written. None of them waits any longer."""
@@ -316,14 +296,12 @@ class _Board:
     """
 
     def __init__(self, path: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import text
 
-        self._event: Any = Event
-        self._summary: Any = Summary
-        self._metadata: Any = SummaryMetadata
+        self._event: Any = event_pb2
+        self._summary: Any = summary_pb2
         self._text: Any = text
         path.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
@@ -334,21 +312,28 @@ class _Board:
         self._add(file_version="brain.Event:2")
 
     def _add(self, **fields: Any) -> None:
-        self._encoder.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._encoder.write(self._event.Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def rewind(self, step: int) -> None:
+        """TensorBoard drops what the files have of `step` and later steps: it comes again."""
+        self._add(step=step, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
 
     def scalars(self, group: str, record: Mapping[str, Any], step: int) -> None:
-        """All numbers of `record` in one event. A figure's help text goes with its first number."""
+        """Adds all numbers of `record` in one event. A figure's help text goes with its first number."""
         values = []
         for key, value in record.items():
             if key == "step" or not isinstance(value, int | float) or isinstance(value, bool):
                 continue
             tag, metadata = f"{group}/{key}", None
-            if tag not in self._described:
-                self._described.add(tag)
-                if group == "train":
-                    metadata = self._metadata(summary_description=_described(key))
-            values.append(self._summary.Value(tag=tag, simple_value=value, metadata=metadata))
-        self._add(step=step, summary=self._summary(value=values))
+            if tag not in self._described and group == "train":
+                about = FIGURES[key]
+                metadata = self._summary.SummaryMetadata(
+                    summary_description=f"{about['help']} [{about['unit']}]" if about["unit"] else about["help"],
+                    plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="scalars"),
+                )
+            self._described.add(tag)
+            values.append(self._summary.Summary.Value(tag=tag, simple_value=value, metadata=metadata))
+        self._add(step=step, summary=self._summary.Summary(value=values))
 
     def text(self, tag: str, words: str, step: int) -> None:
         self._add(step=step, summary=self._text(tag, words))
@@ -362,11 +347,6 @@ class _Board:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _described(name: str) -> str:
-    about = FIGURES[name]
-    return f"{about['help']} [{about['unit']}]" if about["unit"] else about["help"]
 
 
 def _by_pair(matrix: Sequence[Sequence[float | None]]) -> dict[str, float | None]:

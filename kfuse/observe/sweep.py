@@ -36,22 +36,17 @@ class Sweep:
         self._varied = [key for key in keys if len({job.get(key) for job in self._overrides}) > 1]
         self._rows: list[dict[str, Any]] = []
         self._directory = Path()
-        self._before: int | None = None
 
-    def begin(self, number: int, directory: Path, run_dir: Path) -> None:
+    def begin(self, number: int, directory: Path) -> None:
         """Job `number` starts. directory: the sweep's."""
-        self._directory, self._before = directory, _changed_at(run_dir)
+        self._directory = directory
         job = self._overrides[number]
         what = " ".join(f"{key}={job[key]}" for key in self._varied if key in job) or "no overrides that differ"
         self._console.print(Text(f"job {number} ({number + 1} of {len(self._overrides)}): {what}"), soft_wrap=True)
 
     def end(self, number: int, run_dir: Path, status: int, error: str | None = None) -> None:
-        """Job `number` has ended with this exit status. Its results are in its run directory, if it came so far.
-
-        error: what ended it, where its run directory does not say so.
-        """
-        # A job that is refused its directory leaves there what another has written.
-        results = {} if _changed_at(run_dir) == self._before else _results(run_dir)
+        """Job `number` has ended with this exit status. error: what kept it from its run, whose results are unknown."""
+        results = _results(run_dir) if error is None else {}  # else another job may have written what is there
         varied = {key: self._overrides[number].get(key) for key in self._varied}
         found = {name: results.get(name) for name in RESULTS}
         ending = {"status": status, "run_dir": str(run_dir), "error": error or results.get("error")}
@@ -108,13 +103,6 @@ _HEADINGS = {
 def _parted(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return key.lstrip("+"), value
-
-
-def _changed_at(run_dir: Path) -> int | None:
-    try:
-        return (run_dir / "summary.json").stat().st_mtime_ns
-    except OSError:
-        return None
 
 
 def _results(run_dir: Path) -> dict[str, Any]:

@@ -4,6 +4,6 @@ from kfuse.elastic.launchers.base import Launcher, WorkerProcess
 from kfuse.elastic.launchers.hosts import HostsLauncher
 from kfuse.elastic.launchers.local import LocalLauncher
 from kfuse.elastic.launchers.ray import RayLauncher
-from kfuse.elastic.launchers.torchrun import TorchrunLauncher
+from kfuse.elastic.rendezvous import TorchrunLauncher
 
 __all__ = ["HostsLauncher", "Launcher", "LocalLauncher", "RayLauncher", "TorchrunLauncher", "WorkerProcess"]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +23,8 @@ class HostProcess:
         self.running = False
         self.cause = ""
         """How it ended, where that was with its host."""
-        self.host: _Host | None = None
-        """The host that it was started on."""
+        self.agent: asyncio.StreamWriter | None = None
+        """The connection of the agent that has started it."""
         self._lines: asyncio.Queue[str | None] = asyncio.Queue()
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -45,20 +44,19 @@ class HostProcess:
 
     def kill(self) -> None:
         """Ends it at once, on whatever host it is."""
-        if self.ended:
-            return
-        if self.host is None:
+        if self.agent is None:
             self.end(-signal.SIGKILL)
-        else:
-            protocol.send(self.host.writer, "kill", worker=self.number)
+        elif not self.ended:
+            protocol.send(self.agent, "kill", worker=self.number)
 
     def printed(self, line: str) -> None:
         """Called when its agent reports a line."""
         self._lines.put_nowait(line)
 
-    def end(self, status: int) -> None:
-        """Called when its agent reports its end."""
+    def end(self, status: int, cause: str = "") -> None:
+        """Called when its agent reports its end, or is lost."""
         if not self.ended:
+            self.cause = cause
             self._status.set_result(status)
             self._lines.put_nowait(None)
 
@@ -68,8 +66,10 @@ class _Host:
     """A host: the connection of its agent, and the workers in its slots."""
 
     name: str
-    writer: asyncio.StreamWriter
+    agent: asyncio.StreamWriter
     slots: int
+    only: int | None
+    """The one process that it is for; None: it is for any."""
     processes: dict[int, HostProcess] = field(default_factory=dict)
 
     @property
@@ -84,7 +84,7 @@ class HostsLauncher:
     """
 
     def __init__(
-        self, command: list[str], host: str, port: int, token: str, slots: int, most: int | None = None
+        self, command: list[str] | None, host: str, port: int, token: str, slots: int, most: int | None = None
     ) -> None:
         """host: this machine's address, as the other hosts reach it. slots: how many workers this machine takes.
 
@@ -94,14 +94,16 @@ class HostsLauncher:
         self._command, self._host, self._port, self._token, self._slots = command, host, port, token, slots
         self._server = Server(token, self._serve)
         self._hosts: list[_Host] = []
-        self._waiting: deque[HostProcess] = deque()
+        self._waiting: list[HostProcess] = []
         self._started = 0
+        self._own: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
         """Waits for hosts from now on, and offers this one's slots. Raises OSError."""
         self._port = await self._server.open(self._host, self._port)
-        # If this process ends, its workers get SIGTERM, not SIGKILL: they may still write a checkpoint.
-        self._own = asyncio.create_task(offer(self._host, self._port, self._token, self._slots, kill_with_agent=False))
+        if self._slots:  # if this process ends, its workers get SIGTERM: they may still write a checkpoint
+            own = offer(self._host, self._port, self._token, self._slots, kill_with_agent=False)
+            self._own = asyncio.create_task(own)
         return self._host
 
     async def start(self, env: Mapping[str, str]) -> HostProcess:
@@ -116,28 +118,30 @@ class HostsLauncher:
     async def close(self) -> None:
         """Tells all agents that the job is over."""
         for host in self._hosts:
-            protocol.send(host.writer, "over")
-            host.writer.close()
-        with contextlib.suppress(AgentError):
-            await self._own
+            protocol.send(host.agent, "over")
+            host.agent.close()
+        if self._own is not None:
+            with contextlib.suppress(AgentError):
+                await self._own
         await self._server.close()
 
     def _place(self) -> None:
-        while self._waiting and any(host.free > 0 for host in self._hosts):
-            process = self._waiting.popleft()
-            if process.ended:  # killed while it waited
+        self._waiting = [process for process in self._waiting if not process.ended]  # killed while it waited
+        for process in [*self._waiting]:
+            hosts = [host for host in self._hosts if host.free > 0 and host.only in (None, process.number)]
+            if not hosts:
                 continue
-            host = max(self._hosts, key=lambda host: host.free)
+            host = max(hosts, key=lambda host: host.free)
+            self._waiting.remove(process)
             host.processes[process.number] = process
-            process.host, process.running = host, True
-            env, folder = process.env, os.getcwd()
+            process.agent, process.running = host.agent, True
             share = host.slots if self._most is None else min(host.slots, self._most)
-            start = {"worker": process.number, "command": self._command, "env": env, "folder": folder, "share": share}
-            protocol.send(host.writer, "start", **start)
+            start = {"command": self._command, "env": process.env, "folder": os.getcwd(), "share": share}
+            protocol.send(host.agent, "start", worker=process.number, **start)
 
     async def _serve(self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one agent's connection. When it ends, the host is lost."""
-        host = _Host(str(hello["host"]), writer, int(hello["slots"]))
+        host = _Host(str(hello["host"]), writer, int(hello["slots"]), hello.get("only"))
         protocol.set_acknowledgement_timeout(writer.get_extra_info("socket"), SILENCE_S)
         protocol.send(writer, "welcome")
         beating = asyncio.create_task(send_heartbeats(writer))
@@ -145,21 +149,16 @@ class HostsLauncher:
         self._place()
         try:
             while line := await reader.readline():
-                self._receive(host, protocol.decode(line))
+                message = protocol.decode(line)
+                process = host.processes.get(message.get("worker", -1))
+                if process is not None and message["type"] == "line":
+                    process.printed(str(message["text"]))
+                elif process is not None and message["type"] == "ended":
+                    del host.processes[process.number]
+                    process.end(int(message["status"]))
+                    self._place()
         finally:
             beating.cancel()
             self._hosts.remove(host)
             for process in host.processes.values():
-                process.cause = f"was lost with its host {host.name}: the agent there is gone"
-                process.end(-signal.SIGKILL)
-
-    def _receive(self, host: _Host, message: dict[str, Any]) -> None:
-        process = host.processes.get(message.get("worker", -1))
-        if process is None:
-            return
-        if message["type"] == "line":
-            process.printed(str(message["text"]))
-        elif message["type"] == "ended":
-            del host.processes[process.number]
-            process.end(int(message["status"]))
-            self._place()
+                process.end(-signal.SIGKILL, f"was lost with its host {host.name}: the agent there is gone")

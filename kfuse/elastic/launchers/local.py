@@ -8,15 +8,10 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import count
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kfuse.elastic.launchers.base import WorkerProcess
 
 _PR_SET_PDEATHSIG = 1
-_LAST_OUTPUT_S = 1.0
 _LONGEST_LINE = 2**20  # bytes
 
 
@@ -93,22 +88,6 @@ class LocalProcess(asyncio.SubprocessProtocol):
             os.killpg(self._process.get_pid(), signal.SIGKILL)
 
 
-async def follow(process: WorkerProcess, pass_on: Callable[[str], Awaitable[None]]) -> int:
-    """Passes on what a worker prints, and returns its exit status once it has ended and its output has been read."""
-
-    async def read() -> None:
-        async for line in process.lines():
-            await pass_on(line)
-
-    reading = asyncio.create_task(read())
-    try:
-        status = await process.wait()
-        await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)
-    finally:
-        reading.cancel()
-    return status
-
-
 class LocalLauncher:
     """Starts `command` once per worker, each in a process group of its own.
 
@@ -129,8 +108,7 @@ class LocalLauncher:
         share: how many workers share this machine's cores: each gets its part as OMP_NUM_THREADS, unless that is set.
         None: workers set their number of threads themselves.
         """
-        self._command = command or [sys.executable, "-m", "kfuse.cli.worker"]
-        self._folder, self._parent_end_signal, self._share = folder, parent_end_signal, share
+        self._command, self._folder, self._parent_end_signal, self._share = command, folder, parent_end_signal, share
         self._processes: list[LocalProcess] = []
 
     @property
@@ -149,7 +127,7 @@ class LocalLauncher:
         return await self.spawn(self._command, env, self._folder, self._share)
 
     async def spawn(
-        self, command: list[str], env: Mapping[str, str], folder: str | None, share: int | None = None
+        self, command: list[str] | None, env: Mapping[str, str], folder: str | None, share: int | None
     ) -> LocalProcess:
         """Starts this command, with the lowest free slot as LOCAL_RANK in its environment. Raises OSError."""
         self._processes = [process for process in self._processes if not process.ended]
@@ -158,11 +136,11 @@ class LocalLauncher:
         process = LocalProcess(slot)
         await asyncio.get_running_loop().subprocess_exec(
             lambda: process,
-            *command,
+            *(command or [sys.executable, "-m", "kfuse.cli.worker"]),
             # gloo and the store log many lines for each lost peer, which kfuse reports as an event.
             env={
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
-                **({} if share is None else {"OMP_NUM_THREADS": str(threads_each(share))}),
+                **({} if share is None else {"OMP_NUM_THREADS": str(max(1, _cores() // share))}),
                 **os.environ,
                 "LOCAL_RANK": str(slot),
                 **env,
@@ -181,10 +159,9 @@ class LocalLauncher:
         """Does nothing: the processes have ended."""
 
 
-def threads_each(workers: int) -> int:
-    """CPU threads for each of so many workers that share the cores which this process may use."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // workers)
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def signal_at_parent_end(number: signal.Signals | None) -> Callable[[], None] | None:
