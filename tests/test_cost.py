@@ -434,7 +434,7 @@ def test_a_machine_that_hosts_no_store_is_told_of_in_one_line(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("the loopback interface is down\nand more lines")
 
-    monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
+    monkeypatch.setattr("kfuse.tools.doctor.processes.TCPStore", refuse)
     monkeypatch.setattr(sys, "argv", ["kfuse", "schedule"])
     assert main() == 1
     assert capsys.readouterr().out == "measuring messages: no store at 127.0.0.1: the loopback interface is down\n"

@@ -65,7 +65,7 @@ def main(config: dict[str, Any]) -> int:
     arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": max(buckets)}
     try:
         with ranks("costs", arguments, processes, gpus=0) as started:
-            found, problem = started[0].result()
+            found, problem = started[0]()
     except StoreError as error:
         found, problem = None, str(error)
     if found is None:

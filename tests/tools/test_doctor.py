@@ -231,44 +231,28 @@ def test_the_compiler_is_tried_as_triton_would(tmp_path: Path, monkeypatch: pyte
 # -- GPUs: lines for answers of machines that are not here -----------------------------------------------------------
 
 H100 = {"name": "NVIDIA H100", "capability": "9.0", "memory_gib": 79.2, "free_gib": 78.5}
-TOPOLOGY = """\
-\tGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
-GPU0\t X \tNV18\tSYS\t0-15\t0\tN/A
-GPU1\tNV18\t X \tSYS\t0-15\t0\tN/A
-GPU2\tSYS\tSYS\t X \t0-15\t1\tN/A
-
-Legend:
-  X    = Self
-"""
 
 
 def answer(*gpus: dict[str, Any], peers: list[list[int]], problem: str | None = None) -> dict[str, Any]:
     return {"gpus": list(gpus), "peers": peers, "nccl": "2.28.9", "nccl_problem": problem}
 
 
-def of_gpus(devices: dict[str, Any], problem: str | None = None) -> dict[str, machine.Line]:
+def of_gpus(devices: dict[str, Any] | None, problem: str | None = None) -> dict[str, machine.Line]:
     return {line.name: line for line in machine.gpu_lines(devices, problem)}
 
 
-def test_gpus_and_links_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "topology").write_text(TOPOLOGY)
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n[ \"$*\" = 'topo -m' ] && /bin/cat {tmp_path / 'topology'}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_gpus_and_links_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "version", lambda package: "3.6.0")
     found = of_gpus(answer(H100, H100, H100, peers=[[0, 1], [0, 2], [1, 2]]))
     assert found["GPUs"].found.startswith("3 x NVIDIA H100 (compute capability 9.0, 79.2 GiB); free GiB: 78.5, 78.5")
-    assert found["links"].found == "between 3 pairs: NV18, SYS; 3 with peer access"
-    assert {line.status for line in found.values()} == {"ok"}
+    assert {line.status for line in found.values()} == {"ok"} and "3 of 3 pairs" in found["links"].found
     found = of_gpus(answer(H100, H100, H100, peers=[[0, 1]]))
     assert found["links"].status == "warn" and "0-2, 1-2" in found["links"].remedy
 
 
 def test_what_a_gpu_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "version", lambda package: "3.6.0")
-    assert of_gpus({}, "no answer within 40 s; it was asking the driver for GPUs")["GPUs"].status == "fail"
+    assert of_gpus(None, "no answer within 40 s; it was asking the driver for GPUs")["GPUs"].status == "fail"
     assert of_gpus(answer(H100 | {"free_gib": 3.0}, peers=[]))["GPUs"].status == "warn"
     assert of_gpus(answer(H100 | {"capability": "7.5"}, peers=[]))["GPUs"].status == "warn"
     nccl = of_gpus(answer(H100, peers=[], problem="ncclSystemError"))["NCCL"]
@@ -343,7 +327,7 @@ def test_with_one_gpu_its_worker_tells_the_settings(on_gpu: bool, status: str, m
     @contextlib.contextmanager
     def scripted(what: str, arguments: Any, **environment: str) -> Iterator[SimpleNamespace]:
         started.append((what, arguments, environment))
-        yield SimpleNamespace(result=lambda: (answers[what], None))
+        yield lambda: (answers[what], None)
 
     monkeypatch.setattr(doctor, "started", scripted)
     monkeypatch.setattr(processes, "started", scripted)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from kfuse.comm.options import CommOptions
+from kfuse.determinism import WORKSPACES
+from kfuse.settings.tree import flat
 from kfuse.tools.doctor import machine
 from kfuse.tools.doctor.machine import Line
 from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks, started
-
-if TYPE_CHECKING:
-    from kfuse.comm.options import CommOptions
 
 USAGE = """\
 kfuse doctor [override ...]
@@ -31,8 +33,6 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 def main(config: dict[str, Any]) -> int:
     """Prints the report for a checked configuration. Returns 0, or 1 where a line says `fail`."""
-    from rich.console import Console
-
     console, failed = Console(), False
     for line in lines(config):
         console.print(line.status.ljust(6), style=_COLOURS[line.status], end="", highlight=False)
@@ -45,26 +45,28 @@ def main(config: dict[str, Any]) -> int:
 
 def lines(config: dict[str, Any]) -> Iterator[Line]:
     """The report, line by line, as each is known. Raises ValueError for communication options that do not fit."""
-    from kfuse.comm.options import CommOptions
-    from kfuse.settings.tree import flat
-
     options = CommOptions.of(flat(config))
     yield machine.size()
     yield machine.versions()
-    with started("devices", {}) as process:
-        devices, problem = process.result()
-    devices = devices or {"gpus": [], "peers": [], "nccl": None, "nccl_problem": problem}
-    count = len(devices["gpus"])
+    with started("devices", {}) as result:
+        devices, problem = result()
+    gpus = len(devices["gpus"]) if devices else 0
     yield from machine.gpu_lines(devices, problem)
-    yield machine.compiler(count > 0)
-    yield machine.triton_cache(count > 0)
+    yield machine.compiler(gpus > 0)
+    yield machine.triton_cache(gpus > 0)
     yield machine.shared_memory(config["data"]["workers"])
     yield machine.open_files(config["workers"]["max"])
-    yield _transport(options, count)
-    yield _extras(config)
-    if options.schedule == "symmetric" and count < 2:  # the line transport says so
+    yield _transport(options, gpus)
+    found = {name: machine.version(name) for name in EXTRAS}
+    text = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items())
+    missing = [f"'{EXTRAS[name]}'" for name, number in found.items() if number is None]
+    if config["observe"]["tensorboard"] and found["tensorboard"] is None:
+        yield Line("extras", "fail", f"{text}; observe.tensorboard=true needs tensorboard", "pip install tensorboard")
+    else:
+        yield Line("extras", "ok", text, f"Only if you need them: pip install {' '.join(missing)}" if missing else "")
+    if options.schedule == "symmetric" and gpus < 2:  # the line transport says so
         options = replace(options, schedule="auto")
-    yield from _self_test(options.named(), count)
+    yield from _self_test(options.named(), gpus)
 
 
 def _transport(options: CommOptions, gpus: int) -> Line:
@@ -88,20 +90,6 @@ def _transport(options: CommOptions, gpus: int) -> Line:
     return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}: {why}")
 
 
-def _extras(config: Mapping[str, Any]) -> Line:
-    """Packages that only some settings need. A launcher that needs a missing one is refused before this."""
-    found = {name: machine.version(name) for name in EXTRAS}
-    text = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items())
-    missing = [f"'{EXTRAS[name]}'" for name, number in found.items() if number is None]
-    remedy = f"Only if you need them: pip install {' '.join(missing)}" if missing else ""
-    if config["observe"]["tensorboard"] and found["tensorboard"] is None:
-        return Line("extras", "fail", f"{text}; observe.tensorboard=true needs tensorboard", "pip install tensorboard")
-    return Line("extras", "ok", text, remedy)
-
-
-# -- the self-test -----------------------------------------------------------------------------------------------------
-
-
 def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
     """Two ranks that reduce, over NCCL where there are two GPUs, and at the same time a process for the kernels."""
     arguments = {"settings": settings, "timeout_s": TIMEOUT_S}
@@ -111,31 +99,29 @@ def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
         except StoreError as error:
             yield Line("reduction", "fail", str(error), "The loopback interface must be up: ip link set lo up.")
             return
-        by_triton, kernels = gpus > 0 or machine.version("triton") is not None, None
+        by_triton = gpus > 0 or machine.version("triton") is not None
+        found: Any = None
         if by_triton:
             # Alone, also where this command runs as one of several ranks.
             environment = {"WORLD_SIZE": "1"} | ({} if gpus else {"TRITON_INTERPRET": "1"})
             where = {"device": "cuda:0" if gpus else "cpu", "settings": settings}
             kernels = stack.enter_context(started("kernels", where, **environment))
-        answers = [rank.result() for rank in processes]
-        on_device: tuple[Any, str | None] = kernels.result() if kernels is not None else (None, None)
-        worker = on_device[0] if gpus else answers[0][0]  # with one GPU the ranks do without it
+        answers = [result() for result in processes]
+        if by_triton:
+            found, problem = kernels()
+        first = answers[0][0]
+        worker = found if gpus else first  # with one GPU the ranks do without it
         yield determinism(settings["comm_reproducible"], worker and worker["flags"], gpus)
         yield _reduction(answers, gpus)
-        if answers[0][0] is not None:
-            yield _predicted(answers[0][0])
+        if first is not None:
+            choice = first["choice"]
+            text = f"2 processes over {first['backend']}, a bucket of {choice['bucket_mb']:g} MB in fp32: auto would "
+            text += f"take {choice['schedule']}: {choice['reason']}; measured in {choice['probe_s']:.2f} s"
+            yield Line("schedule", "ok", text)
         if by_triton:
-            yield _kernels(on_device[0], on_device[1], gpus)
+            yield _kernels(found, problem, gpus)
         else:
             yield Line("kernels", "ok", "not tried: Triton is not installed, and only machines with a GPU need it")
-
-
-def _predicted(found: Mapping[str, Any]) -> Line:
-    """What `comm.schedule=auto` would choose for one full bucket between the two processes of the self-test."""
-    choice = found["choice"]
-    text = f"2 processes over {found['backend']}, a bucket of {choice['bucket_mb']:g} MB in fp32: auto would take "
-    text += f"{choice['schedule']}: {choice['reason']}; measured in {choice['probe_s']:.2f} s"
-    return Line("schedule", "ok", text)
 
 
 def determinism(reproducible: bool, flags: Mapping[str, Any] | None, gpus: int) -> Line:
@@ -143,8 +129,6 @@ def determinism(reproducible: bool, flags: Mapping[str, Any] | None, gpus: int) 
 
     flags: of a worker of the self-test; None: it did not get that far. gpus: on a CPU the threads alone matter.
     """
-    from kfuse.determinism import WORKSPACES
-
     if not reproducible:
         return Line("determinism", "ok", "not asked for: comm.reproducible=false")
     if flags is None:
@@ -164,26 +148,25 @@ def _reduction(answers: Sequence[tuple[Any, str | None]], gpus: int) -> Line:
         remedy += "; NCCL_DEBUG=INFO shows more." if gpus > 1 else "."
         return Line("reduction", "fail", "; ".join(wrong), remedy)
     found = [answer for answer, _ in answers]
-    backend: str = found[0]["backend"]
-    unsteady: list[str] = []
-    for cases in zip(*(answer["cases"] for answer in found), strict=True):
-        name = cases[0]["name"]
-        wrong += [f"{name}: {case['wrong']}" for case in cases[:1] if case["wrong"] is not None]
-        if cases[0]["digest"] != cases[1]["digest"]:
+    names, unsteady = list[str](), list[str]()
+    for first, second in zip(found[0]["cases"], found[1]["cases"], strict=True):
+        name = first["name"]
+        names.append(name)
+        if first["wrong"] is not None:
+            wrong.append(f"{name}: {first['wrong']}")
+        if first["digest"] != second["digest"]:
             wrong.append(f"{name}: the ranks have different bits")
-        if not all(case["repeats"] for case in cases):
-            (wrong if cases[0]["reproducible"] else unsteady).append(f"{name}: other bits the second time")
+        if not (first["repeats"] and second["repeats"]):
+            (wrong if first["reproducible"] else unsteady).append(f"{name}: other bits the second time")
+    text = f"2 processes over {found[0]['backend']}"
     if wrong:
         remedy = "The results are wrong: memory, GPU or link may be defective. Run again, and on another machine."
-        return Line("reduction", "fail", f"2 processes over {backend}: {'; '.join(wrong)}", remedy)
-    names = ", ".join(case["name"] for case in found[0]["cases"])
-    text = f"2 processes over {backend}, {names}: sums as in float64"
+        return Line("reduction", "fail", f"{text}: {'; '.join(wrong)}", remedy)
+    text += f", {', '.join(names)}: sums as in float64"
     if unsteady:
         return Line("reduction", "warn", f"{text}; {'; '.join(unsteady)}", "comm.reproducible=true keeps the bits.")
     text += ", the same bits twice"
-    if gpus == 1:
-        text += " (one GPU: NCCL between two processes is not tried)"
-    return Line("reduction", "ok", text)
+    return Line("reduction", "ok", f"{text} (one GPU: NCCL between two processes is not tried)" if gpus == 1 else text)
 
 
 def _kernels(found: Mapping[str, Any] | None, problem: str | None, gpus: int) -> Line:

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kfuse.version import __version__
 
@@ -66,11 +68,8 @@ def size() -> Line:
 
 def versions() -> Line:
     """Returns the versions of kfuse, Python, torch and Triton."""
-    import torch
-
-    parts = [f"kfuse {__version__}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    parts.append(f"triton {version('triton') or 'not installed'}")
-    found = ", ".join(parts)
+    found = f"kfuse {__version__}, Python {platform.python_version()}, torch {torch.__version__}, triton "
+    found += version("triton") or "not installed"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         return Line("versions", "fail", found, f"Install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or later.")
     return Line("versions", "ok", found)
@@ -84,16 +83,14 @@ def version(package: str) -> str | None:
         return None
 
 
-def gpu_lines(devices: Mapping[str, Any], problem: str | None) -> Iterator[Line]:
+def gpu_lines(devices: Mapping[str, Any] | None, problem: str | None) -> Iterator[Line]:
     """Yields the lines of GPUs, the links between them, and NCCL.
 
     devices: what `self_test.devices` returned. problem: one line, where it returned nothing.
     """
-    import torch
-
-    if problem is not None:
+    if devices is None:
         remedy = "Run nvidia-smi: if it fails or hangs too, the driver must be loaded anew (or the machine restarted)."
-        yield Line("GPUs", "fail", problem, remedy)
+        yield Line("GPUs", "fail", str(problem), remedy)
         return
     gpus = devices["gpus"]
     if not gpus:
@@ -102,19 +99,22 @@ def gpu_lines(devices: Mapping[str, Any], problem: str | None) -> Iterator[Line]
     kinds = [f"{gpu['name']} (compute capability {gpu['capability']}, {gpu['memory_gib']:g} GiB)" for gpu in gpus]
     counted = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
     found = ", ".join(counted) + "; free GiB: " + ", ".join(f"{gpu['free_gib']:g}" for gpu in gpus)
-    used = [index for index, gpu in enumerate(gpus) if gpu["free_gib"] < 0.5 * gpu["memory_gib"]]
+    used = [str(index) for index, gpu in enumerate(gpus) if gpu["free_gib"] < 0.5 * gpu["memory_gib"]]
+    status, remedy = "ok", ""
     if version("triton") is None and torch.version.hip is None:
-        yield Line("GPUs", "fail", found + "; Triton is not installed", "pip install triton: the kernels need it.")
+        status, remedy = "fail", "pip install triton: the kernels need it."
     elif min(float(gpu["capability"]) for gpu in gpus) < 8.0 and torch.version.hip is None:
+        status = "warn"
         remedy = "The kernels are compiled and tested for compute capability 8.0 and later; bf16 is slow before that."
-        yield Line("GPUs", "warn", found, remedy)
     elif used:
-        numbers = ", ".join(map(str, used))
-        yield Line("GPUs", "warn", found, f"Another process has most of the memory of GPU {numbers}: see nvidia-smi.")
-    else:
-        yield Line("GPUs", "ok", found)
-    if len(gpus) > 1:
-        yield _links(len(gpus), [(i, j) for i, j in devices["peers"]])
+        status, remedy = "warn", f"Another process has most of the memory of GPU {', '.join(used)}: see nvidia-smi."
+    yield Line("GPUs", status, found, remedy)
+    pairs = [[i, j] for i in range(len(gpus)) for j in range(i + 1, len(gpus))]
+    if pairs:
+        missing = ", ".join(f"{i}-{j}" for i, j in pairs if [i, j] not in devices["peers"])
+        remedy = f"Messages between GPUs {missing} go through host memory; in a virtual machine see ACS and IOMMU."
+        found = f"{len(devices['peers'])} of {len(pairs)} pairs have peer access; nvidia-smi topo -m shows their links"
+        yield Line("links", "warn" if missing else "ok", found, remedy if missing else "")
     if devices["nccl_problem"] is not None:
         remedy = "Run again with NCCL_DEBUG=INFO; in a container give it --shm-size=8g or --ipc=host."
         yield Line("NCCL", "fail", devices["nccl_problem"], remedy)
@@ -123,52 +123,16 @@ def gpu_lines(devices: Mapping[str, Any], problem: str | None) -> Iterator[Line]
 
 
 def _no_gpu(built_for: str | None) -> Line:
-    found = "no GPU: the CPU path, gloo"
+    found, hidden = "no GPU: the CPU path, gloo", os.environ.get("CUDA_VISIBLE_DEVICES")
     if not Path("/dev/nvidia0").exists() and not Path("/dev/kfd").exists():
         return Line("GPUs", "ok", found)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and built_for is not None:
-        return Line("GPUs", "ok", f"{found} (CUDA_VISIBLE_DEVICES={hidden!r} hides this machine's GPUs)")
     if built_for is None:
         remedy = "Install torch's build for GPUs: https://pytorch.org/get-started/locally"
         return Line("GPUs", "warn", f"{found}; this machine has a GPU, and this torch is built for CPUs only", remedy)
+    if hidden is not None:
+        return Line("GPUs", "ok", f"{found} (CUDA_VISIBLE_DEVICES={hidden!r} hides this machine's GPUs)")
     remedy = f"Its driver must support CUDA {built_for}: compare with the version that nvidia-smi shows."
     return Line("GPUs", "fail", "this machine has a GPU, and torch cannot use it", remedy)
-
-
-def _links(count: int, peers: Sequence[tuple[int, int]]) -> Line:
-    """Returns how GPUs are connected, as nvidia-smi names it: NV4 (4 NVLinks), PIX, PHB, SYS, ..."""
-    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-    kinds = _topology() if "CUDA_VISIBLE_DEVICES" not in os.environ else {}  # it changes torch's numbers
-    names = sorted({kinds[pair] for pair in pairs if pair in kinds})
-    found = f"between {len(pairs)} pairs: {', '.join(names) if names else 'not told by nvidia-smi'}; "
-    found += f"{len(peers)} with peer access"
-    if len(peers) < len(pairs):
-        missing = ", ".join(f"{i}-{j}" for i, j in pairs if (i, j) not in peers)
-        remedy = f"Messages between GPUs {missing} go through host memory; in a virtual machine see ACS and IOMMU."
-        return Line("links", "warn", found, remedy)
-    return Line("links", "ok", found)
-
-
-def _topology() -> dict[tuple[int, int], str]:
-    """Returns what `nvidia-smi topo -m` names each pair of GPUs' connection; empty where it tells nothing."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    try:
-        command = ["nvidia-smi", "topo", "-m"]
-        text = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    rows = [line.split() for line in text.splitlines()]
-    gpus = {row[0]: row[1:] for row in rows if len(row) > 1 and row[0][:3] == "GPU" and row[0][3:].isdigit()}
-    # The header names GPUs too: its second word is GPU1, where a row has a kind of connection.
-    gpus = {name: kinds for name, kinds in gpus.items() if not kinds[0].startswith("GPU")}
-    return {
-        (int(name[3:]), j): kind
-        for name, kinds in gpus.items()
-        for j, kind in enumerate(kinds[: len(gpus)])
-        if int(name[3:]) < j
-    }
 
 
 # -- what Triton needs ------------------------------------------------------------------------------------------------
@@ -189,28 +153,22 @@ def compiler(needed: bool = True) -> Line:
         problem = f"no Python.h in {include}"
         remedy = f"Install Python's headers: apt install {name} (or use a Python of conda or uv, which have them)."
     else:
-        problem, remedy = _compile(cc, include), "Name another C compiler in $CC."
+        problem, remedy = "", "Name another C compiler in $CC."
+        command = [cc, "-x", "c", "-", "-O3", "-shared", "-fPIC", f"-I{include}", "-o"]
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                command.append(f"{folder}/doctor.so")
+                subprocess.run(command, input=_C_PROGRAM, capture_output=True, text=True, timeout=COMMAND_S, check=True)
+        except subprocess.CalledProcessError as error:
+            first = next((line for line in error.stderr.splitlines() if "error" in line), f"status {error.returncode}")
+            problem = f"{cc} cannot compile a file with Python.h: {first}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = f"{cc}: {error}"
     if not problem:
         return Line("compiler", "ok", f"{cc} compiles with {include / 'Python.h'}")
     if needed:
         return Line("compiler", "fail", f"{problem}: Triton compiles no kernel without", remedy)
     return Line("compiler", "ok", f"{problem}; only machines with a GPU need it", remedy)
-
-
-def _compile(cc: str, include: Path) -> str:
-    """Returns what went wrong, or nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "doctor.c")
-        source.write_text(_C_PROGRAM)
-        command = [cc, str(source), "-O3", "-shared", "-fPIC", f"-I{include}", "-o", str(Path(folder, "doctor.so"))]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"{cc}: {error}"
-    if done.returncode == 0:
-        return ""
-    first = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
-    return f"{cc} cannot compile a file with Python.h: {first}"
 
 
 def triton_cache(needed: bool) -> Line:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import IO, Any
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kfuse.elastic import protocol
 from kfuse.elastic.launchers.local import signal_at_parent_end
@@ -24,12 +26,22 @@ TIMEOUT_S = 20.0
 _KILL_S = 5.0
 """How long a killed process is waited for."""
 
+Result = Callable[[], tuple[Any, str | None]]
+"""Waits for a process, `LIMIT_S` after its start at most. Returns what it found and None, or None and one line that
+says what went wrong."""
+
+
+class StoreError(RuntimeError):
+    """This process cannot host the store of its ranks. The message is one line."""
+
 
 @contextlib.contextmanager
-def started(what: str, arguments: Mapping[str, Any], **environment: str) -> Iterator[Process]:
+def started(what: str, arguments: Mapping[str, Any], **environment: str) -> Iterator[Result]:
     """Context: a process of `kfuse.tools.doctor.self_test`, which is ended with the context, or with this process."""
     # Where this command runs in a worker of a job, its processes are no workers of that job.
     inherited = {name: value for name, value in os.environ.items() if name != protocol.ENV_CONTROL}
+    deadline = time.monotonic() + LIMIT_S
+    # Files: a pipe that nobody reads would fill up.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "kfuse.tools.doctor.self_test", what, json.dumps(arguments)],
@@ -41,8 +53,29 @@ def started(what: str, arguments: Mapping[str, Any], **environment: str) -> Iter
             start_new_session=True,
             preexec_fn=signal_at_parent_end(signal.SIGKILL),
         )
+
+        def result() -> tuple[Any, str | None]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            said: dict[str, Any] = {"at": "starting Python, torch and kfuse"}
+            output.seek(0)
+            for line in output.read().splitlines():
+                with contextlib.suppress(ValueError):  # cut off, or another library's
+                    said |= json.loads(line)
+            if process.returncode is None:
+                return None, f"no answer within {LIMIT_S:.0f} s; it was {said['at']}"
+            if "found" in said:
+                return said["found"], None
+            if "problem" in said:
+                return None, f"{said['at']}: {said['problem']}"
+            errors.seek(0)
+            last = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "").strip()[:200]
+            code = process.returncode
+            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            return None, f"ended while {said['at']} ({how}){': ' * bool(last)}{last}"
+
         try:
-            yield Process(process, output, errors)
+            yield result
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its compilers too
@@ -50,55 +83,12 @@ def started(what: str, arguments: Mapping[str, Any], **environment: str) -> Iter
                 process.wait(_KILL_S)
 
 
-class Process:
-    """A process of the self-test, and the files that its output goes to: a pipe that nobody reads would fill up."""
-
-    def __init__(self, process: subprocess.Popen[bytes], output: IO[str], errors: IO[str]) -> None:
-        self._process, self._output, self._errors = process, output, errors
-        self._deadline = time.monotonic() + LIMIT_S
-
-    def result(self) -> tuple[Any, str | None]:
-        """What it found and None, or None and one line that says what went wrong. Takes `LIMIT_S` at most."""
-        ended = True
-        try:
-            self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            ended = False
-        self._output.seek(0)
-        said: dict[str, Any] = {}
-        for line in self._output.read().splitlines():
-            with contextlib.suppress(ValueError):  # cut off, or another library's
-                said |= json.loads(line)
-        at = said.get("at", "starting Python")
-        if not ended:
-            return None, f"no answer within {LIMIT_S:.0f} s; it was {at}"
-        if "found" in said:
-            return said["found"], None
-        if "problem" in said:
-            return None, f"{at}: {said['problem']}"
-        self._errors.seek(0)
-        last = next((line for line in reversed(self._errors.read().splitlines()) if line.strip()), "")
-        return None, f"ended while {at} ({_status(self._process.returncode)}){': ' * bool(last)}{last.strip()[:200]}"
-
-
-def _status(code: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"exit status {code}"
-
-
-class StoreError(RuntimeError):
-    """This process cannot host the store of its ranks. The message is one line."""
-
-
 @contextlib.contextmanager
-def ranks(what: str, arguments: Mapping[str, Any], count: int, gpus: int) -> Iterator[list[Process]]:
+def ranks(what: str, arguments: Mapping[str, Any], count: int, gpus: int) -> Iterator[list[Result]]:
     """Context: `count` processes that are the ranks of a job of fixed size, over NCCL where there are as many GPUs.
 
     Raises StoreError where this process cannot host their store.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     try:
         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
     except RuntimeError as error:

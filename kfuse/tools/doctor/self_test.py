@@ -1,12 +1,9 @@
-"""The processes that `kfuse doctor` and `kfuse schedule` start (`self_test_processes`): each tries one thing.
-
-What torch sees here; a reduction between two processes; what messages between processes cost; the kernels.
+"""The processes that `kfuse doctor` and `kfuse schedule` start (`processes`): each tries one thing.
 
     python -m kfuse.tools.doctor.self_test devices|reduction|costs|kernels '{"argument": ...}'
 
 Each prints lines of JSON: {"at": what it begins}, so that a process that hangs has said where, and at its end
-{"found": ...} or {"problem": one line}. The reduction's processes are ranks of a job of fixed size: the environment has
-their rank and the address of a store that `kfuse doctor` hosts.
+{"found": ...} or {"problem": one line}. Of ranks the environment has rank and address of a store.
 """
 
 from __future__ import annotations
@@ -18,14 +15,19 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-    from kfuse.comm.group import Group
-    from kfuse.comm.options import CommOptions
-    from kfuse.comm.probe import Choice
+from kfuse import session
+from kfuse.comm.engine import Engine
+from kfuse.comm.group import Group
+from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions
+from kfuse.comm.plan import MicroBatch, StepPlan
+from kfuse.comm.probe import choose_program, probe
+from kfuse.tools.doctor.kernel_checks import CHECKS, check
 
 SAMPLES = (3, 5, 2, 4, 1)
 """Samples of each micro-batch of the reduction. Rank 0 has the first three micro-batches, rank 1 the others."""
@@ -52,17 +54,19 @@ def main() -> int:
         "kernels": kernels,
     }
     try:
-        _say(at="importing torch")
         _say(found=parts[what](**arguments))
     except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        _say(problem=text.splitlines()[0])
+        _say(problem=_first_line(error))
         return 1
     return 0
 
 
 def _say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # -- what torch sees --------------------------------------------------------------------------------------------------
@@ -74,38 +78,27 @@ def devices() -> dict[str, Any]:
     Returns {"gpus": [{"name", "capability" ("9.0"), "memory_gib", "free_gib"}], "peers": [[i, j]], "nccl": version or
     None, "nccl_problem": one line or None}.
     """
-    import torch
-
     _say(at="asking the driver for GPUs")
-    found: dict[str, Any] = {"gpus": [], "peers": [], "nccl": None, "nccl_problem": None}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = []
     for index in range(count):
         _say(at=f"asking for the properties and the free memory of GPU {index}")
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found["gpus"].append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_gib": round(total / 2**30, 1),
-                "free_gib": round(free / 2**30, 1),
-            }
-        )
-    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-    found["peers"] = [[i, j] for i, j in pairs if torch.cuda.can_device_access_peer(i, j)]
+        free, total = (round(amount / 2**30, 1) for amount in torch.cuda.mem_get_info(index))
+        capability = f"{properties.major}.{properties.minor}"
+        gpus.append({"name": properties.name, "capability": capability, "memory_gib": total, "free_gib": free})
+    pairs = [[i, j] for i in range(count) for j in range(i + 1, count) if torch.cuda.can_device_access_peer(i, j)]
+    nccl = problem = None
     if count:
         try:
-            found["nccl"] = _start_nccl()
+            nccl = _start_nccl()
         except Exception as error:
-            found["nccl_problem"] = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return found
+            problem = _first_line(error)
+    return {"gpus": gpus, "peers": pairs, "nccl": nccl, "nccl_problem": problem}
 
 
 def _start_nccl() -> str:
     """One rank's group on the first GPU, and a message in it. Returns NCCL's version. Raises what torch raises."""
-    import torch
-    import torch.distributed as dist
-
     if not dist.is_nccl_available():
         raise RuntimeError("this build of torch has no ProcessGroupNCCL")
     device = torch.device("cuda", 0)
@@ -120,50 +113,7 @@ def _start_nccl() -> str:
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
-# -- the reduction ----------------------------------------------------------------------------------------------------
-
-
-def reduction(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """One rank's part. Reduces known gradients with the package's engine, by each transport of `_cases`, twice.
-
-    settings: of `kf.init`, by name. Returns {"backend", "flags": torch's settings once the engine is there,
-    "cases": [{"name", "reproducible", "digest", "wrong": one line or None, "repeats": same bits the second time}],
-    "choice": the fields of `kfuse.comm.probe.Choice`, for one bucket of the configured size}.
-    Raises CommError where the other rank does not come, or is lost.
-    """
-    from kfuse import session
-    from kfuse.comm.group import Group
-    from kfuse.comm.options import CommOptions
-
-    configured = CommOptions.of(settings)
-    _say(at="connecting to the other process")
-    group = session.init(comm_timeout_s=timeout_s, **settings).group
-    cases = []
-    for name, each in _cases(configured).items():
-        _say(at=f"reducing by {name}")
-        means = [_reduce_once(each, group) for _ in range(2)]
-        digests = [_digest(mean) for mean in means]
-        wrong = _compare(means[0], TOLERANCE[each.dtype])
-        if each.reproducible and wrong is None and group.rank == 0:
-            alone = _digest(_reduce_once(each, Group(device=group.device)))
-            wrong = None if alone == digests[0] else "other bits than one worker alone"
-        same = digests[0] == digests[1]
-        case = {"name": name, "reproducible": each.reproducible, "digest": digests[0]}
-        cases.append({**case, "wrong": wrong, "repeats": same})
-    _say(at="measuring messages")
-    measured = _measure(group, configured)
-    backend = "NCCL" if group.device.type == "cuda" else "gloo"
-    return {"backend": backend, "flags": _flags(), "cases": cases, "choice": asdict(measured)}
-
-
-def _measure(group: Group, options: CommOptions) -> Choice:
-    """What `comm.schedule=auto` chooses for one bucket of `comm.bucket_mb`. Raises CommError."""
-    from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions
-    from kfuse.comm.probe import choose_program, probe
-
-    size = options.bucket_mb or DEFAULT_BUCKET_MB
-    elements = max(1, int(size * 2**20 / 4))
-    return choose_program(probe(group, elements, _BUDGET_S), group.size, CommOptions(), {size: [elements]})
+# -- messages between ranks -------------------------------------------------------------------------------------------
 
 
 def costs(settings: dict[str, Any], timeout_s: float, elements: int) -> dict[str, Any]:
@@ -171,44 +121,57 @@ def costs(settings: dict[str, Any], timeout_s: float, elements: int) -> dict[str
 
     elements: of the largest message. Raises CommError where another rank does not come, or is lost.
     """
-    from kfuse import session
-    from kfuse.comm.probe import probe
-
     _say(at="connecting to the other processes")
     group = session.init(comm_timeout_s=timeout_s, **settings).group
     _say(at="measuring messages")
     return asdict(probe(group, elements, _BUDGET_S))
 
 
-def _cases(configured: CommOptions) -> dict[str, CommOptions]:
-    """What is tried: the configured transport, the all-reduce and the reproducible sum, each once."""
-    from kfuse.comm.options import CommOptions
+def reduction(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """One rank's part. Reduces known gradients twice by the configured transport, all-reduce and the reproducible sum.
 
-    cases: dict[str, CommOptions] = {}
+    settings: of `kf.init`, by name. Returns {"backend", "flags": torch's settings once the engine is there,
+    "cases": [{"name", "reproducible", "digest", "wrong": one line or None, "repeats": same bits the second time}],
+    "choice": the fields of `kfuse.comm.probe.Choice`, for one bucket of the configured size}.
+    Raises CommError where the other rank does not come, or is lost.
+    """
+    configured = CommOptions.of(settings)
+    _say(at="connecting to the other process")
+    group = session.init(comm_timeout_s=timeout_s, **settings).group
+    cases: dict[str, dict[str, Any]] = {}
     for options in (configured, CommOptions(), CommOptions(reproducible=True)):
-        name = transport = options.transport()
-        if options.dtype != "fp32":
-            name += f" in {options.dtype}"
-        if options.reproducible:
-            name += " (reproducible)"
-        cases.setdefault(name, replace(options, schedule=transport, bucket_mb=BUCKET_MB))
-    return cases
+        transport = options.transport()
+        name = transport + (f" in {options.dtype}" if options.dtype != "fp32" else "")
+        name += " (reproducible)" if options.reproducible else ""
+        if name not in cases:
+            _say(at=f"reducing by {name}")
+            case = _case(replace(options, schedule=transport, bucket_mb=BUCKET_MB), group)
+            cases[name] = {"name": name, "reproducible": options.reproducible, **case}
+    _say(at="measuring messages")
+    size = configured.bucket_mb or DEFAULT_BUCKET_MB
+    elements = max(1, int(size * 2**20 / 4))
+    choice = choose_program(probe(group, elements, _BUDGET_S), group.size, CommOptions(), {size: [elements]})
+    backend = "NCCL" if group.device.type == "cuda" else "gloo"
+    return {"backend": backend, "flags": _flags(), "cases": [*cases.values()], "choice": asdict(choice)}
+
+
+def _case(options: CommOptions, group: Group) -> dict[str, Any]:
+    means = [_reduce_once(options, group) for _ in range(2)]
+    digests = [_digest(mean) for mean in means]
+    wrong = _compare(means[0], TOLERANCE[options.dtype])
+    if options.reproducible and wrong is None and group.rank == 0:
+        alone = _digest(_reduce_once(options, Group(device=group.device)))
+        wrong = None if alone == digests[0] else "other bits than one worker alone"
+    return {"digest": digests[0], "wrong": wrong, "repeats": digests[0] == digests[1]}
 
 
 def _gradients(micro_batch: int) -> list[Tensor]:
-    import torch
-
     generator = torch.Generator().manual_seed(micro_batch)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def _reduce_once(options: CommOptions, group: Group) -> list[Tensor]:
     """The mean gradient over all micro-batches, on the CPU, a tensor for each of SHAPES. Raises CommError."""
-    import torch
-
-    from kfuse.comm.engine import Engine
-    from kfuse.comm.plan import MicroBatch, StepPlan
-
     params = [torch.nn.Parameter(torch.zeros(shape, device=group.device)) for shape in SHAPES]
     engine = Engine([params], group, options)
     cut = len(SAMPLES) if group.size == 1 else 3
@@ -241,16 +204,11 @@ def _compare(means: Sequence[Tensor], tolerance: float) -> str | None:
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def _flags() -> dict[str, Any]:
     """The settings of torch that decide whether an operation has the same bits each time."""
-    import torch
-
     return {
         "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -266,28 +224,22 @@ def _flags() -> dict[str, Any]:
 def kernels(device: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Each kernel on `device` beside its PyTorch implementation on the CPU.
 
-    settings: of `kf.init`, by name. Returns {"wrong": {kernel: what is wrong, or None}, "flags": torch's
-    settings in a worker on this device}. On "cpu" the process must have TRITON_INTERPRET=1 in its environment: Triton's
-    code then runs in its interpreter.
+    settings: of `kf.init`, by name. Returns {"wrong": {kernel: what is wrong, or None}, "flags": torch's settings in a
+    worker on this device}. On "cpu" the process must have TRITON_INTERPRET=1 in its environment.
     """
-    import torch
-
-    from kfuse import session
-    from kfuse.tools.doctor.kernel_checks import CHECKS
-
     where = torch.device(device)
     _say(at=f"starting a worker on {device}")
     chosen = session.init(**settings).group.device
     if chosen != where:
         raise RuntimeError(f"a worker alone chooses {chosen}, not {where}")
     found: dict[str, str | None] = {}
-    for name, check in CHECKS.items():
+    for name in CHECKS:
         _say(at=f"kernel {name}")
         torch.manual_seed(0)
         try:
-            found[name] = check(where)
+            found[name] = check(name, where)
         except Exception as error:  # the others still run
-            found[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            found[name] = f"{type(error).__name__}: {_first_line(error)}"
     return {"wrong": found, "flags": _flags()}
 
 

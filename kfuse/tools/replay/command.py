@@ -1,21 +1,33 @@
-"""The command `kfuse replay RUN_DIR [override ...]`."""
+"""The command `kfuse replay RUN_DIR [override ...]`: reads what is asked for, and checks it and the run directory."""
 
 from __future__ import annotations
 
+import importlib.resources
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kfuse.cli.check import prepare
+from kfuse.cli.classes import make_policy
+from kfuse.policies.signals import BasePolicy
 from kfuse.settings.messages import explain
-from kfuse.settings.tree import ConfigError
+from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.tools.replay import report
-from kfuse.tools.replay.decisions import compared
-from kfuse.tools.replay.request import read_request
-from kfuse.tools.replay.run import run
-from kfuse.tools.replay.simulated import RecordedSteps, SimulatedSteps
+from kfuse.tools.replay.recorded import Recorded, signals_of
+from kfuse.tools.replay.report import ReplayRequest
+from kfuse.tools.replay.run import compared, run
+from kfuse.tools.replay.simulated import DecidedSettings, RecordedSteps, SimulatedSteps
+from kfuse.tools.run_files import config_path, read_config, read_events, read_metrics
+from kfuse.train.lr_schedule import gain
 
 USAGE = """\
 kfuse replay RUN_DIR [policy=...] [policy.NAME=VALUE ...] [plot=PATH]
@@ -26,6 +38,11 @@ is the run's own policy, with other arguments if you give some. batch.min, batch
 other bounds than the run's. Nothing is trained. docs/policies.md says what is assumed.
 Exit status 0; 1 where the policy raises an error; 2 for what is no run directory, or no policy."""
 
+_BOUNDS = ("batch.min", "batch.max", "workers.min", "workers.max")
+_OF_A_RUN = ("policy", "lr.scaling", "lr.decay", "comm.sync")
+"""What must be in the configuration of the recorded run."""
+_HOOKS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
+
 
 def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> int:
     """Replays, prints and draws. Returns the exit status: 1 where the policy fails, or the plot cannot be written.
@@ -34,7 +51,7 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     ConfigError for what cannot be replayed.
     """
     try:
-        request = read_request(words, compose)
+        request = _request(words, compose)
     except (HydraException, OmegaConfBaseException) as error:  # of overrides that it cannot read
         raise ConfigError(explain(error)) from error
     console, recorded = report.console(), request.recorded
@@ -53,12 +70,154 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
         report.say(console, compared(result.changes, request.gain, request.events, first, with_rates))
     elif request.is_own:
         report.say(console, "not compared with the recorded decisions: there is no events.jsonl")
-    if request.plot is None:
-        return 0
-    try:
-        report.draw(request, result, trade_off, request.plot)
-    except OSError as error:
-        report.say(console, f"{request.plot}: cannot be written: {error.strerror or error}")
-        return 1
-    report.say(console, f"plot: {request.plot}")
+    if request.plot is not None:
+        try:
+            report.draw(request, result, trade_off, request.plot)
+        except OSError as error:
+            report.say(console, f"{request.plot}: cannot be written: {error.strerror or error}")
+            return 1
+        report.say(console, f"plot: {request.plot}")
     return 0
+
+
+def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> ReplayRequest:
+    """Reads the run directory, and makes the policy. Raises ConfigError, in one line, for what cannot be replayed."""
+    if not words:
+        raise ConfigError("kfuse replay: must be given the directory of a run: kfuse replay RUN_DIR policy=...")
+    run_dir, asked_plot = Path(words[0]), dict(word.partition("=")[::2] for word in words[1:]).get("plot")
+    overrides = OverridesParser.create().parse_overrides([word for word in words[1:] if not word.startswith("plot=")])
+    for each in overrides:
+        _check_override(each)
+    lines = read_metrics(run_dir)
+    try:
+        recorded = Recorded(signals_of(lines), [line["step_time_s"] for line in lines])
+    except ValueError as error:
+        raise ConfigError(f"{run_dir / 'metrics.jsonl'}: {error}") from error
+    config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None  # a script's run has none
+    first = recorded.signals[0]
+    of_bounds = (each for each in overrides if each.key_or_group in _BOUNDS)
+    given: dict[str, Any] = {each.key_or_group.replace(".", "_"): each.value() for each in of_bounds}
+    try:
+        bounds = replace(first.bounds, **given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    of_policy = [each for each in overrides if each.key_or_group not in _BOUNDS]
+    node = _policy_node(config, of_policy, compose)
+    try:
+        policy: BasePolicy = make_policy(node)
+    except ConfigError as error:
+        raise error if of_policy else ConfigError(f"{config_path(run_dir)}: {error}") from error
+    # Not workers.count of the configuration: where the run was resumed that is the number it went on with.
+    base = first.base_batch_size or first.batch_size
+    begin = DecidedSettings(first.batch_size, first.workers, first.lr_scale)
+    begin = begin if first.step > 0 else DecidedSettings(base, first.workers)
+    for name, value in (("batch", begin.batch_size), ("workers", begin.workers)):
+        low, high = getattr(bounds, f"{name}_min"), getattr(bounds, f"{name}_max")
+        if not low <= value <= high:
+            allowed = f"must include the {value} that the run began with"
+            raise ConfigError(f"{run_dir}: {name}.min={low}, {name}.max={high}: {allowed}")
+    name, is_own = _name(node), config is not None and bounds == first.bounds and node == config["policy"]
+    scaling = "none" if config is None else config["lr"]["scaling"]
+    plot, notes = _plot_path(run_dir, name, asked_plot), [*_notes(recorded, config, policy)]
+    if plot is None and asked_plot is None:
+        notes.append("no plot is drawn, which needs matplotlib: pip install matplotlib")
+    return ReplayRequest(
+        run_dir=run_dir,
+        policy=policy,
+        name=name,
+        is_own=is_own,
+        recorded=recorded,
+        events=read_events(run_dir) if is_own else None,
+        begin=begin,
+        bounds=bounds,
+        gain=lambda batch_size, *means: gain(scaling, batch_size, base, *means),
+        rates_follow_at_once=config is None or not config["lr"].get("change_warmup_steps"),
+        sync=None if config is None else config["comm"]["sync"],
+        plot=plot,
+        notes=tuple(notes),
+    )
+
+
+def _check_override(override: Override) -> None:
+    """Raises ConfigError for an override that a replay cannot have."""
+    key, why = override.key_or_group, ""
+    if key not in (*_BOUNDS, "policy") and not key.startswith("policy."):
+        why = f"one of policy, policy.NAME, {', '.join(_BOUNDS)} or plot: nothing is trained"
+    elif override.is_delete() or override.is_sweep_override():
+        why = "key=value, with one value; a list needs [brackets]"
+    elif key == "policy" and not isinstance(override.value(), str):
+        why = "the name of a policy; its arguments are policy.NAME=VALUE"
+    elif key in _BOUNDS and not AT_SHELL[key].allows(override.value()):
+        why = AT_SHELL[key].allowed
+    if why:
+        raise ConfigError(f"{override.input_line}: must be {why}")
+
+
+def _policy_node(
+    config: Mapping[str, Any] | None, of_policy: Sequence[Override], compose: Callable[[list[str]], DictConfig]
+) -> dict[str, Any]:
+    """Returns the policy's class and arguments: of the overrides, else of the run with the overrides' arguments.
+
+    Raises ConfigError where neither names a policy.
+    """
+    if {"policy", "policy._target_"} & {each.key_or_group for each in of_policy}:
+        words = [str(each.input_line) for each in of_policy]
+        cfg = compose(words)
+        prepare(cfg, words)
+        node: Any = OmegaConf.to_container(cfg.policy, resolve=True)
+        return dict(node)
+    if config is None:
+        raise ConfigError("policy: must be given: the run is a script's, whose own policy is not recorded")
+    own = OmegaConf.create(config["policy"])
+    for each in of_policy:
+        OmegaConf.update(own, each.key_or_group.removeprefix("policy."), each.value())
+    return OmegaConf.to_container(own)  # type: ignore[return-value]
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    """Returns the option of kfuse's configs/policy that has this policy's class; the class's name where none has."""
+    target = str(node["_target_"])
+    for file in importlib.resources.files("kfuse.configs").joinpath("policy").iterdir():
+        option: Any = OmegaConf.create(file.read_text())
+        if option["_target_"] == target:
+            return file.name.removesuffix(".yaml")
+    return target.rpartition(".")[2]
+
+
+def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePolicy) -> Iterator[str]:
+    """Yields what is not known of the run, and what of it the policy is not right with, in sentences.
+
+    Raises ConfigError for a policy that acts in hooks alone: no training is under way.
+    """
+    name = type(policy).__name__
+    hooks = [hook for hook in _HOOKS if getattr(type(policy), hook, None) is not getattr(BasePolicy, hook)]
+    if hooks and getattr(type(policy), "decide", None) is BasePolicy.decide:
+        raise ConfigError(f"policy: {name} acts in {', '.join(hooks)}: to be replayed it must have decide(signals)")
+    if config is None:
+        yield "a script's run: its lr_scaling is not recorded, so lr follows lr_scale alone"
+    if first := recorded.signals[0].step:
+        yield f"the run's steps before {first} are in another directory: the policy begins anew there"
+    if not recorded.is_whole:
+        yield "metrics.jsonl lacks steps (observe.every): the policy is asked after the recorded ones only"
+    for setting, allowed in policy.lr_settings().items():
+        if config is not None and (has := config["lr"].get(setting)) not in allowed:
+            yield f"{name} is right with lr.{setting}={', '.join(allowed)}; the run has {has}"
+    if hooks:
+        yield f"{name}: its hooks are not called: {', '.join(hooks)}"
+
+
+def _plot_path(run_dir: Path, name: str, asked: str | None) -> Path | None:
+    """Returns where to draw; None: nowhere. asked: the value of `plot=`; None: without one.
+
+    Raises ConfigError for a path that cannot be, and where it is asked for without matplotlib.
+    """
+    if asked == "null":
+        return None
+    if find_spec("matplotlib") is None:
+        if asked is not None:
+            raise ConfigError(f"plot={asked}: needs matplotlib: pip install matplotlib")
+        return None
+    path = run_dir / f"replay_{name}.png" if asked is None else Path(asked)
+    if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"plot={asked}: must be a file in a directory that is there, or null")
+    return path

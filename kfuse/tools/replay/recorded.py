@@ -41,30 +41,25 @@ def signals_of(lines: Iterable[Mapping[str, Any]]) -> list[Signals]:
     means, next_step, whole = NoiseScale(), 0, True
     for line in lines:
         if changed := line.get("signals"):
-            others |= {name: _value(name, value) for name, value in changed.items() if name in OTHER_SIGNALS}
+            others |= {name: _tuples(value) for name, value in changed.items() if name in OTHER_SIGNALS}
         if lacking := [name for name in _NEEDED if name not in others]:
             why = "a training by this version of kfuse must have written them"
             raise ValueError(f"its lines have no signals {', '.join(lacking)}: {why}")
         step = line["step"]
         whole, next_step = whole and step == next_step, step + 1
         figures = {name: line[name] for name in OF_COLUMNS}
-        if figures["lr"] is None:
-            figures["lr"] = math.nan
+        figures["lr"] = math.nan if line["lr"] is None else line["lr"]
         mean_sq = mean_variance = None
         if whole:
             means.update(line["grad_variance"], line["grad_sq"])
             mean_variance, mean_sq = means.means()
         figures.update(zip(RUNNING_MEANS, (mean_sq, mean_variance), strict=True))
-        out.append(Signals(step=step, **figures, **others))
+        out.append(Signals(step=step, **figures, **(others | {"bounds": Bounds(**others["bounds"])})))
     return out
 
 
-def _value(name: str, value: Any) -> Any:
-    """A signal's value from its JSON: tuples are lists there."""
-    return Bounds(**value) if name == "bounds" else _tuples(value)
-
-
 def _tuples(value: Any) -> Any:
+    """Returns a signal's value from its JSON: tuples are lists there."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
@@ -128,14 +123,13 @@ class Recorded:
         Where it is unknown it is the last one that was known, or the interval's low end, where that is known to be
         above it. Before the first line that knows one of them it is the one there.
         """
-        out: list[float | None] = []
-        last: float | None = None
+        out, last = list[float](), -math.inf
         for each in self.signals:
             last = last if each.noise_scale is None else each.noise_scale
-            low = each.noise_scale_low if each.noise_scale is None else None
-            out.append(max((value for value in (last, low) if value is not None), default=None))
-        first = next((value for value in out if value is not None), None)
-        return None if first is None else [first if value is None else value for value in out]
+            low = None if each.noise_scale is not None else each.noise_scale_low
+            out.append(last if low is None else max(last, low))
+        first = next((value for value in out if value > -math.inf), None)
+        return None if first is None else [max(value, first) if value == -math.inf else value for value in out]
 
     def progress(self) -> list[float]:
         """Returns each line's progress in steps of the exact gradient; in samples where no noise scale is known."""
@@ -151,14 +145,3 @@ class Recorded:
         if noise is None:
             return None
         return TradeOff(math.fsum(progress), math.fsum(map(math.prod, zip(noise, progress, strict=True))))
-
-    def samples_an_epoch(self) -> int | None:
-        """Returns them; None where they are not recorded, and no epoch was completed or lines are missing."""
-        if (known := self.signals[0].epoch_samples) is not None:
-            return known
-        if not self.is_whole:
-            return None
-        for each, after in zip(self.signals, self.signals[1:], strict=False):
-            if after.epoch > each.epoch:
-                return each.samples // (each.epoch + 1)
-        return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,42 @@ from rich.table import Table
 from rich.text import Text
 
 from kfuse.observe.whole_file import write_whole
-from kfuse.tools.replay.recorded import TradeOff
-from kfuse.tools.replay.request import ReplayRequest
-from kfuse.tools.replay.run import Change, ReplayResult
-from kfuse.tools.replay.simulated import Gain
+from kfuse.policies.signals import BasePolicy, Bounds
+from kfuse.tools.replay.recorded import Recorded, TradeOff
+from kfuse.tools.replay.run import Change, Replay
+from kfuse.tools.replay.simulated import DecidedSettings, Gain
 
 _MOST_ROWS = 60
 """Rows of the table: of more decisions the first and the last ones are shown."""
 _WIDTH = 110
 """Characters of the tables: a narrower terminal wraps them."""
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """A replay, checked and ready to run."""
+
+    run_dir: Path
+    policy: BasePolicy
+    name: str
+    """Its option of `policy=`; the class's name for a class that has none."""
+    is_own: bool
+    """The policy is the run's own, so it follows the recorded steps."""
+    recorded: Recorded
+    events: Sequence[Mapping[str, Any]] | None
+    """The run's records of events.jsonl, where the policy is its own; None where there are none."""
+    begin: DecidedSettings
+    """What the run was configured with."""
+    bounds: Bounds
+    gain: Gain
+    """The learning rate's factor, by `lr.scaling` of the run."""
+    rates_follow_at_once: bool
+    """A change of the batch size changes the learning rate at once: there is no warm-up after it."""
+    sync: str | None
+    plot: Path | None
+    """Where to draw; None: nowhere."""
+    notes: tuple[str, ...]
+    """What is not known of the run, in sentences."""
 
 
 def console() -> Console:
@@ -34,7 +62,7 @@ def say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_report(console: Console, request: ReplayRequest, result: ReplayResult, trade_off: TradeOff | None) -> None:
+def print_report(console: Console, request: ReplayRequest, result: Replay, trade_off: TradeOff | None) -> None:
     """Prints the decisions, and steps, samples and time of the recorded run and of the replay."""
     kind = "the run's own policy, on the recorded steps" if request.is_own else "another policy, on steps of its own"
     say(console, f"{type(request.policy).__name__} on {request.run_dir}: {kind}")
@@ -62,47 +90,38 @@ def print_report(console: Console, request: ReplayRequest, result: ReplayResult,
 def _table(*columns: str) -> Table:
     table = Table(box=SIMPLE, padding=(0, 1))
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="left" if column == "also" else "right", no_wrap=column != "also")
     return table
 
 
 def _changes(changes: Sequence[Change], gain: Gain) -> Table:
     """Returns a line for each decision: when it applies, what it changes, and what the policy saw."""
-    table = _table("step", "samples", "batch size", "workers", "lr factor", "noise scale then")
-    table.add_column("also")
+    table = _table("step", "samples", "batch size", "workers", "lr factor", "noise scale then", "also")
     left_out = len(changes) - _MOST_ROWS
-    shown = changes if left_out <= 0 else [*changes[: _MOST_ROWS // 2], *changes[-_MOST_ROWS // 2 :]]
-    for number, each in enumerate(shown):
-        if left_out > 0 and number == _MOST_ROWS // 2:
-            table.add_row("...", "", "", "", "", "", f"{left_out} more decisions")
-        before, after = each.rate_factors(gain)
+    for number, each in enumerate(changes):
+        if left_out > 0 and _MOST_ROWS // 2 <= number < _MOST_ROWS // 2 + left_out:
+            if number == _MOST_ROWS // 2:
+                table.add_row("...", "", "", "", "", "", f"{left_out} more decisions")
+            continue
+        now, then = each.before, each.after
+        rates = [f"{factor:.4g}" for factor in each.rate_factors(gain)]
+        pairs = [(now.batch_size, then.batch_size), (now.workers, then.workers), rates]
+        seen, noise = each.seen, "unknown"
+        if seen is not None and seen.noise_scale_low is not None:
+            noise = f"at least {seen.noise_scale_low:.3g}"
+            if seen.noise_scale is not None and seen.noise_scale_high is not None:
+                noise = f"{seen.noise_scale:.3g} ({seen.noise_scale_low:.3g} to {seen.noise_scale_high:.3g})"
         table.add_row(
             str(each.step),
             str(each.samples),
-            _changed(each.before.batch_size, each.after.batch_size),
-            _changed(each.before.workers, each.after.workers),
-            _changed(f"{before:.4g}", f"{after:.4g}"),
-            _noise(each),
+            *("" if before == after else f"{before} -> {after}" for before, after in pairs),
+            noise,
             Text("; ".join([*(f"{name} {value}" for name, value in each.others.items()), *each.notes])),
         )
     return table
 
 
-def _changed(before: object, after: object) -> str:
-    return "" if before == after else f"{before} -> {after}"
-
-
-def _noise(at: Change) -> str:
-    """Returns the noise scale that the policy saw, with its interval."""
-    seen = at.seen
-    if seen is None or seen.noise_scale_low is None:
-        return "unknown"
-    if seen.noise_scale is None or seen.noise_scale_high is None:
-        return f"at least {seen.noise_scale_low:.3g}"
-    return f"{seen.noise_scale:.3g} ({seen.noise_scale_low:.3g} to {seen.noise_scale_high:.3g})"
-
-
-def _totals(request: ReplayRequest, result: ReplayResult, trade_off: TradeOff | None) -> Table:
+def _totals(request: ReplayRequest, result: Replay, trade_off: TradeOff | None) -> Table:
     """Returns steps, samples and time of the recorded run, and of the replay where they are predicted."""
     steps, samples = request.recorded.totals()
     known = [took for took in request.recorded.seconds if took is not None]
@@ -120,59 +139,40 @@ def _totals(request: ReplayRequest, result: ReplayResult, trade_off: TradeOff | 
     return table
 
 
-def draw(request: ReplayRequest, result: ReplayResult, trade_off: TradeOff | None, path: Path) -> None:
+def draw(request: ReplayRequest, result: Replay, trade_off: TradeOff | None, path: Path) -> None:
     """Draws batch size, noise scale and workers over samples, and steps over samples. Whole, or not at all.
 
     Raises OSError where the file cannot be written.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(3, figsize=(8, 10), height_ratios=(3, 1, 3), layout="constrained")
-    _draw_settings(axes[0], axes[1], request, result)
-    _draw_trade_off(axes[2], request, result, trade_off)
-
-    def save(to: Path) -> None:
-        with to.open("wb") as file:
-            figure.savefig(file, format="png", dpi=120)
-
-    try:
-        write_whole(path, save)
-    finally:
-        pyplot.close(figure)
-
-
-def _draw_settings(sizes: Any, workers: Any, request: ReplayRequest, result: ReplayResult) -> None:
-    """Draws batch size and noise scale on one pair of axes, workers on another, over samples."""
-    signals = request.recorded.signals
-    samples = [each.samples for each in signals]
-    if (noise := request.recorded.noise_scales()) is not None:
+    recorded, name = request.recorded, request.name
+    figure: Any = Figure(figsize=(8, 10), layout="constrained")
+    sizes, workers, lengths = figure.subplots(3, height_ratios=(3, 1, 3))
+    samples = [each.samples for each in recorded.signals]
+    if (noise := recorded.noise_scales()) is not None:
         sizes.plot(samples, noise, color="0.5", linewidth=1, label="noise scale")
-    known = [(each.noise_scale_low, each.noise_scale_high) if each.noise_scale_high else None for each in signals]
-    low, high = zip(*(ends or (math.nan, math.nan) for ends in known), strict=True)
-    sizes.fill_between(samples, low, high, color="0.85", label="its interval")
-    curves = {"recorded": [(each.samples, each.batch_size, each.workers) for each in signals]}
+    unknown = (math.nan, math.nan)
+    ends = [(s.noise_scale_low, s.noise_scale_high) if s.noise_scale_high else unknown for s in recorded.signals]
+    sizes.fill_between(samples, *zip(*ends, strict=True), color="0.85", label="its interval")
+    curves = {"recorded": [(each.samples, each.batch_size, each.workers) for each in recorded.signals]}
+    points = {"recorded": recorded.totals()}
     if not request.is_own:
-        curves[request.name] = [*result.curve, (result.samples, *result.curve[-1][1:])]
-    for name, curve in curves.items():
-        for axes, column in ((sizes, 1), (workers, 2)):
-            axes.step([each[0] for each in curve], [each[column] for each in curve], where="post", label=name)
-    sizes.set(yscale="log", ylabel="batch size [samples]", title=f"{request.run_dir.name}: {request.name}")
-    sizes.legend()
-    workers.set(ylabel="workers", xlabel="samples (noise scale: of the recorded run)")
-
-
-def _draw_trade_off(axes: Any, request: ReplayRequest, result: ReplayResult, trade_off: TradeOff | None) -> None:
-    """Draws steps over samples: of the recorded run, of the replay, and of fixed batch sizes."""
-    points = {"recorded": request.recorded.totals()}
+        curves[name] = [*result.curve, (result.samples, *result.curve[-1][1:])]
+    for of, curve in curves.items():
+        at, batch_sizes, counts = zip(*curve, strict=True)
+        sizes.step(at, batch_sizes, where="post", label=of)
+        workers.step(at, counts, where="post", label=of)
     if trade_off is not None:
         pairs = [trade_off.predict(trade_off.critical_batch * 2 ** (k / 4)) for k in range(-16, 17)]
-        axes.plot([pair[1] for pair in pairs], [pair[0] for pair in pairs], color="0.5", label="fixed batch sizes")
+        lengths.plot([pair[1] for pair in pairs], [pair[0] for pair in pairs], color="0.5", label="fixed batch sizes")
         if not request.is_own and not result.cut_off:
-            points[request.name] = result.steps, result.samples
-    for name, (steps, samples) in points.items():
-        axes.plot([samples], [steps], marker="o", linestyle="none", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="samples to the recorded run's end", ylabel="steps")
-    axes.legend()
+            points[name] = result.steps, result.samples
+    for of, (steps, used) in points.items():
+        lengths.plot([used], [steps], marker="o", linestyle="none", label=of)
+    sizes.set(yscale="log", ylabel="batch size [samples]", title=f"{request.run_dir.name}: {name}")
+    workers.set(ylabel="workers", xlabel="samples (noise scale: of the recorded run)")
+    lengths.set(xscale="log", yscale="log", xlabel="samples to the recorded run's end", ylabel="steps")
+    sizes.legend()
+    lengths.legend()
+    write_whole(path, lambda to: figure.savefig(to, format="png", dpi=120))

@@ -1,4 +1,4 @@
-"""Runs a policy over a replay's steps.
+"""Runs a policy over a replay's steps, and compares its decisions with those of the recorded run.
 
 The run's own policy follows the recorded steps, and so makes the recorded decisions again. Another policy makes steps
 of its own.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals, checked_decision
+from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, checked_decision
 from kfuse.tools.replay.simulated import DecidedSettings, Gain, StepSource
 
-_AT_PRESENT = ("sync", "topology", "tree", "replace")
-"""Fields of a decision that are not settings of a step, as `DecidedSettings` has them."""
+Event = tuple[int, dict[str, Any]]
+"""A decision of events.jsonl: its step, and what changed."""
 
 
 @dataclass(frozen=True)
@@ -44,105 +45,156 @@ class Change:
         return before, after
 
 
-@dataclass
-class ReplayResult:
+class Replay:
     """What a policy did on a recorded run."""
 
-    changes: list[Change] = field(default_factory=list)
+    changes: list[Change]
     steps: int = 0
     samples: int = 0
     """Samples of these steps."""
-    curve: list[tuple[int, int, int]] = field(default_factory=list)
+    curve: list[tuple[int, int, int]]
     """(samples so far, batch size, workers) of the first step, and of each step where one of the two is another."""
     seconds: float | None = 0.0
     """Time of all steps; None where some have a batch size and worker count that the run did not have."""
     cut_off: bool = False
     """The recorded run's end was not reached: the replay would take too many steps."""
 
-
-def run(
-    policy: BasePolicy, source: StepSource, begin: DecidedSettings, bounds: Bounds, sync: str | None = None
-) -> ReplayResult:
-    """Asks the policy after each step, and applies what it decides as training does: DECISION_LAG steps later.
-
-    begin: what the run is configured with. sync: `comm.sync` of the run, if it is known. Workers come at once.
-    Raises TypeError if the policy returns what is no decision, and whatever the policy raises.
-    """
-    return _Replay(policy, source, begin, bounds, sync).result()
-
-
-class _Replay:
-    """A replay under way. The methods are in the order in which they happen."""
-
-    def __init__(
-        self, policy: BasePolicy, source: StepSource, begin: DecidedSettings, bounds: Bounds, sync: str | None
-    ) -> None:
-        self._policy, self._source, self._bounds = policy, source, bounds
+    def __init__(self, begin: DecidedSettings, bounds: Bounds, sync: str | None) -> None:
+        self.changes, self.curve, self._bounds = [], [], bounds
         self._now = begin
         """What the step that comes is made with."""
         self._workers_requested = begin.workers
         """The number of workers that was last requested. Asking for it again changes nothing, as in training."""
-        self._others: dict[str, Any] = dict.fromkeys(_AT_PRESENT) | {"sync": sync}
-        """The present value of each of `_AT_PRESENT`; None: unknown."""
-        self._pending: deque[tuple[int, Decision, Signals | None]] = deque()
-        """Decisions that do not apply yet: the first step of each, the decision, and the signals behind it."""
+        self._others: dict[str, Any] = {"sync": sync, "topology": None, "tree": None, "replace": None}
+        """The present values of what is no setting of a step; None: unknown."""
         self._newest: deque[Signals] = deque(maxlen=2)
         """The signals of the last two steps, the latest first."""
-        self._out = ReplayResult()
 
-    def result(self) -> ReplayResult:
-        """Makes all steps. Raises as `run`."""
-        source, out, name = self._source, self._out, type(self._policy).__name__
-        first, used = source.next_step, source.samples
-        if first == 0 and (decision := checked_decision(self._policy.initial(), f"{name}.initial")) is not None:
-            self._pending.append((0, decision, None))
-        while True:
-            self._apply_until(source.next_step)
-            seen = source.step(self._now)
-            if seen is None:
-                break
-            self._take_in(seen)
-            decision = checked_decision(self._policy.decide(seen), f"{name}.decide")
-            if decision is not None:
-                self._pending.append((seen.in_force_at, decision, seen))
-        self._apply_until(source.next_step + 1)  # announced with the last step
-        out.steps, out.samples, out.cut_off = source.next_step - first, source.samples - used, source.cut_off
-        return out
+    def take_in(self, seen: Signals, took: float | None) -> None:
+        """Adds the step that was made last. A recorded step's own settings are those in force now."""
+        self._now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
+        if not self.curve or self.curve[-1][1:] != (seen.batch_size, seen.workers):
+            self.curve.append((seen.samples, seen.batch_size, seen.workers))
+        self.seconds = None if took is None or self.seconds is None else self.seconds + took
+        self._newest.appendleft(seen)
 
-    def _apply_until(self, step: int) -> None:
-        """Applies the decisions that are in force at this step."""
-        while self._pending and self._pending[0][0] <= step:
-            self._apply(*self._pending.popleft())
-
-    def _apply(self, start: int, decision: Decision, seen: Signals | None) -> None:
-        """Applies a decision from the step `start` on, within the bounds, and notes what it changes."""
+    def apply(self, start: int, decision: Decision, seen: Signals | None, samples: int) -> DecidedSettings:
+        """Applies a decision from the step `start` on, within the bounds. Returns what steps are made with then."""
         # A run that is resumed may have other bounds from then on.
         now, (granted, notes) = self._now, decision.clipped(self._bounds if seen is None else seen.bounds)
         scale = now.lr_scale if granted.lr_scale is None else granted.lr_scale
-        after = DecidedSettings(
+        self._now = DecidedSettings(
             granted.batch_size or now.batch_size,
             granted.workers if granted.workers not in (None, self._workers_requested) else now.workers,
             now.lr_scale if math.isclose(scale, now.lr_scale, rel_tol=1e-12) else scale,
         )
         self._workers_requested = granted.workers or self._workers_requested
-        wanted = {name: value for name in _AT_PRESENT if (value := getattr(granted, name)) is not None}
+        wanted = {name: value for name in self._others if (value := getattr(granted, name)) is not None}
         new = {name: value for name, value in wanted.items() if value != self._others[name]}
         self._others.update(wanted, replace=wanted.get("replace"))
-        if new or after != now:
+        if new or self._now != now:
             # It is applied after the step start - 1. By then the statistics of start - 2 have been read, as the newest.
             read = next((each for each in self._newest if each.step <= start - 2), None)
             means = (None, None) if read is None else (read.mean_grad_sq, read.mean_grad_variance)
-            applied = max(start - 1, 0)
-            change = Change(applied, self._source.samples, now, after, new, tuple(notes), seen, means)
-            self._out.changes.append(change)
-        self._now = after
+            self.changes.append(Change(max(start - 1, 0), samples, now, self._now, new, tuple(notes), seen, means))
+        return self._now
 
-    def _take_in(self, seen: Signals) -> None:
-        """Adds the step that was made last to the result. A recorded step's own settings are those in force now."""
-        now, out = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale), self._out
-        if not out.curve or out.curve[-1][1:] != (now.batch_size, now.workers):
-            out.curve.append((seen.samples, now.batch_size, now.workers))
-        took = self._source.seconds()
-        out.seconds = None if took is None or out.seconds is None else out.seconds + took
-        self._newest.appendleft(seen)
-        self._now = now
+
+def run(
+    policy: BasePolicy, source: StepSource, begin: DecidedSettings, bounds: Bounds, sync: str | None = None
+) -> Replay:
+    """Asks the policy after each step, and applies what it decides as training does: DECISION_LAG steps later.
+
+    begin: what the run is configured with. sync: `comm.sync` of the run, if it is known. Workers come at once.
+    Raises TypeError if the policy returns what is no decision, and whatever the policy raises.
+    """
+    out, name, now = Replay(begin, bounds, sync), type(policy).__name__, begin
+    pending: deque[tuple[int, Decision, Signals | None]] = deque()  # first step, decision, the signals behind it
+    first, used = source.next_step, source.samples
+    if first == 0 and (decision := checked_decision(policy.initial(), f"{name}.initial")) is not None:
+        pending.append((0, decision, None))
+    seen: Signals | None
+    while True:
+        while pending and pending[0][0] <= source.next_step:
+            now = out.apply(*pending.popleft(), source.samples)
+        if (seen := source.step(now)) is None:
+            break
+        out.take_in(seen, source.seconds())
+        now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
+        decision = checked_decision(policy.decide(seen), f"{name}.decide")
+        if decision is not None:
+            pending.append((seen.in_force_at, decision, seen))
+    while pending and pending[0][0] <= source.next_step + 1:  # announced with the last step
+        out.apply(*pending.popleft(), source.samples)
+    out.steps, out.samples, out.cut_off = source.next_step - first, source.samples - used, source.cut_off
+    return out
+
+
+# -- beside the recorded decisions ------------------------------------------------------------------------------------
+
+
+def decisions(events: Iterable[Mapping[str, Any]]) -> list[Event]:
+    """Returns the decisions that hold in the end, in order: (step, what changed), from the records of events.jsonl.
+
+    Where a run has gone back to an earlier step (it was resumed, or parts of its state were lost), it has made those
+    after that step again. Numbers of workers are left out: they change when the workers are ready, at any step.
+    An event that a new leader has sent again counts once.
+    """
+    found: list[Event] = []
+    for event in events:
+        kind, step = event["kind"], event["step"]
+        if kind in ("resumed", "went_back", "started"):
+            found = [each for each in found if kind != "started" and each[0] < step]
+        elif kind == "decision" and "why" not in event:
+            left_out = ("time", "step", "kind", "workers", "replace")
+            changed = {name: value for name, value in event.items() if name not in left_out}
+            is_again = bool(found) and step <= found[-1][0] and (step, changed) in found
+            if changed and not is_again:
+                found.append((step, changed))
+    return sorted(found, key=lambda each: each[0])
+
+
+def began_at(events: Iterable[Mapping[str, Any]]) -> int:
+    """Returns the first step of which events.jsonl has events: 0, or that of the checkpoint of another directory."""
+    first = next((event for event in events if event["kind"] in ("view", "resumed", "decision")), None)
+    return first["step"] if first is not None and first["kind"] == "resumed" else 0
+
+
+def compared(
+    changes: Sequence[Change], gain: Gain, events: Sequence[Mapping[str, Any]], first: int, with_rates: bool
+) -> str:
+    """Compares what the run's own policy decides in a replay with what its events have, in a sentence.
+
+    first: the step of the first line of metrics.jsonl. with_rates: the changes of the learning rate are compared too.
+    """
+    # Those announced before the first line were decided on steps that are not there.
+    since = max(began_at(events), first + DECISION_LAG - 1 if first > 0 else 0)
+    found = [each for each in decisions(events) if each[0] >= since]
+    replayed: list[Event] = []
+    for each in (each for each in changes if each.step >= since):
+        pairs = {"batch_size": (each.before.batch_size, each.after.batch_size), "lr": each.rate_factors(gain)}
+        settings = {name: [*pair] for name, pair in pairs.items() if pair[0] != pair[1]}
+        others = ({name: value} for name, value in each.others.items() if name != "replace")
+        replayed += [(each.step, fields) for fields in (settings, *others) if fields]
+    if not with_rates:
+        for _, changed in (*found, *replayed):
+            changed.pop("lr", None)
+    for number, (ours, theirs) in enumerate(zip_longest(replayed, found), 1):
+        if ours is None or theirs is None or not _same_decision(ours, theirs):
+            return f"not as recorded from decision {number} on: replayed {ours}, recorded {theirs}"
+    return f"{len(found)} decisions, as recorded in events.jsonl"
+
+
+def _same_decision(replayed: Event, recorded: Event) -> bool:
+    """Whether step, fields and values are the same, rates in proportion: the replayed ones are factors."""
+    (step, ours), (at, theirs) = replayed, recorded
+    if step != at or ours.keys() != theirs.keys():
+        return False
+    for name, value in theirs.items():
+        mine = [*ours[name]] if isinstance(ours[name], tuple) else ours[name]
+        if name == "lr":
+            if None in value or not math.isclose(mine[1] * value[0], mine[0] * value[1], rel_tol=1e-9):
+                return False
+        elif mine != (value[1] if name == "sync" else value):
+            return False
+    return True

@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from kfuse.policies.signals import Bounds, Signals
@@ -72,12 +73,8 @@ class SimulatedSteps:
         self._recorded, self._gain, self._bounds = recorded, gain, bounds
         first, last = recorded.signals[0], recorded.signals[-1]
         self.next_step, self.samples = first.step, first.samples - first.batch_size
-        self._noise, self._epoch = recorded.noise_scales(), recorded.samples_an_epoch()
-        self._reached: list[float] = []  # the progress after each line
-        total = 0.0
-        for progress in recorded.progress():
-            total += progress
-            self._reached.append(total)
+        self._noise, self._epoch = recorded.noise_scales(), first.epoch_samples
+        self._reached = [*accumulate(recorded.progress())]  # after each line
         self._line, self._done = 0, 0.0
         self._last_step = first.step + _MOST_STEPS * (last.step - first.step + 1)
         times: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -85,16 +82,16 @@ class SimulatedSteps:
             if took is not None:
                 times[each.batch_size, each.workers].append(took)
         self._times = {key: statistics.median(values) for key, values in times.items()}
-        self._made: DecidedSettings | None = None
+        self._made = (0, 0)  # batch size and workers of the last step
+
+    @property
+    def _is_over(self) -> bool:
+        return self._done >= self._reached[-1] * (1 - 1e-12)
 
     @property
     def cut_off(self) -> bool:
         """Whether the steps were too many."""
         return not self._is_over and self.next_step >= self._last_step
-
-    @property
-    def _is_over(self) -> bool:
-        return self._done >= self._reached[-1] * (1 - 1e-12)
 
     def step(self, now: DecidedSettings) -> Signals | None:
         """Makes a step with these settings, and returns its signals; None where the recorded run ends."""
@@ -110,8 +107,12 @@ class SimulatedSteps:
             at += 1
         self.samples += count
         seen = self._signals(self._recorded.signals[at], now, count, epoch)
-        self.next_step, self._made = self.next_step + 1, now
+        self.next_step, self._made = self.next_step + 1, (now.batch_size, now.workers)
         return seen
+
+    def seconds(self) -> float | None:
+        """Returns the median of the recorded steps with the last step's batch size and workers."""
+        return self._times.get(self._made)
 
     def _advance(self, count: int) -> None:
         """Adds the progress of a step of `count` samples. It may go over several lines, each with its noise scale."""
@@ -130,8 +131,6 @@ class SimulatedSteps:
     def _signals(self, there: Signals, now: DecidedSettings, count: int, epoch: int | None) -> Signals:
         """The signals of a step with `now` and `count` samples, at the progress of the recorded step `there`."""
         micro_batches = -(-count // there.micro_batch)
-        same_workers = there.workers == now.workers
-        same = same_workers and there.batch_size == now.batch_size
         factor = self._gain(now.batch_size, there.mean_grad_sq, there.mean_grad_variance) * now.lr_scale
         recorded = self._gain(there.batch_size, there.mean_grad_sq, there.mean_grad_variance) * there.lr_scale
         changed: dict[str, Any] = {
@@ -145,43 +144,20 @@ class SimulatedSteps:
             "micro_batches": micro_batches,
             "bounds": self._bounds,
         }
-        if not same_workers:
-            changed |= _UNKNOWN_ELSEWHERE | {"throughput": (None,) * now.workers}
-        if not same:
-            changed |= _OF_THE_STEP
-        if micro_batches < 2:
-            changed |= _UNMEASURED
+        unknown: list[str] = []
+        if there.workers != now.workers:
+            changed |= {"throughput": (None,) * now.workers, "corrupt_workers": ()}
+            unknown += ["under_interference", "link_latencies", "link_throughputs"]
+        if (there.workers, there.batch_size) != (now.workers, now.batch_size):
+            unknown += ["previous_step_time_s", "previous_data_wait_s"]
+        if micro_batches < 2:  # these compare the micro-batches of a step
+            unknown += ["grad_sq", "grad_variance", "noise_scale", "noise_scale_low", "noise_scale_high"]
         elif there.batch_size != now.batch_size:
-            changed["grad_norm"] = _norm(there, count)
-        return Signals(**{**vars(there), **changed})
-
-    def seconds(self) -> float | None:
-        """Returns the median of the recorded steps with the last step's batch size and workers."""
-        assert self._made is not None
-        return self._times.get((self._made.batch_size, self._made.workers))
+            known = there.grad_sq is not None and there.grad_variance is not None
+            square = (there.grad_sq or 0.0) + (there.grad_variance or 0.0) / count
+            changed["grad_norm"] = math.sqrt(square) if known and square >= 0 else None
+        return Signals(**{**vars(there), **changed, **dict.fromkeys(unknown)})
 
 
 StepSource = RecordedSteps | SimulatedSteps
 """Where a replay's steps come from."""
-
-_UNKNOWN_ELSEWHERE: dict[str, Any] = {
-    "corrupt_workers": (),
-    "under_interference": None,
-    "link_latencies": None,
-    "link_throughputs": None,
-}
-"""Signals of the workers: unknown for another number of them."""
-_OF_THE_STEP: dict[str, Any] = {"previous_step_time_s": None, "previous_data_wait_s": None}
-"""Signals of a step's times: unknown for another batch size or number of workers."""
-_UNMEASURED: dict[str, Any] = {
-    name: None for name in ("grad_sq", "grad_variance", "noise_scale", "noise_scale_low", "noise_scale_high")
-}
-"""Signals that compare the micro-batches of a step."""
-
-
-def _norm(there: Signals, count: int) -> float | None:
-    """Expected norm of the mean gradient of `count` samples, from the recorded step's S and G2."""
-    if there.grad_sq is None or there.grad_variance is None:
-        return None
-    square = there.grad_sq + there.grad_variance / count
-    return math.sqrt(square) if square >= 0 else None
