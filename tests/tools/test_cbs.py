@@ -508,7 +508,7 @@ def test_wrong_arguments_end_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     for words, message in (
         ([], "run=: must be the directory of a run"),
         (["run=nowhere"], "run=nowhere: must be the directory of a run of `kfuse`; it has no .hydra/config.yaml"),
-        (["ruin=x"], "ruin=x: must be one of run=, steps=, factors="),
+        (["ruin=x"], "ruin=x: must be one of run=, steps=, "),
         (["run=x", "repetitions=few"], "repetitions=few: must be a whole number"),
         (["run=x", "factors=2"], "factors=2: must be a list, each a number"),
         (["run=x", "factors=[1,"], "factors=[1,: "),

@@ -11,7 +11,6 @@ import copy
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +38,6 @@ from kfuse.train.state import with_settings
 
 class BranchError(RuntimeError):
     """A branch has failed. The message is one line."""
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One branch: what its result depends on, beside the run's configuration."""
-
-    checkpoint: str
-    """SHA-256 of the checkpoint's manifest, which has that of each file."""
-    step: int
-    """Steps of the run before the checkpoint."""
-    batch_size: int
-    seed: int
-    """Seed of the data order after the checkpoint."""
-    lr_scaling: str
-    steps: int
-    """Optimizer steps of the branch."""
-    workers: int
 
 
 class Run:
@@ -179,19 +161,21 @@ class Start:
         """
         run, batch, seed = self._run, plan.batch(k), (self._run.config["seed"] + repetition) % 2**32
         steps = plan.steps(k, self._cursor, self._length)
-        branch = Branch(self._sha256, self.step, batch, seed, run.lr_scaling, steps, run.workers)
+        # What the result depends on, beside the run's configuration.
+        branch = {"checkpoint": self._sha256, "batch_size": batch, "seed": seed, "steps": steps}
+        branch |= {"lr_scaling": run.lr_scaling, "workers": run.workers}
         folder = run.path / "cbs" / f"step-{self.step:08d}" / f"batch-{batch}-seed-{seed}"
         done = folder / "branch.json"
         try:
             found = json.loads(done.read_text())
         except (OSError, ValueError):
             found = {}
-        if found.get("branch") != asdict(branch):
+        if found.get("branch") != branch:
             if folder.exists():  # of a measurement that was killed, or with other settings
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
             try:
-                self._run_job(branch, folder)
+                self._run_job(folder, batch, seed, steps)
             finally:  # as large as the run's checkpoint; a stopped or failed branch begins anew
                 shutil.rmtree(folder / "start", ignore_errors=True)
             first = self._state["progress"]["samples"]
@@ -200,20 +184,20 @@ class Start:
             except ConfigError as error:
                 raise BranchError(str(error)) from error
             figures = [[row["samples"] - first, row["loss"], row["grad_variance"], row["grad_sq"]] for row in rows]
-            found = {"branch": asdict(branch), "steps": figures}
+            found = {"branch": branch, "steps": figures}
             text = json.dumps(found, allow_nan=False) + "\n"
             write_whole(done, lambda to: to.write_text(text))  # a killed measurement leaves no part of a branch
         return [(samples, loss, s, g) for samples, loss, s, g in found["steps"]]
 
-    def _run_job(self, branch: Branch, folder: Path) -> None:
+    def _run_job(self, folder: Path, batch_size: int, seed: int, steps: int) -> None:
         start = folder / "start"
         failed: list[Mapping[str, Any]] = []
         writer = Checkpointer(start, 1, lambda event: failed.append(event) if event["kind"] != "checkpoint" else None)
-        writer.save(branch.step, with_settings(self._state, branch.batch_size, self._lr_scale, branch.seed))
+        writer.save(self.step, with_settings(self._state, batch_size, self._lr_scale, seed))
         writer.wait()
         if failed:
             raise BranchError(f"{start}: {failed[0]['why']}")
-        config = self._run.branch_config(branch.batch_size, branch.seed, start, branch.step + branch.steps)
+        config = self._run.branch_config(batch_size, seed, start, self.step + steps)
         config_path(folder).parent.mkdir()
         OmegaConf.save(OmegaConf.create(config), config_path(folder))
         with (folder / "output.log").open("w") as log:
@@ -225,4 +209,4 @@ class Start:
         if status in (*STOP_STATUS.values(), interrupt.STATUS):
             raise KeyboardInterrupt
         if status:
-            raise BranchError(f"a branch with batches of {branch.batch_size} has failed: {folder / 'output.log'}")
+            raise BranchError(f"a branch with batches of {batch_size} has failed: {folder / 'output.log'}")

@@ -11,7 +11,6 @@ import fcntl
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -59,25 +58,19 @@ Run it where the run was started. Stopped or killed, it goes on where it was.
 Exit status 0; 1 where a branch fails; 2 for wrong arguments; 130 after Ctrl-C."""
 
 
-@dataclass
-class Arguments:
-    """The command's arguments, as `USAGE` has them."""
-
-    run: str = ""
-    steps: list[int] | None = None
-    factors: list[float] = field(default_factory=lambda: [*FACTORS])
-    repetitions: int = REPETITIONS
-    samples: int | None = None
-    tolerance: float = TOLERANCE
-    window: float = WINDOW
-    lr_scaling: Literal["sqrt", "linear", "none"] | None = None
-    workers: int | None = None
+_OF_RUN: dict[str, Any] = {
+    "run": str,
+    "steps": list[int] | None,
+    "lr_scaling": Literal["sqrt", "linear", "none"] | None,
+    "workers": int | None,
+}
+_OF_PLAN = {name: hint for name, hint in get_type_hints(Plan).items() if name not in ("batch_size", "branch_samples")}
 
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status. Raises ConfigError for wrong arguments, KeyboardInterrupt."""
     given = _parse(words)
-    run = Run(Path(given.run).expanduser(), given.lr_scaling, given.workers)
+    run = Run(Path(given["run"]).expanduser(), given.get("lr_scaling"), given.get("workers"))
     console = Console(highlight=False)
     plans = _plans(run, given, console)
     with _alone(run.path / "cbs"):
@@ -108,9 +101,9 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _parse(words: Sequence[str]) -> Arguments:
+def _parse(words: Sequence[str]) -> dict[str, Any]:
     """Reads the command's words. Raises ConfigError, which names the key."""
-    hints, values = get_type_hints(Arguments), dict[str, Any]()
+    hints, values = {**_OF_RUN, **_OF_PLAN}, dict[str, Any]()
     for word in words:
         name, _, text = word.partition("=")
         if name not in hints or name in values:
@@ -129,19 +122,18 @@ def _parse(words: Sequence[str]) -> Arguments:
         raise ConfigError("steps=[]: must have one checkpoint's step at least, or be null, for all")
     if not values.get("run"):
         raise ConfigError("run=: must be the directory of a run of `kfuse`")
-    return Arguments(**values)
+    return values
 
 
-def _plans(run: Run, given: Arguments, console: Console) -> dict[int, Plan]:
+def _plans(run: Run, given: dict[str, Any], console: Console) -> dict[int, Plan]:
     """The plan of each checkpoint to measure at, by step. Raises ConfigError before anything is trained."""
-    steps = [*run.checkpoints] if given.steps is None else sorted(set(given.steps))
+    steps = sorted(set(given.get("steps") or run.checkpoints))
     if missing := [step for step in steps if step not in run.checkpoints]:
         raise ConfigError(f"steps={show(missing)}: no such checkpoint; there are {show([*run.checkpoints])}")
     found = {}
     for step in steps:
         start = Start(run, step)
-        about = (tuple(given.factors), given.repetitions, given.samples, given.tolerance, given.window)
-        plan = Plan(start.batch_size, *about)
+        plan = Plan(start.batch_size, **{name: given[name] for name in _OF_PLAN.keys() & given.keys()})
         start.check(plan)
         if start.lr > 0:
             found[step] = plan

@@ -49,7 +49,7 @@ class Plan:
 
     batch_size: int
     """B: the batch size of k = 1, in samples."""
-    factors: tuple[float, ...] = FACTORS
+    factors: Sequence[float] = FACTORS
     """The values of k, ascending. The first is the reference, which all others are compared with."""
     repetitions: int = REPETITIONS
     """Repetitions of each branch, each with a data order of its own; 2 to 31."""
@@ -67,7 +67,7 @@ class Plan:
             if not right:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be {allowed}")
 
-        for name, hint in (("factors", list[float]), ("tolerance", float), ("window", float)):
+        for name, hint in (("factors", Sequence[float]), ("tolerance", float), ("window", float)):
             must(fits(getattr(self, name), hint), name, describe(hint))
         most = _MOST_SAMPLES / self.batch_size
         ascend = len(self.factors) > 1 and all(a < b for a, b in pairwise((0, *self.factors, math.inf)))
@@ -236,7 +236,7 @@ def estimate(losses: Sequence[Sequence[float]], plan: Plan) -> CriticalBatch:
     base = plan.batch_size
     return CriticalBatch(
         plan,
-        plan.factors[: len(losses)],
+        tuple(plan.factors[: len(losses)]),
         tuple(tuple(map(float, row)) for row in losses),
         critical=None if critical is None else base * critical,
         low=base * (low or finite[-1]),

@@ -103,7 +103,7 @@ def critical_batch(
     if values["lr_scaling"] == "adascale":
         raise ConfigError("lr_scaling=adascale: must be one of none, linear, sqrt")
     check_parameters(model, values["train_precision"])
-    plan = Plan(values["batch_size"], factors, repetitions, samples, tolerance, window)  # type: ignore[arg-type]
+    plan = Plan(values["batch_size"], factors, repetitions, samples, tolerance, window)
     if plan.batch(plan.factors[-1]) > BATCH_MAX:
         raise ValueError(f"factors={list(plan.factors)}: the largest batch must be at most {BATCH_MAX}")
     steps = {k: plan.steps(k, length=len(given.data)) for k in plan.factors}

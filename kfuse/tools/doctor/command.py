@@ -71,23 +71,12 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
 
 def _transport(options: CommOptions, gpus: int) -> Line:
     chosen = options.transport()
-    if "." in chosen:
-        return Line("transport", "ok", f"{chosen}: comm.schedule names it")
     if chosen == "symmetric" and gpus < 2:
         text = f"comm.schedule=symmetric: GPUs read each other's memory, one for each worker; this machine has {gpus}"
         return Line("transport", "fail", text, "Name another schedule, or none: comm.schedule=auto.")
-    if options.schedule != "auto":
-        why = f"comm.schedule={chosen} asks for it"
-    elif options.reproducible:
-        why = "comm.reproducible=true adds all contributions in one order, so each must be at hand"
-    elif options.dtype == "bf16":
-        why = "comm.dtype=bf16 messages are added up in fp32 there"
-    elif options.sharded:
-        why = "with comm.state=sharded a worker needs its shard of the sum only"
-    else:
-        chosen = "allreduce or all_to_all"
-        why = "comm.schedule=auto measures messages as a view of several workers begins (see the line schedule)"
-    return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}: {why}")
+    if options.schedule == "auto" and not (options.reproducible or options.dtype == "bf16" or options.sharded):
+        chosen = "allreduce or all_to_all, by measured messages (see the line schedule)"
+    return Line("transport", "ok", f"{chosen}, gradients in {options.dtype}")
 
 
 def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:

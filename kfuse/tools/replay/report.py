@@ -19,8 +19,6 @@ from kfuse.tools.replay.recorded import Recorded, TradeOff
 from kfuse.tools.replay.run import Change, Replay
 from kfuse.tools.replay.simulated import DecidedSettings, Gain
 
-_MOST_ROWS = 60
-"""Rows of the table: of more decisions the first and the last ones are shown."""
 _WIDTH = 110
 """Characters of the tables: a narrower terminal wraps them."""
 
@@ -97,12 +95,7 @@ def _table(*columns: str) -> Table:
 def _changes(changes: Sequence[Change], gain: Gain) -> Table:
     """Returns a line for each decision: when it applies, what it changes, and what the policy saw."""
     table = _table("step", "samples", "batch size", "workers", "lr factor", "noise scale then", "also")
-    left_out = len(changes) - _MOST_ROWS
-    for number, each in enumerate(changes):
-        if left_out > 0 and _MOST_ROWS // 2 <= number < _MOST_ROWS // 2 + left_out:
-            if number == _MOST_ROWS // 2:
-                table.add_row("...", "", "", "", "", "", f"{left_out} more decisions")
-            continue
+    for each in changes:
         now, then = each.before, each.after
         rates = [f"{factor:.4g}" for factor in each.rate_factors(gain)]
         pairs = [(now.batch_size, then.batch_size), (now.workers, then.workers), rates]
