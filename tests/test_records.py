@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kfuse.elastic.job import Elasticity, Job
-from kfuse.elastic.records import Records
+from kfuse.elastic.job import Elasticity, Job, Records
 from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory

@@ -10,7 +10,6 @@ import pytest
 from kfuse.comm.group import Group
 from kfuse.comm.options import CommOptions
 from kfuse.elastic.job import Elasticity, Job
-from kfuse.elastic.lost_workers import LostWorkers
 from kfuse.elastic.processes import Processes, State, Worker
 from kfuse.elastic.protocol import Member, View
 from kfuse.elastic.views import Views
@@ -68,12 +67,11 @@ def test_only_before_a_planned_view_the_group_has_messages(
     assert session.left == (member == 2)
 
 
-def three(wanted: int) -> tuple[Job, Processes, Views, LostWorkers]:
+def three(wanted: int) -> tuple[Job, Processes, Views]:
     """A job whose view has three workers, and that is to have `wanted`."""
     job, nothing = Job(Elasticity(3, 1, 4)), SimpleNamespace(progress=0)
     processes = Processes(SimpleNamespace(), job, nothing, lambda *_: None)  # type: ignore[arg-type]
     views = Views(job, processes, nothing)  # type: ignore[arg-type]
-    lost = LostWorkers(job, processes, views, nothing)  # type: ignore[arg-type]
     views.host = "127.0.0.1"
     for number in range(3):
         process: Any = SimpleNamespace(running=True)
@@ -84,7 +82,7 @@ def three(wanted: int) -> tuple[Job, Processes, Views, LostWorkers]:
     job.wanted = wanted
     views.propose()
     assert members(job) == list(range(wanted)) and job.view is not None and job.view.reason == "shrink"
-    return job, processes, views, lost
+    return job, processes, views
 
 
 def members(job: Job) -> list[int]:
@@ -95,8 +93,8 @@ def members(job: Job) -> list[int]:
 @pytest.mark.parametrize("generation", [1, 2])
 def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(generation: int) -> None:
     """It has lost contact itself, in the view before or on its way out of it. Then it leaves all the same."""
-    job, processes, views, lost = three(wanted=2)
-    lost.contact_lost(processes.workers[2], generation, "why")
+    job, processes, views = three(wanted=2)
+    views.contact_lost(processes.workers[2], generation, "why")
     assert job.view is not None and job.view.recovers and members(job) == [0, 1, 2]
     for worker in processes.workers.values():
         views.joined(worker, 3)
@@ -105,7 +103,7 @@ def test_a_worker_that_is_to_leave_is_in_the_view_that_recovers(generation: int)
 
 def test_one_that_has_left_is_in_no_view() -> None:
     """Also where its word of it comes after a view that recovers was formed with it."""
-    job, processes, views, _ = three(wanted=2)
+    job, processes, views = three(wanted=2)
     processes.workers[0].state = State.ENDED
     views.recover()
     assert members(job) == [1, 2]

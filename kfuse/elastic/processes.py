@@ -12,9 +12,8 @@ from enum import Enum
 from typing import Any
 
 from kfuse.elastic import protocol
-from kfuse.elastic.job import Job
+from kfuse.elastic.job import Job, Records
 from kfuse.elastic.launchers import Launcher, WorkerProcess
-from kfuse.elastic.records import Records
 
 _KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):\n"

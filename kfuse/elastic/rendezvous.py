@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -44,10 +44,6 @@ class Rendezvous:
     port: int
     torchs: Store | None = None
     """The store of torch's default process group; None: no such group has been initialised."""
-    agent_hosts: bool = field(default_factory=lambda: os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-    """torchrun's agent hosts the store; otherwise rank 0 does."""
-    attempt: str = field(default_factory=lambda: os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    """How often torchrun has restarted the workers. Keys that an earlier attempt left in the store are not read."""
 
     @staticmethod
     def of_torch() -> Rendezvous | None:
@@ -72,11 +68,16 @@ class Rendezvous:
         return Rendezvous(int(rank), int(size), host, int(port))
 
     def store(self, timeout_s: float) -> Store:
-        """The store, with a name space of this attempt's own. Raises RuntimeError if nobody hosts it."""
+        """The store, without the keys of torchrun's earlier attempts. Raises RuntimeError if nobody hosts it."""
         # A clone has a timeout of its own.
         store = _connect(self) if self.torchs is None else self.torchs.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=timeout_s))
-        return PrefixStore(f"kfuse/{self.attempt}", store)
+        return PrefixStore(f"kfuse/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether the store is this process's: rank 0's, unless torchrun's agent hosts it."""
+        return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def form_group(self, device: torch.device, timeout_s: float, comm: CommOptions) -> tuple[Group, View]:
         """The group of all workers, and the job's only view. Raises CommError if the others do not connect."""
@@ -99,10 +100,8 @@ class Rendezvous:
         store.set(f"done/{self.rank}", "")
         store.wait([f"done/{rank}" for rank in others])
         store.set(f"gone/{self.rank}", "")
-        if self.rank == 0 and not self.agent_hosts:  # the store ends with this process
+        if self.hosts_store:  # it ends with this process
             store.wait([f"gone/{rank}" for rank in others])
-
-    # -- rank 0 reads the command line and sends the job to the others --------------------------------------------
 
     def announce(self, job: dict[str, Any]) -> None:
         """Rank 0: sends the job's configuration (plain JSON values) to the others."""
@@ -145,7 +144,7 @@ class TorchrunLauncher:
 @functools.cache
 def _connect(rendezvous: Rendezvous) -> Store:
     """One connection per process. Where rank 0 hosts the store, torch can open it too (multi_tenant)."""
-    master = rendezvous.rank == 0 and not rendezvous.agent_hosts
+    master = rendezvous.hosts_store
     timeout = timedelta(seconds=_JOB_TIMEOUT_S)
     return TCPStore(
         rendezvous.host, rendezvous.port, None, master, timeout, wait_for_workers=False, multi_tenant=master
@@ -182,9 +181,6 @@ def _new_group(
     from kfuse.comm.gloo import GlooGroup
 
     return GlooGroup(rank, size, store, device, timeout_s, address, check, hosts)
-
-
-# -- the workers of a view --------------------------------------------------------------------------------------------
 
 
 def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool, comm: CommOptions) -> Group:

@@ -1,7 +1,7 @@
 """The supervisor: starts workers, forms views of them, and passes on what they report. It trains nothing itself.
 
-It receives the workers' messages and calls its parts: `Processes` (start, heartbeats, ends), `Views` (membership),
-`LostWorkers`, `Meetings`, `Records`.
+It receives the workers' messages and calls its parts: `Processes` (start, heartbeats, ends), `Views` (membership, lost
+workers), `Meetings`, `Records`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from kfuse.elastic import protocol
-from kfuse.elastic.job import Elasticity, Job, JobFailed
+from kfuse.elastic.job import Elasticity, Job, JobFailed, Recorder, Records
 from kfuse.elastic.launchers import Launcher
-from kfuse.elastic.lost_workers import LostWorkers
 from kfuse.elastic.meetings import Meetings
 from kfuse.elastic.processes import LaunchError, Processes, State, Worker
-from kfuse.elastic.records import Recorder, Records
 from kfuse.elastic.server import Server
 from kfuse.elastic.views import Views
 
@@ -42,9 +40,8 @@ class Supervisor:
         self._launcher, self._settings = launcher, settings
         self.job = Job(elasticity)
         self.records = Records(recorder, self.job)
-        self.processes = Processes(launcher, self.job, self.records, lambda *end: self._lost_workers.ended(*end))
+        self.processes = Processes(launcher, self.job, self.records, lambda *end: self.views.ended(*end))
         self.views = Views(self.job, self.processes, self.records)
-        self._lost_workers = LostWorkers(self.job, self.processes, self.views, self.records)
         self._meetings = Meetings(self.job, self.processes)
         self.token = secrets.token_hex(16)
         """The job's secret."""
@@ -146,10 +143,7 @@ class Supervisor:
         loop.call_later(_STOP_GRACE_S, self.job.end)
 
     def _end_catching_up(self) -> None:
-        """A job is to stop, and some workers still wait for others: a view of all is formed as after a loss.
-
-        So those that are behind take the furthest one's state, and there is time left to write a checkpoint.
-        """
+        """Workers that are to stop, and wait for others that are behind: these take the furthest one's state."""
         if self._meetings.under_way:
             _log.info("workers are too far behind to make their steps up to the furthest one: they take its state")
             self.views.recover("stop")
@@ -182,7 +176,7 @@ class Supervisor:
                 self._keep(message["kind"], message["data"])
             case "ready":
                 worker.state = State.READY
-                self._lost_workers.booted()
+                self.views.booted()
                 if self.job.view is not None:
                     self.records.event("ready", worker=worker.number, boot_s=worker.last_message_at - worker.started_at)
                 self.views.propose()
@@ -192,10 +186,14 @@ class Supervisor:
                 self.views.left(worker)
             case "broken":  # it has lost contact with another one
                 worker.ended_loop = min(worker.ended_loop, self.job.training - 1)  # it is in the next one
-                loop, contact_lost = asyncio.get_running_loop(), self._lost_workers.contact_lost
+                loop, contact_lost = asyncio.get_running_loop(), self.views.contact_lost
                 loop.call_later(_BROKEN_GRACE_S, contact_lost, worker, message["generation"], message["why"])
-            case "fatal":  # no worker can go on
-                self._give_up(message)
+            case "fatal" if not self.job.over.is_set():  # no worker can go on; of several only the first one's counts
+                if message["event"] is not None:
+                    self.records.add("event", message["event"])
+                for line in message["lines"]:
+                    self.records.line(line)
+                self.job.end(JobFailed(message["why"]))
             case "loop_ended":
                 worker.ended_loop, worker.failed_at = message["training"], message["failed_at"]
             case "resize":
@@ -216,16 +214,6 @@ class Supervisor:
                 self._meetings.moved(worker, message.get("step"))
             case "goodbye":  # nothing follows, and no heartbeat is due any more
                 worker.said_goodbye = True
-
-    def _give_up(self, message: dict[str, Any]) -> None:
-        """No worker can go on, for a reason that several may have: only the first one's message counts."""
-        if self.job.over.is_set():
-            return
-        if message["event"] is not None:
-            self.records.add("event", message["event"])
-        for line in message["lines"]:
-            self.records.line(line)
-        self.job.end(JobFailed(message["why"]))
 
     def _keep(self, kind: str, data: dict[str, Any]) -> None:
         if kind == "start" and not (data["goes_back"] or self._begin(data["training"], data["restarts"])):

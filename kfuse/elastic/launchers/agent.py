@@ -117,7 +117,7 @@ class _Agent:
         if message["type"] == "start" and isinstance(number, int):
             folder = message["folder"] if os.path.isdir(message["folder"]) else None
             try:
-                process = await self._launcher.spawn(message["command"], message["env"], folder, message["share"])
+                process = await self._launcher.start(message["env"], message["command"], folder, message["share"])
             except OSError as error:
                 send(self._writer, "line", worker=number, text=f"the worker cannot be started: {error}")
                 send(self._writer, "ended", worker=number, status=127)

@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 2**20  # bytes
 
 
-class LocalProcess(asyncio.SubprocessProtocol):
+class LocalProcess(asyncio.subprocess.SubprocessStreamProtocol):
     """A worker process of this machine.
 
     asyncio's own `Process.wait` returns when the output pipe is closed too, which what the worker has started may hold
@@ -26,8 +26,8 @@ class LocalProcess(asyncio.SubprocessProtocol):
 
     def __init__(self, slot: int) -> None:
         """slot: its number among those that run on this machine."""
+        super().__init__(_LONGEST_LINE, asyncio.get_running_loop())
         self.slot = slot
-        self._output = asyncio.StreamReader(limit=_LONGEST_LINE)
         self._exited = asyncio.Event()
 
     @property
@@ -39,29 +39,21 @@ class LocalProcess(asyncio.SubprocessProtocol):
         """asyncio: the process has started."""
         assert isinstance(transport, asyncio.SubprocessTransport)
         self._process = transport
-        pipe = transport.get_pipe_transport(1)
-        assert pipe is not None
-        self._output.set_transport(pipe)  # so that reading pauses while the lines are not read
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """asyncio: it has printed something."""
-        self._output.feed_data(data)
-
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """asyncio: all writers of the pipe have closed it."""
-        self._output.feed_eof()
+        super().connection_made(transport)
 
     def process_exited(self) -> None:
         """asyncio: the process has ended. Kills its process group, once: the number may later be another group's."""
         self._kill_group()
         self._exited.set()
+        super().process_exited()
 
     async def lines(self) -> AsyncIterator[str]:
         """What it prints, line by line, until it ends."""
+        assert self.stdout is not None
         try:
             while True:
                 try:
-                    line = await self._output.readline()
+                    line = await self.stdout.readline()
                 except ValueError:  # longer than `_LONGEST_LINE` without an end (a progress bar, for example): dropped
                     continue
                 if not line:
@@ -98,17 +90,16 @@ class LocalLauncher:
         self,
         command: list[str] | None = None,
         *,
-        folder: str | None = None,
         parent_end_signal: signal.Signals | None = None,
         share: int | None = None,
     ) -> None:
-        """folder: working directory of workers; None: this process's.
+        """parent_end_signal: the signal that the kernel (Linux) sends a worker when this process ends; None: none.
 
-        parent_end_signal: the signal that the kernel (Linux) sends a worker when this process ends; None: none.
         share: how many workers share this machine's cores: each gets its part as OMP_NUM_THREADS, unless that is set.
         None: workers set their number of threads themselves.
         """
-        self._command, self._folder, self._parent_end_signal, self._share = command, folder, parent_end_signal, share
+        self._command = command or [sys.executable, "-m", "kfuse.cli.worker"]
+        self._parent_end_signal, self._share = parent_end_signal, share
         self._processes: list[LocalProcess] = []
 
     @property
@@ -122,25 +113,30 @@ class LocalLauncher:
         """The address at which workers of this machine reach it."""
         return "127.0.0.1"
 
-    async def start(self, env: Mapping[str, str]) -> LocalProcess:
-        """Starts one worker with these environment variables. Raises OSError."""
-        return await self.spawn(self._command, env, self._folder, self._share)
-
-    async def spawn(
-        self, command: list[str] | None, env: Mapping[str, str], folder: str | None, share: int | None
+    async def start(
+        self,
+        env: Mapping[str, str],
+        command: list[str] | None = None,
+        folder: str | None = None,
+        share: int | None = None,
     ) -> LocalProcess:
-        """Starts this command, with the lowest free slot as LOCAL_RANK in its environment. Raises OSError."""
+        """Starts one worker, with the lowest free slot as LOCAL_RANK beside `env` in its environment. Raises OSError.
+
+        command, share: None for the launcher's own. folder: working directory; None: this process's.
+        """
+        share = share or self._share
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._processes = [process for process in self._processes if not process.ended]
         taken = {process.slot for process in self._processes}
         slot = next(number for number in count() if number not in taken)
         process = LocalProcess(slot)
         await asyncio.get_running_loop().subprocess_exec(
             lambda: process,
-            *(command or [sys.executable, "-m", "kfuse.cli.worker"]),
+            *(command or self._command),
             # gloo and the store log many lines for each lost peer, which kfuse reports as an event.
             env={
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
-                **({} if share is None else {"OMP_NUM_THREADS": str(max(1, _cores() // share))}),
+                **({} if share is None else {"OMP_NUM_THREADS": str(max(1, cores // share))}),
                 **os.environ,
                 "LOCAL_RANK": str(slot),
                 **env,
@@ -157,11 +153,6 @@ class LocalLauncher:
 
     async def close(self) -> None:
         """Does nothing: the processes have ended."""
-
-
-def _cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def signal_at_parent_end(number: signal.Signals | None) -> Callable[[], None] | None:
