@@ -53,6 +53,8 @@ class StandIn:
         self.heard: list[dict[str, Any]] = []
         """What the supervisor has sent."""
         self.killed = False
+        self.hangs = False
+        """It does not end as it is killed."""
 
     async def lines(self) -> AsyncIterator[str]:
         for line in self.printed:
@@ -63,7 +65,8 @@ class StandIn:
 
     def kill(self) -> None:
         self.killed = True
-        self.end(-9)
+        if not self.hangs:
+            self.end(-9)
 
     def end(self, status: int, *printed: str) -> None:
         self.printed += printed
@@ -96,7 +99,10 @@ class StandIn:
 class Stage:
     """One job: its supervisor, the stand-ins that it has started, and what was recorded."""
 
-    def __init__(self, elasticity: Elasticity, starts_fail: bool) -> None:
+    def __init__(self, elasticity: Elasticity, starts_fail: bool, gpus: int) -> None:
+        self.gpus = gpus
+        self.given: list[str | None] = []
+        """The GPU that each worker was given."""
         self.workers: list[StandIn] = []
         self.records: list[tuple[str, dict[str, Any]]] = []
         self.supervisor = Supervisor(self, {}, self, elasticity)
@@ -110,6 +116,7 @@ class Stage:
     async def start(self, env: Mapping[str, str]) -> StandIn:
         if self.starts_fail:
             raise OSError("no machine has room")
+        self.given.append(env.get("LOCAL_RANK"))
         self.workers.append(StandIn(int(env[protocol.ENV_WORKER])))
         return self.workers[-1]
 
@@ -166,14 +173,14 @@ class Stage:
 
 
 def play(
-    elasticity: Elasticity, script: Callable[[Stage], Awaitable[None]], starts_fail: bool = False
+    elasticity: Elasticity, script: Callable[[Stage], Awaitable[None]], starts_fail: bool = False, gpus: int = 0
 ) -> tuple[Stage, str | None]:
     """Runs a job in which `script` acts for the workers: (what was seen, the error that ended it)."""
     error = None
 
     async def go() -> Stage:
         nonlocal error
-        stage = Stage(elasticity, starts_fail)
+        stage = Stage(elasticity, starts_fail, gpus)
         job = asyncio.create_task(stage.supervisor.run())
         await stage.settle()
         acting = asyncio.ensure_future(script(stage))

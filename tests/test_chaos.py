@@ -115,8 +115,10 @@ def every_moment(how: str, workers: int) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.mark.parametrize("workers", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("how", SEEN_AS)
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    [("kill", 2), *((how, 3) for how in SEEN_AS), *(pytest.param(how, 4, marks=pytest.mark.long) for how in SEEN_AS)],
+)
 def test_every_end_at_every_moment(how: str, workers: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
     settings = [*DIGITS, *HANGS, "checkpoint.every_steps=15"]
     job = run(tmp_path / "run", settings, workers, every_moment(how, workers))

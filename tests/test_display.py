@@ -85,14 +85,6 @@ def test_events_are_one_line_each_and_never_held_back() -> None:
     ]
 
 
-def test_an_evaluation_joins_the_latest_figures() -> None:
-    display, out, _ = plain()
-    display.event({"kind": "evaluation", "step": 9, "accuracy": 0.953, "loss": 0.25})
-    assert out.getvalue() == ""
-    display.metrics(metrics(10))
-    assert "  held-out accuracy 95.3%" in out.getvalue()
-
-
 def test_without_progress_only_the_summary_is_shown() -> None:
     display, out, _ = plain(progress=False)
     display.start(1000, None, "a run")

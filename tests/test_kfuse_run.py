@@ -17,7 +17,6 @@ import pytest
 from distributed import run_workers
 from elastic_job import DEADLINE_S, assert_none_left, wait_until
 
-from kfuse.cli import kfuse_run
 from kfuse.train.evaluation import params_sha256
 
 SCRIPT = """
@@ -196,18 +195,11 @@ def test_where_one_worker_leaves_the_loop_the_others_go_on(
     assert ended.of_kind("failure") == []
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("loop(); sys.exit(3)", "ended with exit status 3 after training had ended"),
-        ("loop()\nif number == 1: raise ValueError('in the end')", "after training had ended: ValueError: in the end"),
-    ],
-)
 @pytest.mark.full
-def test_a_script_that_fails_after_its_training_has_failed(text: str, said: str, tmp_path: Path) -> None:
-    ended = run_script(tmp_path, PRELUDE + text)
+def test_a_script_that_fails_after_its_training_has_failed(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, PRELUDE + "loop()\nif number == 1: raise ValueError('in the end')")
     assert ended.status == 1
-    assert said in ended.said.splitlines()[-1]
+    assert "after training had ended: ValueError: in the end" in ended.said.splitlines()[-1]
     assert len([event for event in ended.of_kind("view")]) == 1, "what was trained is not trained again"
 
 
@@ -310,23 +302,3 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
     assert ended.said.count("cannot be written: File too large; training goes on") == 1
     assert f"metrics.jsonl: {20 - len(ended.steps)} lines could not be written" in ended.said
     assert 0 < len(ended.steps) < 20 and ended.steps == list(range(len(ended.steps)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--workers", "3", "--max-workers", "2", "x.py"], "workers.max=2"),
-        (["absent.py"], "absent.py: no such file"),
-    ],
-)
-@pytest.mark.full
-def test_wrong_arguments_end_in_status_2(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.py").touch()
-    with pytest.raises(SystemExit) as stopped:
-        kfuse_run.main(arguments)
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()

@@ -13,7 +13,7 @@ import pytest
 from elastic_job import assert_none_left
 
 from kfuse.elastic.launchers import LocalLauncher
-from kfuse.elastic.launchers.agent import follow
+from kfuse.elastic.launchers.hosts import follow
 from kfuse.elastic.launchers.local import LocalProcess
 
 DEADLINE_S = 60.0

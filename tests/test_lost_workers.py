@@ -32,19 +32,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_job(directory / "run", [*TRAINING, *chaos(directory)])
 
 
-def test_workers_lost_together_are_one_loss(undisturbed: Job, tmp_path: Path) -> None:
-    """As with the host they were on: otherwise these three would end the job."""
-
-    async def three_at_once(_: Supervisor, job: Job) -> None:
-        await until("20 steps", lambda: len(job.metrics) >= 20)
-        kill(job.views[-1], 0, 1, 3)
-
-    settings = [*TRAINING, *chaos(tmp_path, pace_s=0.02), "workers.count=4", "elastic.max_failures=3"]
-    job = run_job(tmp_path / "run", settings, during=three_at_once)
-    assert_same_training(job, undisturbed)
-    assert len(job.of_kind("failure")) == 3
-
-
 def test_a_loss_while_the_job_stops_costs_no_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
     async def preempt(supervisor: Supervisor, job: Job) -> None:
         await until("20 steps", lambda: len(job.metrics) >= 20)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,6 @@ from kfuse.elastic.job import Elasticity, Job, Records
 from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
-from kfuse.policies.signals import Signals
-from kfuse.statistics.figures import FIGURES, METRICS
-from kfuse.statistics.step_stats import StepStats
 
 
 class Kept:
@@ -97,13 +93,21 @@ def test_an_error_of_who_keeps_them_ends_the_job() -> None:
     run(report, Broken())
 
 
+def quiet(folder: Path, every: int = 1) -> Recorder:
+    return Recorder(RunDirectory(folder, tensorboard=False, every=every), Display(False, Console(quiet=True)))
+
+
+def start(training: int, at: int = 0) -> tuple[str, dict[str, Any]]:
+    return "start", {"samples": None, "steps": None, "step": at, "training": training}
+
+
+def step(index: int) -> tuple[str, dict[str, Any]]:
+    return "metrics", {"step": index, "epoch": 0, "samples": 1, "lr": 0.1, "batch_size": 1, "workers": 1}
+
+
 def test_a_training_that_begins_in_the_middle_of_a_batch_loses_nothing_of_the_one_before(tmp_path: Path) -> None:
-    quiet = Display(progress=False, console=Console(quiet=True))
-    recorder = Recorder(RunDirectory(tmp_path, tensorboard=False), quiet)
-    start = {"samples": None, "steps": None, "step": 0}
-    step = {"epoch": 0, "samples": 1, "lr": 0.1, "batch_size": 1, "workers": 1}
-    first = [("metrics", {"step": index, **step}) for index in range(3)]
-    recorder.keep([("start", {**start, "training": 1}), *first, ("start", {**start, "training": 2}), *first[:1]])
+    recorder, first = quiet(tmp_path), [step(index) for index in range(3)]
+    recorder.keep([start(1), *first, start(2), *first[:1]])
     recorder.close(None)
     assert "lines_lost" not in json.loads((tmp_path / "2" / "summary.json").read_text())
     lengths = [len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) for name in ("", "2")]
@@ -113,12 +117,9 @@ def test_a_training_that_begins_in_the_middle_of_a_batch_loses_nothing_of_the_on
 
 def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Path) -> None:
     """The leader was lost, with more steps that had not reached the supervisor than the next one sends again."""
-    recorder = Recorder(RunDirectory(tmp_path, tensorboard=False, every=2), Display(False, Console(quiet=True)))
-    step = {"epoch": 0, "samples": 1, "lr": 0.1, "batch_size": 1, "workers": 1}
-    records = [("metrics", {"step": index, **step}) for index in (4, 5, 9, 8, 9, 10, 13)]
+    recorder, records = quiet(tmp_path, every=2), [step(index) for index in (4, 5, 9, 8, 9, 10, 13)]
     known = ("event", {"step": 12, "kind": "records_lost", "steps": [11, 12], "lines": 5, "why": "said already"})
-    start = {"samples": None, "steps": None, "step": 4, "training": 1}
-    recorder.keep([("start", start), *records[:-1], known, *records[-1:]])
+    recorder.keep([start(1, at=4), *records[:-1], known, *records[-1:]])
     recorder.close(None)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["steps"]) for event in events] == [
@@ -130,22 +131,13 @@ def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Pat
 
 def test_a_training_that_begins_while_the_disk_is_full_is_kept(tmp_path: Path) -> None:
     told: list[str] = []
-    recorder = Recorder(RunDirectory(tmp_path, tensorboard=False), Display(progress=False, console=Console(quiet=True)))
+    recorder = quiet(tmp_path)
     recorder.directory.warn = told.append
-    start = {"samples": None, "steps": None, "step": 0}
-    step = {"step": 0, "epoch": 0, "samples": 1, "lr": 0.1, "batch_size": 1, "workers": 1}
-    recorder.keep([("start", {**start, "training": 1})])
+    recorder.keep([start(1)])
     with open("/dev/full", "ab", buffering=0) as full:
         recorder.directory._metrics._file = full
-        recorder.keep([("metrics", step)])
-        recorder.keep([("start", {**start, "training": 2}), ("metrics", step)])
+        recorder.keep([step(0)])
+        recorder.keep([start(2), step(0)])
     recorder.close(None)
     assert len((tmp_path / "2" / "metrics.jsonl").read_text().splitlines()) == 1
     assert "1 lines could not be written" in told[-1] and len(told) == 2
-
-
-def test_a_steps_figures_are_the_same_everywhere() -> None:
-    assert set(METRICS) <= set(FIGURES)
-    assert all(about["help"] for about in FIGURES.values())
-    measured = {each.name for each in fields(StepStats)} & {each.name for each in fields(Signals)}
-    assert {"loss", "noise_scale", "mean_grad_sq", "grad_variance", "micro_batches"} <= measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import socket
@@ -89,6 +90,10 @@ async def say(port: int, *pieces: bytes) -> None:
         ((b"x" * (server.MAX_HELLO + 1),), "refused"),
         ((b"x" * 2**20,) * 40, "refused"),
         ((b"\xff\n",), "refused"),
+        ((b"[" * 4000 + b"\n",), "refused"),
+        ((b'{"type": "hello"}\n',), "refused"),
+        ((b'{"type": "record", "kind": "summary", "data": {}}\n',), "refused"),
+        ((b'{"worker": 0}\n',), "refused"),
     ],
 )
 def test_one_short_line_with_the_token_authenticates(pieces: tuple[bytes, ...], end: str) -> None:
@@ -169,14 +174,26 @@ async def crowd_at(port: int) -> list[asyncio.StreamWriter]:
     return writers
 
 
-def test_strangers_at_the_store_and_at_gloo_change_nothing(tmp_path: Path) -> None:
-    """A crowd at each port of each process, as soon as it listens: while training, and while a new group connects."""
+def known(token: str, worker: Any) -> bytes:
+    return json.dumps({"type": "hello", "pid": 1, "host": "h", "worker": worker, "token": token}).encode() + b"\n"
+
+
+def test_strangers_change_nothing(tmp_path: Path) -> None:
+    """A crowd at each port of each process, as soon as it listens: while training, and while a new group connects.
+
+    And at the control channel hellos that are wrong, also with the token: each is refused.
+    """
     alone = run_job(tmp_path / "alone", [*TRAINING, *chaos(tmp_path / "none")])
     met: dict[tuple[str, int], str] = {}
     before = set(listeners([os.getpid()]))  # what another test of this process has left open is no port of this job
 
     async def strangers(supervisor: Supervisor, job: Job) -> None:
         crowd = []
+        while not supervisor.address:
+            await asyncio.sleep(0.002)
+        for worker in ([0], {}, "x", -1, None):
+            await say(int(supervisor.address.rpartition(":")[2]), known(supervisor.token, worker))
+        (tmp_path / "refused").touch()
         while True:
             workers = [worker.pid for worker in supervisor.processes.workers.values() if worker.pid]
             found = dict.fromkeys(listeners([os.getpid()]), "supervisor") | dict.fromkeys(listeners(workers), "worker")
@@ -193,6 +210,7 @@ def test_strangers_at_the_store_and_at_gloo_change_nothing(tmp_path: Path) -> No
     policy = chaos(tmp_path, until=str(tmp_path / "met"), **grows)
     job = run_job(tmp_path / "run", [*TRAINING, *policy, "workers.count=2"], during=strangers)
     assert_same_training(job, alone)
+    assert (tmp_path / "refused").exists() and not job.of_kind("failure")
     assert len(job.views[-1]["workers"]) == 3, job.told()
     # The control channel and a view's store at least: on a busy machine the first view's may be gone before it is seen.
     assert list(met.values()).count("supervisor") >= 2 and list(met.values()).count("worker") >= 4, met

@@ -309,13 +309,13 @@ def lost_in_the_middle(directory: str, message: int) -> None:
             Path(directory, str(group.rank)).write_text(f"{values} {bool(began)}")
 
 
-@pytest.mark.parametrize("message", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("message", [1, 2, 8])
 def test_only_a_receiver_that_was_told_has_a_torn_state(message: int, tmp_path: Path) -> None:
     """Broadcasts 0 and 1 carry the description. A rank that does not receive keeps every byte."""
     with pytest.raises(WorkersFailed, match=r"rank 0, exit code -9"):
         run_workers(3, lost_in_the_middle, str(tmp_path), message)
     assert (tmp_path / "2").read_text() == "[2.0] False"
-    torn = {0: "[1.0] False", 1: "[1.0] False", 2: "[1.0] True"}
+    torn = {1: "[1.0] False", 2: "[1.0] True"}
     assert (tmp_path / "1").read_text() == torn.get(message, "[0.0, 1.0] True")
 
 
@@ -351,7 +351,7 @@ def test_the_source_is_killed_in_the_middle_and_another_has_the_state(undisturbe
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("message", [2, 3, 20])
+@pytest.mark.parametrize("message", [2, 20])
 def test_the_only_one_with_the_newest_state_is_killed_in_the_middle(
     message: int, undisturbed: Job, tmp_path: Path
 ) -> None:
@@ -366,21 +366,17 @@ NEWCOMER: dict[str, Any] = {"phases": [{"step": 5, "workers": 2}], "gates": [{"s
 
 
 @pytest.mark.full
-def test_half_of_a_newcomers_state_is_none(undisturbed: Job, tmp_path: Path) -> None:
-    """The only worker that has trained is killed as it sends: what has arrived begins no training."""
-    job = struck(tmp_path, 1, kill("sending", 0, 12, step=16), **NEWCOMER)
-    if job.error is None:  # another new worker had come meanwhile, and began anew
+@pytest.mark.parametrize("checkpoints", [[], CHECKPOINTS])
+def test_half_of_a_newcomers_state_is_none(checkpoints: list[str], undisturbed: Job, tmp_path: Path) -> None:
+    """The only worker that has trained is killed as it sends: what has arrived begins no training, a checkpoint may."""
+    job = struck(tmp_path, 1, kill("sending", 0, 12, step=16), more=checkpoints, **NEWCOMER)
+    if checkpoints:
+        assert [event["step"] for event in job.of_kind("resumed")] == [10]
+    if checkpoints or job.error is None:  # another new worker had come meanwhile, and began anew
         assert_same_training(job, undisturbed)
         return
     assert job.error == "no worker is left: the last one ended with exit status 1"
     assert any(line.startswith("RuntimeError: the training state is lost: the only worker") for line in job.lines)
-
-
-@pytest.mark.full
-def test_a_newcomer_with_half_of_a_state_takes_a_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
-    job = struck(tmp_path, 1, kill("sending", 0, 12, step=16), more=CHECKPOINTS, **NEWCOMER)
-    assert_same_training(job, undisturbed)
-    assert [event["step"] for event in job.of_kind("resumed")] == [10]
 
 
 @pytest.mark.full
@@ -400,8 +396,7 @@ def test_a_receiver_is_killed_in_the_middle(message: int, undisturbed: Job, tmp_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("moment", "rank"), [("sending", 0), ("receiving", 2)])
-@pytest.mark.parametrize("message", [2, 14])
+@pytest.mark.parametrize(("moment", "rank", "message"), [("sending", 0, 14), ("receiving", 2, 2)])
 def test_a_worker_joins_and_one_is_killed_in_the_middle(
     moment: str, rank: int, message: int, undisturbed: Job, tmp_path: Path
 ) -> None:

@@ -161,6 +161,42 @@ def test_a_replacement_that_dies_as_it_boots_is_tried_again() -> None:
     assert error is None and len(stage.events("failure")) == 1
 
 
+def test_a_worker_that_dies_as_the_job_starts_anew_is_replaced() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1, 2)
+        for worker in stage.workers:
+            worker.end(-9)
+        await stage.settle()
+        stage.workers[3].end(-9)
+        await stage.settle()
+        await stage.boot(4, 5, 6)
+        assert stage.workers[4].view == [4, 5, 6]
+        await stage.join(4, 5, 6)
+        await stage.end_well(4, 5, 6)
+
+    stage, error = play(Elasticity(3, 1, 3, restart=True), script)
+    assert error is None and len(stage.events("failure")) == 4
+
+
+def test_workers_lost_together_are_one_loss() -> None:
+    """As with the host they were on: counted one by one, these three would end the job."""
+
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1, 2, 3)
+        for worker in stage.workers[1:]:
+            worker.end(-9)
+        await stage.settle()
+        assert stage.workers[0].view == [0]
+        await stage.join(0)
+        await stage.boot(4, 5, 6)
+        assert stage.workers[0].view == [0, 4, 5, 6]
+        await stage.join(0, 4, 5, 6)
+        await stage.end_well(0, 4, 5, 6)
+
+    stage, error = play(Elasticity(4, 1, 4, max_failures=3), script)
+    assert error is None and len(stage.events("failure")) == 3
+
+
 def test_where_a_worker_cannot_be_started_the_others_go_on() -> None:
     async def script(stage: Stage) -> None:
         await stage.train(0)

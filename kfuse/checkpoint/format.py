@@ -61,8 +61,6 @@ class Checkpointer:
         "bytes", "wall_s", "snapshot_s"} (seconds of writing, and of the caller's time) or {"kind": "checkpoint_failed",
         "step", "why"}.
         """
-        if keep < 1:
-            raise ValueError(f"keep={keep}: must be at least 1")
         self._directory, self._keep, self._report = directory, keep, report
         self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None

@@ -17,7 +17,7 @@ from kfuse.cli.run import supervise
 from kfuse.comm import devices
 from kfuse.elastic.job import Elasticity
 from kfuse.elastic.launchers import HostsLauncher, Launcher, LocalLauncher
-from kfuse.elastic.launchers.agent import AgentError, offer
+from kfuse.elastic.launchers.hosts import AgentError, offer
 from kfuse.logs import set_up_logging
 from kfuse.observe.display import Display
 from kfuse.observe.recorder import Recorder

@@ -118,12 +118,7 @@ class RunDirectory:
                 self._board.scalars("figures", figures, record["step"])
 
     def event(self, record: Mapping[str, Any]) -> None:
-        """Takes something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix).
-
-        Raises ValueError where kind or step is missing.
-        """
-        if "kind" not in record or "step" not in record:
-            raise ValueError(f"an event needs kind and step, not only {', '.join(record) or 'nothing'}")
+        """Takes something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix)."""
         first = {"time": record.get("time", time.time()), "step": record["step"], "kind": record["kind"]}
         rest = {key: _finite(value) for key, value in record.items() if key not in first}
         if record["kind"] == "records_lost":

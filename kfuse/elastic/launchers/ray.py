@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: one plain actor each, which runs an agent for this one worker (see `agent`).
+"""Workers on a Ray cluster: one plain actor each, which runs an agent for this one worker (see `hosts`).
 
 Ray finds a node for each actor, or waits for one. The worker is a process of its own, so that it can be killed whatever
 state it is in; the kernel ends it with the actor.
@@ -18,9 +18,8 @@ import threading
 from collections.abc import Mapping
 
 from kfuse.elastic import protocol
-from kfuse.elastic.launchers import agent, local
-from kfuse.elastic.launchers.agent import offer
-from kfuse.elastic.launchers.hosts import HostProcess, HostsLauncher
+from kfuse.elastic.launchers import hosts, local
+from kfuse.elastic.launchers.hosts import HostProcess, HostsLauncher, offer
 
 _log = logging.getLogger("kfuse")
 
@@ -115,7 +114,7 @@ class RayLauncher(HostsLauncher):
         """Has an actor run the process, until one of them has ended."""
         import ray
 
-        for module in (local, agent, protocol, sys.modules[__name__]):
+        for module in (local, hosts, protocol, sys.modules[__name__]):
             ray.cloudpickle.register_pickle_by_value(module)
         needs = {"num_cpus": self._cpus, "num_gpus": self._needed_gpus}
         actor = ray.remote(Keeper).options(**needs, max_restarts=0).remote()
