@@ -17,8 +17,6 @@ All have a linear warm-up over 10 % of the samples of `small`, and a cosine deca
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -28,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import command, machine, versions
+from machine import parser_of, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -142,9 +140,8 @@ def gains(run: dict[str, Any], lr: float) -> tuple[list[float], list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="3 to 10")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if not 3 <= args.seeds <= 10:
@@ -192,11 +189,9 @@ def main() -> int:
         row = (f"{steps:.0f}", f"{samples / TRAIN:.2f}", f"{100 * statistics.mean(accuracies):.2f} %", spread, said)
         table.add_row(name, str(SMALL * scale), *row)
     Console().print(table)
-    if args.json is not None:
-        origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy", "scikit-learn"])}
-        course = {scale: [[round(value, 4) for value in values] for values in of] for scale, of in courses.items()}
-        record = {"lr": lr, "sweep": sweep, "results": results, "runs": runs, "gains_of_seed_0": course}
-        args.json.write_text(json.dumps({**origin, **record}, indent=1) + "\n")
+    course = {scale: [[round(value, 4) for value in values] for values in of] for scale, of in courses.items()}
+    record = {"lr": lr, "sweep": sweep, "results": results, "runs": runs, "gains_of_seed_0": course}
+    write(args.json, ["torch", "numpy", "scikit-learn"], **record)
     if args.plot is not None:
         plot(runs, names, courses, args.plot)
     return 0
@@ -208,12 +203,10 @@ def plot(
     courses: dict[int, tuple[list[float], list[float]]],
     picture: Path,
 ) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    (left, right) = figure.subplots(1, 2)
     for place, name in enumerate(names):
         accuracies = [100 * run["eval_accuracy"] for run in runs[name]]
         left.plot([place] * len(accuracies), accuracies, "o", alpha=0.6)

@@ -13,22 +13,17 @@ again: n / M of the wall time and 1 / M of the compute. With an audit every N st
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import resource
 import time
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from machine import command, machine, versions, warn_if_busy
+from machine import parser_of, warn_if_busy, write
 from step_report import median_interval
-from workers import outcome_of, set_torchrun_variables
+from workers import messages_of, set_torchrun_variables
 
 import kfuse as kf
 from kfuse.models import GPT
@@ -87,18 +82,15 @@ def worker(rank: int, args: argparse.Namespace, port: int, results: Any) -> None
 
 def main() -> None:
     """Measures, prints three lines, and writes the figures where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step, over all workers")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a block")
-    parser.add_argument("--json", type=Path, help="write the figures, the machine and the versions here")
     args = parser.parse_args()
     warn_if_busy()
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=600), wait_for_workers=False)
-    results: Any = mp.get_context("spawn").Queue()
-    spawned = mp.spawn(worker, (args, store.port, results), nprocs=args.workers, join=False)
-    rounds = np.array(outcome_of(spawned, results))  # [round, audited, (wall, cpu)]
+    ((_, outcome),) = messages_of(args.workers, worker, args)
+    rounds = np.array(outcome)  # [round, audited, (wall, cpu)]
     plain, audited = rounds[:, 0], rounds[:, 1]
     expected = {"wall": args.workers / args.micro_batches, "cpu": 1 / args.micro_batches}
     figures = {}
@@ -110,17 +102,9 @@ def main() -> None:
             f"{name}: {medians[0]:.1f} ms a step, {medians[1]:.1f} ms with an audit in each: {over['median']:+.3f} "
             f"({over['low']:+.3f} to {over['high']:+.3f}); one micro-batch more is {expected[name]:+.3f}"
         )
-    if args.json:
-        settings = {name: getattr(args, name) for name in ("workers", "micro_batches", "rounds", "steps")}
-        found = {
-            "command": command(),
-            "machine": machine(),
-            "versions": versions(["torch"]),
-            "settings": settings | {"samples": SAMPLES, "block": BLOCK, "threads": 1},
-            "figures": figures,
-            "seconds_a_step": rounds.round(5).tolist(),
-        }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    settings = {name: getattr(args, name) for name in ("workers", "micro_batches", "rounds", "steps")}
+    settings |= {"samples": SAMPLES, "block": BLOCK, "threads": 1}
+    write(args.json, ["torch"], settings=settings, figures=figures, seconds_a_step=rounds.round(5).tolist())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ worker's. Ratios are formed within a round: the median, and its 95 % percentile-
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import command, machine, versions, warn_if_busy
+from machine import parser_of, warn_if_busy, write
 from step_report import median_interval
 from torch import nn
 
@@ -139,30 +138,22 @@ def times(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     warn_if_busy()
-    result = {
-        "command": command(),
-        "machine": machine(),
-        "versions": versions(["torch"]),
-        "settings": {"steps": options.steps, "seeds": options.seeds, "rounds": options.rounds, "workers": 2},
-        "times": times(options.rounds),
-        "losses": losses(options.seeds, options.steps),
-    }
-    for name, each in result["losses"].items():
+    settings = {"steps": options.steps, "seeds": options.seeds, "rounds": options.rounds, "workers": 2}
+    seconds, found = times(options.rounds), losses(options.seeds, options.steps)
+    for name, each in found.items():
         for figure in ("train", "held_out"):
             f = each[figure]
             print(
                 f"{name}, {figure}: {f['mean']:.4f}, between seeds {f['spread_of_seeds']:.4f}, "
                 f"{100 * f['difference']:+.3f} % from fp32 (largest {100 * f['largest_difference']:+.3f} %)"
             )
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.json, ["torch"], settings=settings, times=seconds, losses=found)
 
 
 if __name__ == "__main__":

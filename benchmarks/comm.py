@@ -29,8 +29,8 @@ import torch.multiprocessing as mp
 from comm_report import report
 from comm_variants import VARIANTS, Settings, Variant, average, covered, storages
 from links import Place, join, links, received_bytes
-from machine import warn_if_busy
-from workers import messages_from
+from machine import parser_of, warn_if_busy
+from workers import leave, messages_from
 
 CHECK_STEPS, TOLERANCE = 4, 1e-3
 BLOCK_S, MOST_STEPS = 0.25, 30
@@ -122,10 +122,8 @@ def _worker(
     if rank == 0:
         messages.put(("outcome", {"memory": everyone} if memory else {"rounds": _means(everyone)}))
     dist.barrier()
-    messages.close()
-    messages.join_thread()
     del store
-    os._exit(0)  # the destructors of torch's DDP and gloo have been seen to hang, and to abort the process
+    leave(messages)
 
 
 def _check(variants: dict[str, Variant]) -> dict[str, int]:
@@ -230,7 +228,7 @@ def _resident(name: str) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=_list(int), default=[2])
     parser.add_argument("--megabytes", type=_list(float), default=[0.0625, 1, 4, 16, 64], help="of fp32 parameters")
     parser.add_argument("--link", help="each worker's own link has this rate, as tc writes it: 2gbit; needs root")
@@ -241,7 +239,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--memory-gib", type=float, default=8.0, help="that all replicas together may take")
     parser.add_argument("--memory", action="store_true", help="count bytes instead of time, a variant at a time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write settings, machine and all measurements here")
     arguments = parser.parse_args()
     if min(arguments.workers) < 2:
         parser.error(f"--workers {min(arguments.workers)}: must be at least 2")

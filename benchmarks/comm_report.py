@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from comm_variants import VARIANTS
-from machine import command, machine, versions
+from machine import write
 from numpy.typing import NDArray
 from step_report import median_interval
 
@@ -22,17 +21,8 @@ def report(sizes: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], pat
     results = [{**size, "memory": _memory(size)} if "memory" in size else _size(size) for size in sizes]
     for result in results:
         _print_memory(result) if "memory" in result else _print(result)
-    if path is not None:
-        record = {
-            "benchmark": "comm",
-            "command": command(),
-            "machine": machine(),
-            "versions": versions(("torch", "numpy")),
-            "settings": {name: value for name, value in arguments.items() if name != "json"},
-            "sizes": results,
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {name: value for name, value in arguments.items() if name != "json"}
+    write(path, ("torch", "numpy"), benchmark="comm", settings=settings, sizes=results)
 
 
 def _size(size: Mapping[str, Any]) -> dict[str, Any]:

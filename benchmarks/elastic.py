@@ -10,7 +10,6 @@ off that log. The systems take turns: a few kills each, round after round. torch
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from elastic_report import Episode, Result, report
 from elastic_systems import SYSTEMS, WORKERS, System
-from machine import warn_if_busy
+from machine import parser_of, warn_if_busy
 from rich.progress import Progress
 
 BACK_S = 60.0  # for all workers to be back after a kill, or up at the start
@@ -204,12 +203,11 @@ def _splits(events: Path) -> list[dict[str, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="of each system (default 20)")
     parser.add_argument("--rounds", type=int, default=4, help="turns that each system has (default 4)")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between kills at least (default 5)")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     warn_if_busy()

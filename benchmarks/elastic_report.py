@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import command, machine, versions
+from machine import write
 from rich.console import Console
 from rich.table import Table
 
@@ -89,10 +89,7 @@ def report(
         table.add_row(row, *(_cell(figures[name][row]) for name in figures))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     measured = {name: asdict(result) for name, result in results.items()}
-    if file is not None:
-        origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "torchft-nightly"])}
-        content = {**origin, "figures": figures, "measured": measured}
-        file.write_text(json.dumps(content, indent=1) + "\n")
+    write(file, ["torch", "torchft-nightly"], figures=figures, measured=measured)
     if picture is not None:
         _plot(measured, picture)
 
@@ -111,12 +108,10 @@ def _plot(measured: Mapping[str, Any], picture: Path) -> None:
     `measured`: as in the result file. From a kill to the next step nothing is gained; from there to the next kill the
     episode's gain is drawn as a straight line.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
     for name, result in measured.items():
         time, made = 0.0, 0
         seconds, samples = [0.0], [0.0]

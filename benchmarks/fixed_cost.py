@@ -12,17 +12,14 @@ fit: kf.fit on scikit-learn's digits with the command line's MLP (one hidden lay
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from machine import command, machine, versions, warn_if_busy
+from machine import parser_of, warn_if_busy, write
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -114,10 +111,9 @@ def compare(torch_block: Block, kfuse_block: Block, rounds: int, steps: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=100, help="of a block")
-    parser.add_argument("--json", type=Path, help="write the figures, the machine and the versions here")
     args = parser.parse_args()
     warn_if_busy()
     torch.set_num_threads(1)
@@ -130,16 +126,8 @@ def main() -> None:
         what = "wall" if name == "bare" else "CPU"
         torch_ms, kfuse_ms, ratio = figures.values()
         print(f"{name}: {what} ms a step: torch {torch_ms:.3f}, kfuse {kfuse_ms:.3f}, ratio {ratio:.2f}")
-    if args.json:
-        settings = {"rounds": args.rounds, "steps": args.steps, "threads": 1}
-        found = {
-            "command": command(),
-            "machine": machine(),
-            "versions": versions(["torch"]),
-            "settings": settings,
-            "results": results,
-        }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    settings = {"rounds": args.rounds, "steps": args.steps, "threads": 1}
+    write(args.json, ["torch"], settings=settings, results=results)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,14 @@ large buffers at the wrong place; windows of them are compared with small buffer
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from gpu_workers import ABSENT
-from machine import machine, versions
+from machine import parser_of, write
 from torch import Tensor
 
 import kfuse.kernels as k
@@ -265,11 +262,10 @@ def result_of(act: Callable[[], str | None]) -> str:
 
 def main() -> int:
     """Runs all checks. Exit status 1 where one found something wrong, ABSENT where no large buffer fits."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--small", action="store_true", help="small buffers, for compute-sanitizer")
     parser.add_argument("--large", type=int, nargs="?", const=LARGE, metavar="ELEMENTS", help="large buffers instead")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
@@ -282,9 +278,7 @@ def main() -> int:
     for name, result in results.items():
         if result != "ok":
             print(f"{name}: {result}")
-    if options.json is not None:
-        record = {"machine": machine(), "versions": versions(("torch", "triton")), "checks": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    write(options.json, ("torch", "triton"), checks=results)
     run = [result for result in results.values() if not result.startswith("absent")]
     if not run:
         return ABSENT  # the last line says why

@@ -7,7 +7,6 @@ Every job trains the same 200 steps with reproducible sums. What must happen is 
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import torch.nn.functional as F
 from gpu_ranks import problem, samples
 from gpu_workers import place, report, scratch, supervise
+from machine import parser_of
 
 import kfuse as kf
 from kfuse.comm.group import Group
@@ -57,9 +57,8 @@ JOBS = {
 
 def main() -> int:
     """Runs all jobs. Exit status 1 where one failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--work", nargs=2, metavar=("WHAT", "FILE"), help="what the jobs' workers are started with")
     options = parser.parse_args()
     if options.work:

@@ -7,16 +7,15 @@ Losses, statistics and parameters of two workers must be those of one; with repr
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from gpu_workers import Ranks, new_session, report
+from machine import parser_of
 from torch import nn
 
 import kfuse as kf
@@ -32,9 +31,8 @@ Case = tuple[str, bool, str]  # schedule, reproducible, dtype of the messages
 
 def main() -> int:
     """Runs all cases. Exit status 1 where one failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cases: list[Case] = [(name, False, "fp32") for name in transport_names.NAMES if name != "symmetric"]
     if options.device == "cuda" and torch.cuda.device_count() > 1:  # it needs a GPU each

@@ -11,7 +11,6 @@ one takes longer than the median step is the stall. The file is written in the b
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 from gpu_workers import Ranks, place, scratch, supervise
-from machine import machine, versions
+from machine import machine, parser_of, versions
 from torch import nn
 
 import kfuse as kf
@@ -45,10 +44,9 @@ WRITE_S = 5.0
 
 def main() -> int:
     """Runs both measurements. Exit status 1 where one failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--parameters", type=float, help="instead of 1e9, or what fits")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--work", nargs=2, metavar=("PARAMETERS", "LOG"), help="what the job's workers start with")
     options = parser.parse_args()
     if options.work:

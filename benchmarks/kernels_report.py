@@ -109,15 +109,13 @@ def _name(result: Result) -> str:
 
 def _plot(results: list[Result], options: argparse.Namespace) -> None:
     """A panel a kernel: share of the copy's speed over size, the contestants beside each other."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((result["kernel"], result["dtype"]) for result in results))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4.4 * columns, 3.2 * rows), squeeze=False, sharey=True)
+    figure = Figure(figsize=(4.4 * columns, 3.2 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     names = [name for name in ("kfuse", *options.peers) if any(name in r["seconds"] for r in results)]
     for panel, axis in zip(panels, axes.flat, strict=False):
         mine = [r for r in results if (r["kernel"], r["dtype"]) == panel]

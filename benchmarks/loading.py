@@ -16,7 +16,6 @@ where other processes take them, the sum of the work is what counts. The CPU sec
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import command, machine, versions, warn_if_busy
+from machine import parser_of, warn_if_busy, write
 from PIL import Image
 from torch import Tensor, nn
 
@@ -138,10 +137,9 @@ def balanced_folder(root: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--micro-batches", type=int, default=80, help="of each training")
-    parser.add_argument("--json", type=Path, help="write the figures, the machine and the versions here")
     args = parser.parse_args()
     warn_if_busy()
     torch.set_num_threads(1)
@@ -170,22 +168,9 @@ def main() -> None:
         ),
     }
     print(json.dumps(results, indent=1))
-    if args.json:
-        found = {
-            "command": command(),
-            "machine": machine(),
-            "versions": versions(["torch", "pillow"]),
-            "settings": {
-                "rounds": args.rounds,
-                "micro_batches": args.micro_batches,
-                "samples_a_micro_batch": MICRO_BATCH,
-                "image_side": side,
-                "threads": 1,
-            },
-            "results": results,
-            "rounds": rounds,
-        }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    settings = {"rounds": args.rounds, "micro_batches": args.micro_batches, "samples_a_micro_batch": MICRO_BATCH}
+    settings |= {"image_side": side, "threads": 1}
+    write(args.json, ["torch", "pillow"], settings=settings, results=results, rounds=rounds)
 
 
 if __name__ == "__main__":

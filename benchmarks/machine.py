@@ -1,8 +1,10 @@
-"""What every measurement records: the machine and the versions it holds for."""
+"""What every benchmark does: reads its command line, and records the machine and the versions that figures hold for."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -27,6 +29,21 @@ def warn_if_busy() -> None:
 
 def _is_busy() -> bool:
     return _LOAD[0] > (os.cpu_count() or 1)
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the command line, with the script's docstring as its help, that knows --json FILE."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write figures, settings, machine and versions here")
+    return parser
+
+
+def write(path: Path | None, packages: Iterable[str], **figures: Any) -> None:
+    """Writes the figures, with what they hold for, where a path is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        origin = {"command": command(), "machine": machine(), "versions": versions(packages)}
+        path.write_text(json.dumps({**origin, **figures}, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

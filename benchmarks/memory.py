@@ -11,16 +11,13 @@ Parameters are fp32, in 2 buckets, and the optimizer is FusedAdamW. torch's DDP 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import command, machine, versions
+from machine import parser_of, write
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -162,9 +159,8 @@ def report(plain: Sequence[dict[str, Any]], ordered: Sequence[dict[str, Any]]) -
 
 def main() -> int:
     """Prints both tables. Exit status 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if min(args.workers) < 2:
         parser.error("--workers: must be at least 2")
@@ -173,9 +169,7 @@ def main() -> int:
     steps = [(n, total) for n in args.workers for total in sorted({n, 2 * n, 4 * n, 64, 100, 256}) if total >= n]
     ordered = [reproducible(*step) for step in steps]
     print(report(plain, ordered))
-    if args.json is not None:
-        origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy"])}
-        args.json.write_text(json.dumps({**origin, "without_order": plain, "reproducible": ordered}, indent=1) + "\n")
+    write(args.json, ["torch", "numpy"], without_order=plain, reproducible=ordered)
     return 0
 
 

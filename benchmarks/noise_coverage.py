@@ -22,16 +22,13 @@ tr(Sigma) / (N - 1), which is what sampling without replacement measures (docs/s
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from machine import command, machine, versions
+from machine import parser_of, write
 
 from kfuse.statistics.noise_scale import Estimate, NoiseScale, moments
 
@@ -222,12 +219,11 @@ def train_digits(batch: int, seed: int, steps: int = 301) -> list[tuple[bool, bo
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--replicates", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=40, help="of each batch size, real training")
     parser.add_argument("--group", help="only the cells of this group, e.g. drift")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
 
@@ -243,10 +239,7 @@ def main() -> int:
     for batch in (32, 64, 256) if args.group in (None, "digits") else ():
         judged = [one for seed in range(args.runs) for one in train_digits(batch, args.seed + seed)]
         report("digits", f"batch {batch}, steps 20 to 300", shares(judged))
-    if args.json is not None:
-        origin = {"command": command(), "machine": machine(), "versions": versions(["numpy"])}
-        figures = {"replicates": args.replicates, "runs": args.runs, "cells": results}
-        args.json.write_text(json.dumps({**origin, **figures}, indent=1) + "\n")
+    write(args.json, ["numpy"], replicates=args.replicates, runs=args.runs, cells=results)
     return 0
 
 

@@ -3,49 +3,30 @@
     python benchmarks/noise_quality.py --json benchmarks/results/noise_quality.json
     python benchmarks/noise_quality_plot.py benchmarks/results/noise_quality.json benchmarks/results/noise_quality.png
 
-Trains an MLP on digits and a small GPT on text by kf.FusedAdamW, several seeds each. In each step every sample's
-gradient is computed. Means of them are the micro-batches' gradients: they go through kfuse's engine (`opt.stats`), and
-their squared norms to the estimators of noise_estimators.py. The same samples in other numbers of micro-batches, and
-fewer of them, are measured on the way: M and the batch change what is measured, not the training.
+Trains an MLP on digits and a small GPT on text by kf.FusedAdamW, several seeds each, with every sample's gradient.
+Means of them are the micro-batches' gradients: they go through kfuse's engine (`opt.stats`), and their squared norms to
+the estimators of noise_estimators.py, also in other numbers of micro-batches and samples. Truth, every 25 steps: the
+gradients of all N samples, of mean G and covariance Sigma (divided by N), give tr(Sigma) / |G|^2. Batches are drawn
+with replacement, so that this is exactly what the estimators estimate.
 
-Truth, every 25 steps: the gradients of all N training samples at the parameters of that step. Their mean is G, their
-covariance (divided by N) is Sigma, and tr(Sigma) / |G|^2 is the noise scale. Batches are drawn with
-replacement, so that this is exactly what the estimators estimate (docs/statistics.md has what an epoch changes).
-
-    python benchmarks/noise_quality.py --problems text --samples 1024 --every 4 --runs 1 \
-        --json benchmarks/results/noise_quality_trend.json
-
-The truth every 4 steps: whether an interval that misses the truth of the moment holds its trend, the ratio of the lines
-through the truths of the latest 40 steps.
-
-Adam: a step -lr D g with D = 1 / (sqrt(v) + eps) and noise of covariance Sigma / B changes the loss by
-
-    -lr G'DG + lr^2 / 2 (G'DHDG + tr(DHD Sigma) / B)       so its noise scale is tr(DHD Sigma) / G'DHDG
-
-as in McCandlish et al. 2018, section 2.2, for SGD. The Hessian H is not known. Two simple cases are measured:
-
-    tr(D Sigma) / G'DG         H = 1 / D: the preconditioner is right
-    tr(D^2 Sigma) / G'D^2G     H = 1; what AdaptDL measures for AdamScale
-
-v is bias-corrected and that of the step before. kfuse's trainer measures neither: its formula is fed by this script.
+Adam's step -lr D g, D = 1 / (sqrt(v) + eps), has the noise scale tr(DHD Sigma) / G'DHDG (as McCandlish et al. 2018,
+section 2.2, for SGD). The Hessian H is not known. Two cases are measured: H = 1 / D, so tr(D Sigma) / G'DG, and H = 1,
+so tr(D^2 Sigma) / G'D^2G, which AdaptDL measures. v is bias-corrected and that of the step before.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from machine import command, machine, versions
+from machine import parser_of, write
 from noise_estimators import PEERS, AdaptDL, Estimator, FairScale, KDiffusion, Kfuse, KungFu
 from rich.console import Console
 from rich.progress import Progress
@@ -183,8 +164,7 @@ class Measured:
     """Of the gradients: "D" or "D^2", or none."""
 
 
-def estimators(batch: int) -> dict[str, Measured]:
-    """By name. `kfuse` itself is not here: it is the optimizer's own."""
+def estimators(batch: int) -> dict[str, Measured]:  # `kfuse` itself is the optimizer's own
     found = {name: Measured(kind(), batch) for name, kind in PEERS.items()}
     for parts in (2, 4, 8, 32):
         for name, kind in {"kfuse": Kfuse, **PEERS}.items():
@@ -256,13 +236,8 @@ def update(opt: Any, parameters: Sequence[Tensor], each: Tensor) -> Estimate:
     opt.step()
     opt.zero_grad()
     stats = opt.stats
-    return Estimate(
-        stats.noise_scale,
-        stats.noise_scale_low,
-        stats.noise_scale_high,
-        stats.mean_grad_variance,
-        stats.mean_grad_sq,
-    )
+    interval = stats.noise_scale, stats.noise_scale_low, stats.noise_scale_high
+    return Estimate(*interval, stats.mean_grad_variance, stats.mean_grad_sq)
 
 
 def truth(problem: Problem, gradients: SampleGradients, divisor: Tensor | None) -> dict[str, float]:
@@ -281,10 +256,8 @@ def truth(problem: Problem, gradients: SampleGradients, divisor: Tensor | None) 
 
 @torch.no_grad()
 def whole_loss(model: nn.Module, problem: Problem) -> float:
-    losses = [
-        F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum").item()
-        for x, y in zip(problem.x.split(256), problem.y.split(256), strict=True)
-    ]
+    parts = zip(problem.x.split(256), problem.y.split(256), strict=True)
+    losses = [F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum").item() for x, y in parts]
     return sum(losses) / problem.y.numel()
 
 
@@ -372,13 +345,12 @@ def report(problem: Problem, scores: dict[str, dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=PROBLEMS)
     parser.add_argument("--runs", type=int, help="of each problem; else 6 of digits and 4 of text")
     parser.add_argument("--samples", type=int, default=2048, help="of text")
     parser.add_argument("--every", type=int, default=EVERY, help="steps from one truth to the next")
     parser.add_argument("--steps", type=int, default=601)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = {}
@@ -391,9 +363,7 @@ def main() -> int:
         scores = {name: score(runs, name) for name in runs[0].course}
         Console(width=140).print(report(problem, scores))
         results[key] = recorded(problem, runs, scores)
-    origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy"])}
-    if args.json is not None:
-        args.json.write_text(json.dumps({**origin, "steps": args.steps, "problems": results}) + "\n")
+    write(args.json, ["torch", "numpy"], steps=args.steps, problems=results)
     return 0
 
 

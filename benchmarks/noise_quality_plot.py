@@ -24,13 +24,10 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     args = parser.parse_args()
 
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     problems = json.loads(args.results.read_text())["problems"].values()
-    figure = pyplot.figure(figsize=(6.5 * len(problems), 10), layout="constrained")
+    figure = Figure(figsize=(6.5 * len(problems), 10), layout="constrained")
     kinds = (draw_plain, ""), (draw_adam, ", weighted as Adam weighs them")
     for part, (draw, weights) in zip(figure.subfigures(2, 1), kinds, strict=True):
         axes = part.subplots(1, len(problems), squeeze=False)[0]

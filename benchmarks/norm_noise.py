@@ -9,8 +9,6 @@ same decay. What is reported is their ratio, at several batch sizes: a number to
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from machine import command, machine, versions
+from machine import parser_of, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -75,12 +73,11 @@ def ratios(course: list[dict[str, Any]]) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 16], help="sizes, in sequences")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if min(args.micro_batches) < 2 or args.steps <= BURN_IN:
@@ -105,21 +102,17 @@ def main() -> int:
             f"{MICRO_BATCHES} x {size}", f"{last['loss']:.2f}", *noise, f"{middle:.2f}", spread, str(len(found))
         )
     Console().print(table)
-    if args.json is not None:
-        origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy"])}
-        args.json.write_text(json.dumps({**origin, "ratio": figures, "courses": courses}, indent=1) + "\n")
+    write(args.json, ["torch", "numpy"], ratio=figures, courses=courses)
     if args.plot is not None:
         plot(courses, args.plot)
     return 0
 
 
 def plot(courses: dict[int, list[dict[str, Any]]], picture: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(courses), figsize=(5 * len(courses), 4), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(5 * len(courses), 4), layout="constrained")
+    axes = figure.subplots(1, len(courses), squeeze=False)
     for axis, (size, course) in zip(axes[0], courses.items(), strict=True):
         for name, label in (("model", "whole model"), ("layers", "normalisation layers")):
             known = [c for c in course if c[name]]

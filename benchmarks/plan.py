@@ -28,7 +28,6 @@ give it to the job until its end, so they have the best batch sizes too.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -39,7 +38,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from machine import command, machine, versions
+from machine import write
 
 from kfuse.tools.plan.jobs import LEAST_GAIN, Job, LinearStepTime, Option, plan, service
 
@@ -245,9 +244,7 @@ def main() -> int:
         for line in rules:
             print("  {rule:<12}mean {mean_h:6.2f} h  median {p50_h:6.2f} h  95 % {p95_h:6.2f} h".format(**line), end="")
             print("  {worker_hours:8.0f} worker-hours, idle {idle_worker_hours:8.0f}  in {wall_s:.1f} s".format(**line))
-    if path:
-        record = {"command": command(), "machine": machine(), "versions": versions(["numpy"]), "traces": cells}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    write(path, ["numpy"], traces=cells)
     return 0
 
 

@@ -20,7 +20,6 @@ medians, least and largest ones.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import io
@@ -34,7 +33,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from machine import command, machine, versions, warn_if_busy
+from machine import parser_of, warn_if_busy, write
 from rich.console import Console
 from rich.table import Table
 from step_report import median_interval
@@ -124,10 +123,9 @@ def steps_in_turns(rounds: int, steps: int) -> list[list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turns", type=int, default=60, help="rounds of steps (default 60)")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     warn_if_busy()
     kills = np.random.default_rng(0).integers(KILLS[0], KILLS[1], args.rounds, endpoint=True)
@@ -180,10 +178,8 @@ def report(
             _said(row["lost_step_again_s"], 1e3),
         )
     console.print(table)
-    if file is not None:
-        origin = {"command": command(), "machine": machine(), "versions": versions(["torch"])}
-        every = {"snapshot_every": SNAPSHOT_EVERY, "checkpoint_every": CHECKPOINT_EVERY}
-        file.write_text(json.dumps({**origin, **every, **steps, "rows": rows, "rounds": found}, indent=1) + "\n")
+    every = {"snapshot_every": SNAPSHOT_EVERY, "checkpoint_every": CHECKPOINT_EVERY}
+    write(file, ["torch"], **every, **steps, rows=rows, rounds=found)
 
 
 def _spread(runs: list[dict[str, float]], figure: str) -> dict[str, float]:

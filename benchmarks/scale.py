@@ -14,9 +14,6 @@ model says: one flat ring or exchange over all workers, and links that nothing e
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -27,9 +24,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from links import Place, join, links
-from machine import command, machine, versions, warn_if_busy
+from machine import parser_of, warn_if_busy, write
 from step_variants import new_session
-from workers import outcome_of
+from workers import leave, outcome_of
 
 import kfuse as kf
 from kfuse import session
@@ -69,9 +66,8 @@ EXTRAPOLATED = 256 * 2**20  # elements: 1 GiB of fp32 gradients
 
 def main() -> None:
     """Measures, fits, predicts, prints, and writes what is asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     warn_if_busy()
@@ -82,11 +78,8 @@ def main() -> None:
     results = {link: _compare(found, LINKS[link][1]) for link, found in measured.items()}
     _print(results)
     curves = _extrapolate()
-    if arguments.json is not None:
-        record = {"benchmark": "scale", "command": command(), "machine": machine(), "versions": versions(("torch",))}
-        record |= {"links": results, "extrapolation (not measured)": {"elements": EXTRAPOLATED, "seconds": curves}}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    extrapolated = {"extrapolation (not measured)": {"elements": EXTRAPOLATED, "seconds": curves}}
+    write(arguments.json, ["torch"], benchmark="scale", links=results, **extrapolated)
     if arguments.plot is not None:
         _plot(results, curves, arguments.plot)
 
@@ -126,10 +119,8 @@ def _worker(rank: int, places: list[Place], elements: int, rounds: int, messages
         sent = {kind: {size: medians[kind, size] for size in sizes} for kind in PROBED}
         messages.put(("outcome", {"messages": sent, "steps": {name: medians[name, 0] for name in steps}}))
     group.barrier()
-    messages.close()
-    messages.join_thread()
     del store
-    os._exit(0)
+    leave(messages)
 
 
 class _Steps:
@@ -226,12 +217,10 @@ def _print(results: Mapping[str, Any]) -> None:
 
 
 def _plot(results: Mapping[str, Any], curves: Mapping[str, Any], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
+    figure = Figure(figsize=(12, 5))
+    (left, right) = figure.subplots(1, 2)
     colours = dict(zip(PROGRAMS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
     for (link, result), marker in zip(results.items(), "osD", strict=True):
         scale = 1e9 / (4 * result["elements"])

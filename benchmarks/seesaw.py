@@ -23,17 +23,14 @@ are
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import command, machine, versions
+from machine import parser_of, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -147,10 +144,9 @@ def compare(optimizer: str, curve: str, samples: int, base: int) -> Iterator[dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=2**22)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 512, 4096])
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = [(optimizer, curve, base) for optimizer in SCALING for curve in CURVES for base in args.batch_sizes]
     rows: list[dict[str, Any]] = []
@@ -165,9 +161,7 @@ def main() -> int:
         risks = [f"{risk:.3g}" for risk in row["risk"].values()]
         table.add_row(*words, str(row["most"] or ""), f"{row['steps']:.4f}", f"{row['steps_limit']:.4f}", *risks)
     Console(width=120).print(table)
-    if args.json is not None:
-        origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy"])}
-        args.json.write_text(json.dumps({**origin, "samples": args.samples, "rows": rows}, indent=1) + "\n")
+    write(args.json, ["torch", "numpy"], samples=args.samples, rows=rows)
     return 0
 
 

@@ -31,7 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from machine import command, machine, versions
+from machine import parser_of, write
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -55,6 +55,7 @@ TRAINING = words(
     "workers.threads=1 elastic.max_failures=12 elastic.heartbeat_timeout_s=5 train.epochs=1000000",
 )
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+PACKAGES = ("torch", "numpy")
 SLACK = {"fds": 4.0, "threads": 4.0, "keys": 4.0}
 
 
@@ -108,12 +109,10 @@ def verdicts(samples: list[Sample]) -> dict[str, dict[str, Any]]:
 
 
 def picture(samples: list[Sample], spare_from: int, path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(4, 1, figsize=(9, 9), sharex=True, layout="constrained")
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    axes = figure.subplots(4, 1, sharex=True)
     at = [sample.event for sample in samples]
     for axis, name, label in zip(
         axes, ("fds", "threads", "rss_mib"), ("file descriptors", "threads", "memory, MiB"), strict=False
@@ -173,21 +172,19 @@ def soak(args: argparse.Namespace, console: Console) -> int:
                 console.print(error, markup=False, highlight=False)
     if args.picture:
         picture(events.samples, spare_from, args.picture)
-    if args.json:
-        kinds = Counter(sample.kind for sample in events.samples)
-        result = {
-            **origin(),
-            "events": kinds,
-            "wall_s": wall_s,
-            "steps": steps,
-            "params_sha256": sha256,
-            "watched_from_event": spare_from,
-            "flat": flat,
-            "unexpected_losses": unexpected,
-            "resources": rows,
-            "samples": [asdict(sample) for sample in events.samples],
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(
+        args.json,
+        PACKAGES,
+        events=Counter(sample.kind for sample in events.samples),
+        wall_s=wall_s,
+        steps=steps,
+        params_sha256=sha256,
+        watched_from_event=spare_from,
+        flat=flat,
+        unexpected_losses=unexpected,
+        resources=rows,
+        samples=[asdict(sample) for sample in events.samples],
+    )
     return 0 if flat and not unexpected else 1
 
 
@@ -198,8 +195,7 @@ def checkpoints(args: argparse.Namespace, console: Console) -> int:
     kills = f"{args.checkpoints} kills of a job of {outcome.steps} steps in {outcome.wall_s:.0f} s"
     torn = f"{outcome.mid_write} left a checkpoint half written or half removed"
     console.print(f"{kills}; {torn}; {len(outcome.resumed)} resumptions, all with the bits of an undisturbed run")
-    if args.json:
-        args.json.write_text(json.dumps({**origin(), "kills": args.checkpoints, **asdict(outcome)}, indent=1) + "\n")
+    write(args.json, PACKAGES, kills=args.checkpoints, **asdict(outcome))
     return 0
 
 
@@ -213,18 +209,12 @@ def report(console: Console, rows: dict[str, dict[str, Any]], title: str) -> Non
     console.print(table)
 
 
-def origin() -> dict[str, Any]:
-    """The command and the machine that figures come from."""
-    return {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy"])}
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--events", type=int, default=200, help="at least 20 (default 200)")
     parser.add_argument("--checkpoints", type=int, metavar="KILLS", help="instead: kill a job that writes checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.03, help="seconds that a step takes at least (default 0.03)")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="a PNG, SVG or PDF of what is held after each event")
     args = parser.parse_args()
     if args.events < 20:

@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import os
 import random
 import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +28,7 @@ from gpu_workers import ABSENT, place
 from machine import warn_if_busy
 from step_report import PAIRS, Pairs, report
 from step_variants import VARIANTS, Settings, Variant
-from workers import messages_from, set_torchrun_variables
+from workers import leave, messages_of, set_torchrun_variables
 
 CHECK_STEPS = 6
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-3}
@@ -82,12 +80,8 @@ def measure(benchmark: str, description: str, default: tuple[str, ...], pairs: P
 
 def _run(settings: Settings, schedule: Schedule) -> dict[str, Any]:
     """Starts the workers, follows their progress, and returns what rank 0 hands back."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    messages: Any = mp.get_context("spawn").Queue()
-    arguments = (settings, schedule, store.port, messages)
-    workers = mp.spawn(_worker, arguments, nprocs=settings.workers, join=False)
     outcome: dict[str, Any] = {}
-    for kind, value in messages_from(workers, messages):
+    for kind, value in messages_of(settings.workers, _worker, settings, schedule):
         if kind == "outcome":
             outcome = value
         elif sys.stderr.isatty():
@@ -121,9 +115,7 @@ def _worker(rank: int, settings: Settings, schedule: Schedule, port: int, messag
     outcome = {"rounds": rounds, "loss_differences": differences, "parameters": parameters, "peak_bytes": peaks}
     say(("outcome", outcome))
     dist.barrier()
-    messages.close()
-    messages.join_thread()
-    os._exit(0)  # the destructors of torch's DDP and gloo have been seen to hang, and to abort the process
+    leave(messages)
 
 
 def _peak_bytes(name: str, settings: Settings, rank: int) -> int | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import command, machine, versions
+from machine import write
 from numpy.typing import NDArray
 from step_variants import Settings
 
@@ -61,21 +60,16 @@ def report(
         if a in names and b in names
     }
     _print(variants, base, pairs, settings, outcome, rounds, steps)
-    if path is None:
-        return
-    record = {
-        "benchmark": benchmark,
-        "command": command(),
-        "machine": machine(),
-        "versions": versions(("torch", "numpy", "fairscale")),
-        "settings": {**asdict(settings), "rounds": rounds, "steps": steps, "parameters": outcome["parameters"]},
-        "variants": variants,
-        "pairs": pairs,
-        "largest_loss_difference": outcome["loss_differences"],
-        "step_ms_by_round": {name: np.round(1e3 * seconds[name], 2).tolist() for name in names},
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write(
+        path,
+        ("torch", "numpy", "fairscale"),
+        benchmark=benchmark,
+        settings={**asdict(settings), "rounds": rounds, "steps": steps, "parameters": outcome["parameters"]},
+        variants=variants,
+        pairs=pairs,
+        largest_loss_difference=outcome["loss_differences"],
+        step_ms_by_round={name: np.round(1e3 * seconds[name], 2).tolist() for name in names},
+    )
 
 
 def _median_ms(seconds: NDArray[np.float64]) -> float:

@@ -14,21 +14,16 @@ collectives. Its bytes do not depend on what is measured here (docs/synchronisat
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
-from machine import command, machine, versions
+from machine import parser_of, write
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from workers import outcome_of, set_torchrun_variables
+from workers import messages_of, set_torchrun_variables
 
 import kfuse as kf
 from kfuse.comm.gloo import GlooGroup
@@ -69,7 +64,7 @@ def _counted(method: Any, seen: Counter[str]) -> Any:
     return send
 
 
-def work(rank: int, port: int, name: str, seed: int, steps: int, lr: float, results: Any) -> None:
+def work(rank: int, name: str, seed: int, steps: int, lr: float, port: int, results: Any) -> None:
     """One worker of one run; rank 0 puts the figures into `results`."""
     set_torchrun_variables(rank, WORKERS, port)
     torch.set_num_threads(1)
@@ -104,34 +99,28 @@ def work(rank: int, port: int, name: str, seed: int, steps: int, lr: float, resu
 
 def run(name: str, seed: int, steps: int, lr: float) -> dict[str, Any]:
     """The figures of one training."""
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    results = mp.get_context("spawn").Queue()
-    given = (store.port, name, seed, steps, lr, results)
-    figures: dict[str, Any] = outcome_of(mp.spawn(work, given, nprocs=WORKERS, join=False), results)
-    return figures
+    ((_, figures),) = messages_of(WORKERS, work, name, seed, steps, lr)
+    return dict(figures)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=304, help=f"a multiple of {LONGEST}")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.steps < LONGEST or args.steps % LONGEST:
         parser.error(f"--steps {args.steps}: must be a multiple of {LONGEST}, so that the last round is whole")
     names = [REFERENCE, *(name for name in args.variants if name != REFERENCE)]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    origin = {"command": command(), "machine": machine(), "versions": versions(["torch", "numpy"])}
     settings = {"workers": WORKERS, "batch": BATCH, "steps": args.steps, "lr": args.lr, "runs": runs}
     for seed in range(args.seeds):
         for name in names:  # by turns
             runs[name].append(run(name, seed, args.steps, args.lr))
             if runs[name][-1]["bytes"] != runs[name][0]["bytes"]:
                 raise RuntimeError(f"{name}: seed {seed} sent other bytes than seed 0: {runs[name]}")
-        if args.json is not None:  # after each seed: a run takes a minute or more
-            args.json.write_text(json.dumps({**origin, **settings}, indent=1) + "\n")
+        write(args.json, ["torch", "numpy"], **settings)  # after each seed: a run takes a minute or more
     table = Table(title=f"{WORKERS} workers, {args.steps} steps of {BATCH} sequences, {args.seeds} seeds")
     for heading in ("comm.sync", "held-out loss", "beside ssgd", "bytes a step", "beside ssgd", "messages a step"):
         table.add_column(heading, justify="right")

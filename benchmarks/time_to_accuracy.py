@@ -42,8 +42,6 @@ batch sizes and rates that the run had; this ends with an error where they disag
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -55,12 +53,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from machine import warn_if_busy
+from machine import parser_of, warn_if_busy
 from rich.progress import Progress
 from tta_problems import LARGEST, PROBLEMS, Problem
 from tta_report import at_samples, disagreement, reached, report, target_of
 from tta_systems import KFUSE, Job, run
-from workers import messages_from, set_torchrun_variables
+from workers import leave, messages_from, set_torchrun_variables
 
 WORKERS = 2
 TARGET_AT = 0.6
@@ -83,9 +81,7 @@ def work(rank: int, port: int, jobs: Any, messages: Any) -> None:
         if rank == 0:
             messages.put(("record", record))
     dist.barrier()
-    messages.close()
-    messages.join_thread()
-    os._exit(0)  # the destructors of torch's DDP and gloo have been seen to hang, and to abort the process
+    leave(messages)
 
 
 @contextmanager
@@ -181,14 +177,13 @@ def choose(records: list[dict[str, Any]], small: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="fixed and ddp-best always"
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--part", type=float, default=1.0, help="of each run's samples; for a quick look")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if args.seeds < 1 or not 0 < args.part <= 1:

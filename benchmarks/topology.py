@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
 from links import Place, allowed, join, links
-from machine import command, machine, versions, warn_if_busy
+from machine import parser_of, warn_if_busy, write
 from step_report import median_interval
-from workers import outcome_of
+from workers import leave, outcome_of
 
 import kfuse as kf
 from kfuse.session import current
@@ -93,10 +90,8 @@ def work(rank: int, places: list[Place], megabytes: float, rounds: int, messages
         }
         messages.put(("outcome", found))
     group.barrier("the end")
-    messages.close()
-    messages.join_thread()
     del store
-    os._exit(0)
+    leave(messages)
 
 
 def _check(grad: torch.Tensor | None, size: int) -> None:
@@ -150,7 +145,7 @@ def _print(slow: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--slow", default="none,0-1,0-2", help="settings: the slow link, or none")
     parser.add_argument("--factor", type=float, default=10.0, help="how many times slower it is")
     parser.add_argument("--mbit", type=float, default=200.0, help="Mbit/s of the other links, in each direction")
@@ -158,7 +153,6 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=None, help="namespaces, if fewer than workers")
     parser.add_argument("--megabytes", type=float, default=2.0, help="MiB of fp32 gradients, in one bucket")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     if not allowed():
         parser.error("needs root and the commands ip and tc: it makes network namespaces")
@@ -169,17 +163,8 @@ def main() -> None:
     warn_if_busy()
     names = ("workers", "hosts", "mbit", "factor", "megabytes", "rounds")
     found = measure(arguments)
-    if arguments.json is not None:
-        record = {
-            "benchmark": "topology",
-            "command": command(),
-            "machine": machine(),
-            "versions": versions(("torch", "numpy")),
-            "settings": {name: getattr(arguments, name) for name in names},
-            "slow_link": found,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    chosen = {name: getattr(arguments, name) for name in names}
+    write(arguments.json, ("torch", "numpy"), benchmark="topology", settings=chosen, slow_link=found)
 
 
 if __name__ == "__main__":

@@ -221,12 +221,10 @@ def _spread(found: Mapping[str, float | None]) -> str:
 
 def plot(tuned: Mapping[str, Mapping[str, Any]], runs: Sequence[Run], picture: Path) -> None:
     """By problem: quality over seconds and over steps, a line a run, in the system's colour; and the batch sizes."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(tuned), 3, figsize=(15, 4 * len(tuned)), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(15, 4 * len(tuned)), layout="constrained")
+    axes = figure.subplots(len(tuned), 3, squeeze=False)
     systems = list(dict.fromkeys(each["system"] for each in sorted(runs, key=_rank)))
     colours = {name: f"C{k}" for k, name in enumerate(systems)}
     for row, (name, each) in zip(axes, tuned.items(), strict=True):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
+
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LIMIT_S = 1800.0
 """Seconds from one message of the workers to the next one, and from the last one to their end."""
@@ -50,6 +54,23 @@ def messages_from(workers: Any, messages: Any, limit_s: float = LIMIT_S) -> Iter
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def messages_of(count: int, work: Callable[..., None], *given: Any) -> Iterator[tuple[str, Any]]:
+    """The messages of `count` processes that run work(rank, *given, port of a store, messages). See `messages_from`."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=600), wait_for_workers=False)
+    messages: Any = mp.get_context("spawn").Queue()
+    yield from messages_from(mp.spawn(work, (*given, store.port, messages), nprocs=count, join=False), messages)
+
+
+def leave(messages: Any) -> None:
+    """Ends this worker once all that it has said has been sent, without destructors.
+
+    Those of torch's DDP and gloo have been seen to hang, and to abort the process.
+    """
+    messages.close()
+    messages.join_thread()
+    os._exit(0)
 
 
 def outcome_of(workers: Any, messages: Any, limit_s: float = LIMIT_S) -> Any:

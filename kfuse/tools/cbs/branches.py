@@ -149,8 +149,8 @@ class Start:
         for k in plan.factors:
             if plan.batch(k) % micro:
                 raise ConfigError(
-                    f"factors: {k:g} makes a batch of {plan.batch(k)} samples at step {self.step}: "
-                    f"must be whole micro-batches of batch.micro={micro}, one at least"
+                    f"run={self._run.path}: factors: {k:g} makes a batch of {plan.batch(k)} samples at step "
+                    f"{self.step}: must be whole micro-batches of batch.micro={micro}, one at least"
                 )
         plan.steps(plan.factors[-1], self._cursor, self._length)
 
