@@ -25,7 +25,7 @@ from kfuse.session import current
 
 if TYPE_CHECKING:
     from kfuse.comm.group import Group
-    from kfuse.train.decisions import Decisions
+    from kfuse.train.trainer import Trainer
 
 Number = int | float
 
@@ -148,21 +148,21 @@ def peer_latencies() -> list[float]:
 
 def resize(workers: int) -> None:
     """Requests this many workers. Workers join, when they are ready, or leave, at a later step boundary."""
-    session, decisions = current(), _running()
+    session, trainer = current(), _running()
     if not session.elastic:
         warnings.warn("kf.resize: this job's number of workers is fixed: no supervisor started it", stacklevel=2)
-    elif decisions is not None:
-        decisions.request(workers=workers)
+    elif trainer is not None:
+        trainer.decisions.request(workers=workers)
     else:
         session.ask_supervisor("resize", workers=operator.index(workers))
 
 
 def set_batch_size(samples: int) -> None:
     """Sets the global batch size. In training only (kf.fit, kf.DataLoader, `kfuse`). Raises ValueError below 1."""
-    decisions = _in_training("kf.set_batch_size")
+    trainer = _in_training("kf.set_batch_size")
     if samples < 1:
         raise ValueError(f"kf.set_batch_size({samples}): must be at least 1")
-    decisions.request_within_bounds(Decision(batch_size=samples))
+    trainer.calls.request_within_bounds(Decision(batch_size=samples))
 
 
 def set_lr(lr: float) -> None:
@@ -173,12 +173,12 @@ def set_lr(lr: float) -> None:
 
     Raises ValueError unless it is above 0 and in fp32's range, and where the rate now is 0, which no factor changes.
     """
-    _in_training("kf.set_lr").request_lr(lr)
+    _in_training("kf.set_lr").decisions.request_lr(lr)
 
 
 def set_topology(name: str) -> None:
     """Sets how gradients are reduced: "allreduce", "all_to_all" or "tree". In training only, as `set_lr`."""
-    _in_training("kf.set_topology").request(topology=name)
+    _in_training("kf.set_topology").decisions.request(topology=name)
 
 
 def set_tree(shape: str | Sequence[int]) -> None:
@@ -190,7 +190,7 @@ def set_tree(shape: str | Sequence[int]) -> None:
     """
     if shape is None:  # `request` takes it for no request
         raise ValueError("kf.set_tree(None): must be the name of a shape, or a list with each rank's parent")
-    _in_training("kf.set_tree").request(tree=shape)
+    _in_training("kf.set_tree").decisions.request(tree=shape)
 
 
 def set_sync(mode: str) -> None:
@@ -203,7 +203,7 @@ def set_sync(mode: str) -> None:
     central one (Koliousis et al. 2019). "pair": each averages its model with another one's, and waits for nobody (Lian
     et al. 2018). Beside ssgd statistics of the mean gradient are unknown.
     """
-    _in_training("kf.set_sync").request(sync=mode)
+    _in_training("kf.set_sync").decisions.request(sync=mode)
 
 
 def state_dict() -> dict[str, Any]:
@@ -214,9 +214,10 @@ def state_dict() -> dict[str, Any]:
     after_step or after_epoch, as the last thing that the hook does. Raises RuntimeError elsewhere, TypeError for a
     policy or scheduler whose state holds other things.
     """
-    from kfuse.train import running
-
-    return running.state_dict()
+    trainer = _running()
+    if trainer is None:
+        raise RuntimeError("kf.state_dict: no training is under way; after a loop, loader.state_dict() has its state")
+    return trainer.state_dict()
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
@@ -230,16 +231,16 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     running.load_state_dict(state)
 
 
-def _running() -> Decisions | None:
-    from kfuse.train.decisions import running  # only where there is, or may be, a training loop
+def _running() -> Trainer | None:
+    from kfuse.train.running import newest  # only where there is, or may be, a training loop
 
-    return running()
+    return newest()
 
 
-def _in_training(function: str) -> Decisions:
-    decisions = _running()
-    if decisions is None:
+def _in_training(function: str) -> Trainer:
+    trainer = _running()
+    if trainer is None:
         raise RuntimeError(
             f"{function} works in training (kf.fit, kf.DataLoader, `kfuse`): in a loop of your own, set it there"
         )
-    return decisions
+    return trainer

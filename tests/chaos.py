@@ -244,7 +244,7 @@ class Chaos(BasePolicy):
         from kfuse.comm.transports.allreduce import AllReduce
         from kfuse.comm.transports.two_workers import TwoWorkers
         from kfuse.optim import base, sharding
-        from kfuse.train import audit, trainer
+        from kfuse.train import audit, results, trainer
         from kfuse.train import state as training_state
         from kfuse.train.recovery import Recovery
 
@@ -315,8 +315,8 @@ class Chaos(BasePolicy):
         after(sharding, "regroup", here("resharded"))
         before(audit.Audit, "_gather", digests)
         after(audit.Audit, "_gather", here("audited"))
-        before(trainer, "evaluate", here("evaluation"))
-        after(trainer, "evaluate", here("evaluated"))
+        before(results, "evaluate", here("evaluation"))
+        after(results, "evaluate", here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))
         before(training_state, "share", share)
         after(training_state, "share", shared)

@@ -8,7 +8,7 @@ from distributed import run_workers
 import kfuse as kf
 from kfuse.comm.group import CommError
 from kfuse.session import current
-from kfuse.train.published import Published
+from kfuse.train.decisions import Published
 
 CONTENT = {"batch_size": 2**40, "lr": 0.1 + 2**-55, "tree": [1, 1, 1], "sync": "local:4"}
 

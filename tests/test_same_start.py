@@ -22,6 +22,7 @@ from kfuse.comm.group import CommError
 from kfuse.comm.tail import digest, digest_from_slots, digest_slots
 from kfuse.data import as_dataset
 from kfuse.session import current
+from kfuse.train.context import TrainContext
 from kfuse.train.evaluation import params_sha256
 from kfuse.train.loss import Objective
 from kfuse.train.settings import Settings
@@ -270,7 +271,8 @@ def start_that_fails(directory: str) -> None:
     checkpoints = Checkpoints(Path(directory), current(), every_steps=5, resume="auto")
     settings = Settings.of({"batch_size": 8, "batch_micro": 4, "batch_max": 8}, workers_bounds=(1, 2))
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    trainer = Trainer(net, train, opt, settings, checkpoints=checkpoints, objective=Objective(F.cross_entropy))
+    training = TrainContext(net, train, opt, settings, checkpoints=checkpoints, objective=Objective(F.cross_entropy))
+    trainer = Trainer(training)
     if kf.rank() == 1:
         assert current().group.close(0.0)
         return

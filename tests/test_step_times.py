@@ -19,8 +19,8 @@ import kfuse as kf
 from kfuse.policies import SchedulePolicy
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
-from kfuse.train import input_bound
 from kfuse.train.decisions import Decisions
+from kfuse.train.load_balance import Waiting, is_input_bound, take_measured, waiting_after, waiting_fraction
 from kfuse.train.lr_schedule import LRSchedule
 from kfuse.train.policy_calls import PolicyCalls
 from kfuse.train.progress import Progress
@@ -103,24 +103,24 @@ def test_with_pair_averaging_they_are_unknown() -> None:
 # -- input-bound -----------------------------------------------------------------------------------------------------
 
 
-def after(steps: int, waits: float) -> input_bound.Waiting:
-    known: input_bound.Waiting = (0.0, 0.0, 0)
+def after(steps: int, waits: float) -> Waiting:
+    known: Waiting = (0.0, 0.0, 0)
     for _ in range(steps):
-        known = input_bound.measured(known, 0.01, 0.01 * waits)
+        known = waiting_after(known, 0.01, 0.01 * waits)
     return known
 
 
 def test_the_part_of_the_time_is_known_after_some_steps() -> None:
-    assert input_bound.fraction(after(9, 0.7)) is None
-    assert input_bound.fraction(after(10, 0.7)) == pytest.approx(0.7)
+    assert waiting_fraction(after(9, 0.7)) is None
+    assert waiting_fraction(after(10, 0.7)) == pytest.approx(0.7)
     known = after(10, 0.7)
-    assert input_bound.measured(known, None, None) == known
+    assert waiting_after(known, None, None) == known
 
 
 def test_the_mean_of_the_first_steps_is_plain_and_later_ones_count_a_twentieth() -> None:
-    known = input_bound.measured(input_bound.measured((0.0, 0.0, 0), 1.0, 0.5), 3.0, 0.5)
+    known = waiting_after(waiting_after((0.0, 0.0, 0), 1.0, 0.5), 3.0, 0.5)
     assert known == (2.0, 0.5, 2)
-    time_s, wait_s, steps = input_bound.measured((1.0, 0.5, 100), 2.0, 0.0)
+    time_s, wait_s, steps = waiting_after((1.0, 0.5, 100), 2.0, 0.0)
     assert (time_s, wait_s, steps) == pytest.approx((1.05, 0.475, 101))
 
 
@@ -132,7 +132,7 @@ def test_training_is_input_bound_from_one_half_and_until_below_two_fifths() -> N
         (0.39, True, False),
         (math.nan, True, False),
     ]:
-        assert input_bound.is_bound(after(20, waits), before) is bound
+        assert is_input_bound(after(20, waits), before) is bound
 
 
 class Growing(kf.BasePolicy):
@@ -164,9 +164,10 @@ def deciding(policy: kf.BasePolicy, waits: Sequence[float]) -> tuple[list[int], 
     settings = Settings.of({"batch_size": 16, "batch_micro": 4, "batch_max": 64}, workers_bounds=(1, 8))
     at, events = Progress(16), []
     reporter: Any = SimpleNamespace(event=lambda step, kind, **fields: events.append((step, kind, fields)))
-    opt: Any = None
-    calls = PolicyCalls(policy, session, at, reporter)
-    decisions = Decisions(session, calls, opt, LRSchedule(), settings, at, reporter)
+    shared = {"session": session, "progress": at, "reporter": reporter, "settings": settings, "policy": policy}
+    training: Any = SimpleNamespace(**shared, opt=None, schedule=LRSchedule())
+    decisions = Decisions(training)
+    calls = PolicyCalls(training, decisions)
     figures: dict[str, Any] = {"loss": None, "seconds": (0.01, 0.01), "votes": (0.0, 0.0)}
     context = StepContext(
         epoch=0,
@@ -191,8 +192,8 @@ def deciding(policy: kf.BasePolicy, waits: Sequence[float]) -> tuple[list[int], 
             previous_data_wait_s=wait_s,
             **figures,
         )
-        decisions.update_progress(stats, context)
-        decisions.decide(stats, context, decisions.signals(stats, context))
+        take_measured(training, stats, context)
+        calls.decide(calls.signals(stats, context))
         decisions.workers_requested = 0
         at.step += 1
     return session.asked, [(step, fields) for step, kind, fields in events if kind == "input_bound"]

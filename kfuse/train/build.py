@@ -18,6 +18,7 @@ from kfuse.session import current
 from kfuse.settings import instantiate
 from kfuse.settings.groups import class_arguments
 from kfuse.settings.tree import WORKERS_MAX, flat
+from kfuse.train.context import TrainContext
 from kfuse.train.model_checks import log_remarks
 from kfuse.train.precision import cast_parameters
 from kfuse.train.settings import Settings
@@ -62,7 +63,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
     checkpoints = {name: config["checkpoint"][name] for name in ("every_steps", "keep", "resume")}
     given = training_data(split.train)
     log_remarks(given.remarks)
-    return Trainer(
+    training = TrainContext(
         model,
         given.data,
         _optimizer(config, model),
@@ -74,6 +75,7 @@ def build_trainer(config: dict[str, Any]) -> Trainer:
         facts={name: value for name, value in split.spec.items() if isinstance(value, float)},
         exits_are_errors=True,
     )
+    return Trainer(training)
 
 
 def _optimizer(config: dict[str, Any], model: torch.nn.Module) -> DistributedOptimizer:

@@ -14,6 +14,7 @@ from kfuse.optim import DistributedOptimizer, refuse_wrapped
 from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.settings.tree import LoopSettings, TrainSettings, resolved
+from kfuse.train.context import TrainContext
 from kfuse.train.evaluation import Metric
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.lr_schedule import Interval, UserSchedule, has_scheduler
@@ -119,18 +120,21 @@ def fit(
     values = resolved("kf.fit", TrainSettings, {**given.of_loader, **settings})
     check_parameters(model, values["train_precision"])
     output = Output(current(), values)
-    trainer = Trainer(
+    training = TrainContext(
         model,
         given.data,
         opt,
         Settings.of(values, worker_init_fn=given.worker_init_fn),
-        policy=None if hook is None else hook.policy,
+        policy=BasePolicy() if hook is None else hook.policy,
         scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt, heldout is not None),
         objective=objective,
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
         metrics=metrics,
+        checkpoints=output.checkpoints,
+        saved_model=output.saved_model,
         output=output,
     )
+    trainer = Trainer(training)
     _log_remarks(given, model, settings)
     with output.recorded():
         return trainer.run()
@@ -185,18 +189,21 @@ class DataLoader:
         _check_arguments("kf.DataLoader", model, opt, scheduler)
         values = resolved("kf.DataLoader", LoopSettings, {**given.of_loader, **settings})
         self._output = Output(current(), values)
-        self._trainer = Trainer(
+        training = TrainContext(
             model,
             given.data,
             opt,
             Settings.of(values, worker_init_fn=given.worker_init_fn),
-            policy=policy,
+            policy=policy or BasePolicy(),
             scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt, evaluates=False),
             objective=Objective(weight_fn=weight_fn),
+            checkpoints=self._output.checkpoints,
+            saved_model=self._output.saved_model,
             output=self._output,
             user_loop=True,
             several_backwards=several_backwards,
         )
+        self._trainer = Trainer(training)
         _log_remarks(given, model, settings)
         self._begun = False
 

@@ -1,64 +1,39 @@
 """Training by asynchronous pair averaging (`comm.sync=pair`): each worker at a step of its own, and where all meet.
 
-Between meetings a worker's step has no collective: its gradients stay with it, and it averages its model with another
-worker's (`kfuse.comm.sync.pair`). What else workers tell each other goes over the control channel, by the supervisor:
-
-- The leader's announcements. They reach each worker while it makes a step, and count from its next step boundary on. A
-  factor of the learning rate is applied there. Anything else must be applied by all workers at one step: at a meeting,
-  which it calls.
-- A view, and a request to stop, which the supervisor sends to all workers: they call a meeting too.
-- Each worker's own ledger lines; the leader's loss.
-
-A meeting (`kfuse.elastic.meetings`): workers that are behind go on to the step of the furthest one, so that no sample
-is left out. (When the job stops, they have a few seconds for that.) There all average their models, take the leader's
-state of all else (statistics, policy, progress), and go on with one state, asynchronously again if that is still the
-mode. Meetings that no one calls are at the end of an epoch, at an evaluation, at a checkpoint and at the end of
-training.
-
-A lost worker ends nothing: the others make the step under way, and form a view without it, as in any mode. One that is
-behind takes the furthest one's state then, and the samples that it had left up to there are left out. What the lost one
-had used beyond that is used again.
+Between meetings a worker's step has no collective: it averages its model with another's (`kfuse.comm.sync.pair`). The
+leader's announcements, views, stops and ledger lines go over the control channel. docs/synchronisation.md says when
+workers meet (`kfuse.elastic.meetings`), and what a lost worker changes.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.sync.pair import Pair, random_peer
 from kfuse.elastic.client import ControlClient, Met
 from kfuse.elastic.rendezvous import own_address
-from kfuse.membership import Session
-from kfuse.optim import DistributedOptimizer
+from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions
-from kfuse.train.progress import STOP_REASONS, Progress
+from kfuse.train.progress import STOP_REASONS
+from kfuse.train.synchronisation import SyncMethod
 
 
-class PairAveraging:
+class PairAveraging(SyncMethod):
     """The `SyncMethod` of `pair`, on one worker. One worker alone has nobody to average with, and trains as ever."""
 
     keeps_weights = True
 
-    def __init__(
-        self,
-        session: Session,
-        opt: DistributedOptimizer,
-        progress: Progress,
-        decisions: Decisions,
-        seed: int,
-        agree: Callable[[], None],
-    ) -> None:
-        """seed: of the choice of peers. agree: at a meeting, once models are averaged: reports what this worker has
-        measured so far, then gives all workers the leader's state of all else than the model and the optimizer.
+    def __init__(self, training: TrainContext, decisions: Decisions, agree: Callable[[], None]) -> None:
+        """agree: at a meeting, once models are averaged: reports what this worker has measured so far, then gives all
+        workers the leader's state of all else than the model and the optimizer.
         """
-        self._session, self._opt, self._progress, self._decisions = session, opt, progress, decisions
-        self._seed, self._agree = seed, agree
+        super().__init__(training)
+        self._decisions, self._seed, self._agree = decisions, training.settings.seed, agree
         self._pair: Pair | None = None
         self._group: Group | None = None
         """The group that `_pair` belongs to."""
-        self._alone = Group(device=session.group.device, timeout_s=session.group.timeout_s)
+        self._alone = Group(device=self._session.group.device, timeout_s=self._session.group.timeout_s)
         """This worker, for the engine: it reduces over nobody."""
         self._together = True
         """All workers have the same model and are at the same step: since the view, or the last meeting."""
@@ -180,13 +155,6 @@ class PairAveraging:
         at.announced = until
         self._client.forget_announced(until)
 
-    def shown(self) -> contextlib.AbstractContextManager[None]:
-        """The models are the same: `after_step` was told."""
-        return contextlib.nullcontext()
-
-    def finish(self) -> None:
-        """All workers have the same model: they have met after the last step."""
-
     def close(self) -> None:
         """Serves and pulls nothing any more. The engine reduces over all workers again."""
         if self._pair is None:
@@ -197,13 +165,6 @@ class PairAveraging:
         self._session.apart, self._together, self._client.step = False, True, None
         if self._opt.engine.group.size < self._session.group.size:
             self._opt.engine.set_group(self._session.group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the model is in the optimizer's, the rest in the progress."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take over."""
 
     @property
     def _client(self) -> ControlClient:

@@ -10,8 +10,7 @@ from typing import Any
 
 from kfuse.comm.sync import Sync
 from kfuse.statistics.figures import StepContext
-from kfuse.train.input_bound import Waiting
-from kfuse.train.load_balance import Throughput
+from kfuse.train.load_balance import Throughput, Waiting
 from kfuse.train.settings import Settings
 
 STOP_REASONS = ("", "interrupted", "terminated")
@@ -71,7 +70,7 @@ class Progress:
     interference: bool | None = None
     """Whether something else slows the workers' messages down; None: unknown."""
     waiting: Waiting = (0.0, 0.0, 0)
-    """How long steps take, and how long they wait for data: see `input_bound`."""
+    """How long steps take, and how long they wait for data: see `load_balance`."""
     input_bound: bool = False
     """The leader waits for data for much of the time."""
     held_back: bool = False

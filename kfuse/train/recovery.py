@@ -21,19 +21,19 @@ import torch
 from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, drop_retired
 from kfuse.elastic.client import ControlError
-from kfuse.membership import Session
-from kfuse.optim import ConsistencyError, DistributedOptimizer, interrupted
+from kfuse.optim import ConsistencyError, interrupted
+from kfuse.optim.consistency import parameter_layout
 from kfuse.optim.flat_updates import FlatUpdates
 from kfuse.optim.sharding import ShardsLost, collect
 from kfuse.train import state as training_state
+from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions
-from kfuse.train.progress import Progress, Stage
-from kfuse.train.reporter import Reporter
+from kfuse.train.policy_calls import PolicyCalls
+from kfuse.train.progress import Stage
 from kfuse.train.state import TrainingState
 from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
-    from kfuse.checkpoint.manager import Checkpoints
     from kfuse.elastic.protocol import View
     from kfuse.train.snapshots import Snapshots
 
@@ -45,26 +45,25 @@ class Recovery:
 
     def __init__(
         self,
-        session: Session,
-        opt: DistributedOptimizer,
-        progress: Progress,
+        training: TrainContext,
         decisions: Decisions,
+        calls: PolicyCalls,
         state: TrainingState,
-        checkpoints: Checkpoints | None,
-        reporter: Reporter,
-        arguments: Mapping[str, Any],
-        base_lr: float | None,
         record_update: Callable[[], None],
     ) -> None:
-        """arguments: what must be equal on all workers, by name: each computes its share of a step from it.
-
-        record_update: called where a step's update was finished here, and not by its body.
-
-        base_lr: the configured learning rate, which replaces a checkpoint's; None: the checkpoint's is used.
-        """
-        self._session, self._opt, self._progress, self._decisions = session, opt, progress, decisions
-        self._state, self._checkpoints, self._reporter = state, checkpoints, reporter
-        self._arguments, self._base_lr, self._record_update = dict(arguments), base_lr, record_update
+        """record_update: called where a step's update was finished here, and not by its body."""
+        session, opt = training.session, training.opt
+        self._session, self._opt, self._progress, self._reporter = session, opt, training.progress, training.reporter
+        self._decisions, self._calls, self._state, self._record_update = decisions, calls, state, record_update
+        self._checkpoints, self._base_lr = training.checkpoints, training.settings.lr_base
+        params = (p for group in opt.param_groups for p in group["params"])
+        self._arguments = training.settings.shared() | {
+            "samples of data": training.samples_an_epoch,
+            "comm.audit_every": session.comm.audit_every,
+            "comm.state": session.comm.state,
+            "types and memory layouts of parameters": parameter_layout(params),
+        }
+        """What must be equal on all workers, by name: each computes its share of a step from it."""
         self._snapshots: Snapshots | None = None
         if session.elastic and session.comm.sharded and session.comm.redundancy == "snapshot":
             from kfuse.train.snapshots import Snapshots  # only where it is used
@@ -81,7 +80,7 @@ class Recovery:
         """(step, reason) of the last loss of parts of sharded optimizer state; None once training goes on."""
         self._torn = False
         """This worker's tensors are a part of one state and a part of another: the worker that sent it was lost."""
-        if checkpoints is not None and not session.elastic:
+        if self._checkpoints is not None and not session.elastic:
             session.group.waits_each_step = True  # a last checkpoint must not hold an update by an incomplete sum
 
     @contextlib.contextmanager
@@ -393,7 +392,7 @@ class Recovery:
                 "others, and there is no checkpoint to go on from"
             )
         if saved is None:
-            self._decisions.begin()
+            self._calls.begin()
         else:
             began_with = at.began_with
             at.refuse_other_beginning(saved["progress"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -16,16 +16,19 @@ from torch.nn import Parameter
 from kfuse.comm.sync import Sync
 from kfuse.comm.sync.central import CentralModel
 from kfuse.comm.sync.outer import OuterMomentum
-from kfuse.membership import Session
-from kfuse.optim import DistributedOptimizer
-from kfuse.train.progress import Progress
+from kfuse.train.context import TrainContext
 
 
-class SyncMethod(Protocol):
-    """What a mode does beside each worker's own update. Its methods may raise CommError: then nothing has changed."""
+class SyncMethod:
+    """What a mode does beside each worker's own update: by itself nothing, as with ssgd. Its methods may raise
+    CommError: then nothing has changed.
+    """
 
-    keeps_weights: bool
+    keeps_weights = False
     """Whether it keeps weights of the trained parameters, which must stay the same ones then."""
+
+    def __init__(self, training: TrainContext) -> None:
+        self._session, self._opt, self._progress = training.session, training.opt, training.progress
 
     def before_step(self) -> None:
         """Before forward: may start messages. Called again where the step is repeated after a worker was lost."""
@@ -36,27 +39,27 @@ class SyncMethod(Protocol):
         """
 
     def meet(self, every: int) -> None:
-        """In place of `after_step`, as the mode ends: all workers have one model, optimizer state and buffers from now
-        on.
-        """
+        """In place of `after_step`, as the mode ends: all workers get one model, optimizer state and buffers."""
 
     def finish(self) -> None:
         """Training is over: this worker has the model that is the result. Without messages."""
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the module has the weights that are evaluated, the same on all workers."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """The mode is over, or this worker takes over another one's state of it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is the same on all workers, and needed to go on."""
+        """Returns what is the same on all workers, and needed to go on."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over another worker's, or a checkpoint's, once the model and the optimizer have."""
 
 
-class LocalSGD:
+class LocalSGD(SyncMethod):
     """local:N: the models are averaged every N steps (Stich 2019), and whenever one common model is needed.
 
     With `comm.outer_momentum` or `comm.outer_lr` the average is followed by an outer step (DiLoCo), every N steps. As
@@ -65,15 +68,13 @@ class LocalSGD:
     are averaged without an outer step, and the round goes on.
     """
 
-    def __init__(self, session: Session, opt: DistributedOptimizer, progress: Progress) -> None:
-        self._opt, self._progress, self._comm = opt, progress, session.comm
-        self._outer = OuterMomentum(opt.updates.weights()) if session.comm.has_outer_step else None
+    def __init__(self, training: TrainContext) -> None:
+        super().__init__(training)
+        self._comm = self._session.comm
+        self._outer = OuterMomentum(self._opt.updates.weights()) if self._comm.has_outer_step else None
         self.keeps_weights = self._outer is not None
-        self._round_began = progress.step
+        self._round_began = self._progress.step
         """The step at which the round began, where there is an outer step."""
-
-    def before_step(self) -> None:
-        """Nothing."""
 
     def after_step(self, every: int, common: bool, over: bool) -> None:
         """Averages, if it is time, or if one model is needed now."""
@@ -111,16 +112,6 @@ class LocalSGD:
         self._opt.updates.weights_changed()
         self._round_began = self._progress.step + 1
 
-    def finish(self) -> None:
-        """Nothing: the last step, or the evaluation that ended training, has left one model."""
-
-    def shown(self) -> contextlib.AbstractContextManager[None]:
-        """The models are the same: `after_step` was told."""
-        return contextlib.nullcontext()
-
-    def close(self) -> None:
-        """Nothing."""
-
     def state_dict(self) -> dict[str, Any]:
         """The outer step's state."""
         outer = None if self._outer is None else self._outer.state_dict()
@@ -135,7 +126,7 @@ class LocalSGD:
             self._outer.load_state_dict(state["outer"])
 
 
-class ModelAveraging:
+class ModelAveraging(SyncMethod):
     """sma: synchronous model averaging (CROSSBOW): each worker's model is drawn to a central one, at every step.
 
     The central model is the result: it is evaluated, and at the end all workers have it. A worker that joins, or takes
@@ -144,8 +135,8 @@ class ModelAveraging:
 
     keeps_weights = True
 
-    def __init__(self, session: Session, opt: DistributedOptimizer, progress: Progress) -> None:
-        self._session, self._opt, self._progress = session, opt, progress
+    def __init__(self, training: TrainContext) -> None:
+        super().__init__(training)
         self._centre: CentralModel | None = None
 
     def before_step(self) -> None:
@@ -209,9 +200,6 @@ class ModelAveraging:
             self._centre.write_to(self._opt.updates.weights())
             self._opt.updates.weights_changed()
 
-    def close(self) -> None:
-        """Nothing."""
-
     def state_dict(self) -> dict[str, Any]:
         """The central model and its momentum."""
         return {"centre": None if self._centre is None else self._centre.state_dict()}
@@ -226,7 +214,7 @@ class ModelAveraging:
             self._opt.updates.weights_changed()
 
 
-_METHODS: dict[str, type[LocalSGD | ModelAveraging]] = {"local": LocalSGD, "sma": ModelAveraging}
+_METHODS: dict[str, type[SyncMethod]] = {"ssgd": SyncMethod, "local": LocalSGD, "sma": ModelAveraging}
 
 
 class Synchronisation:
@@ -236,15 +224,14 @@ class Synchronisation:
     says, and the new mode begins from it.
     """
 
-    def __init__(
-        self, session: Session, opt: DistributedOptimizer, progress: Progress, new_pair: Callable[[], SyncMethod]
-    ) -> None:
+    def __init__(self, training: TrainContext, new_pair: Callable[[], SyncMethod]) -> None:
         """new_pair: makes the method of the mode `pair`, which needs more of the training."""
-        self._session, self._opt, self._progress, self._new_pair = session, opt, progress, new_pair
+        self._training, self._new_pair = training, new_pair
+        self._session, self._opt, self._progress = training.session, training.opt, training.progress
         self._sync = Sync()
         """In force in the step under way, up to the meeting at its end."""
-        self._method: SyncMethod | None = None
-        """Of the mode in force; None with ssgd, and until the first step of another mode."""
+        self._method = SyncMethod(training)
+        """Of the mode in force; that of ssgd until the first step of another mode."""
         self._params: list[Parameter] = []
         """Those that were trained as the method began: what it keeps is laid out as they are."""
 
@@ -259,8 +246,7 @@ class Synchronisation:
             self._begin(wanted.mode)
         self._sync = wanted
         self._refuse_other_parameters()
-        if self._method is not None:
-            self._method.before_step()
+        self._method.before_step()
 
     def after_step(self, common: bool, over: bool) -> None:
         """After the update, and after decisions are applied, which count from the next step on.
@@ -269,15 +255,15 @@ class Synchronisation:
         """
         self._refuse_other_parameters()
         view, every = self._session.view, self._sync.every
-        if self._method is not None and self._wanted.mode == self._sync.mode:
+        if self._wanted.mode == self._sync.mode:
             view_changes = view is not None and self._progress.generation > view.generation
             self._method.after_step(every, common or view_changes, over)
-        elif self._method is not None:
+        else:
             self._method.meet(every)
             self._begin("ssgd")
 
     def _refuse_other_parameters(self) -> None:
-        if self._method is None or not self._method.keeps_weights:
+        if not self._method.keeps_weights:
             return
         params = self._opt.engine.params
         if len(params) == len(self._params) and all(p is q for p, q in zip(params, self._params, strict=True)):
@@ -289,34 +275,27 @@ class Synchronisation:
 
     def finish(self) -> None:
         """Training is over: this worker has the model that is the result. Without messages."""
-        if self._method is not None:
-            self._method.finish()
+        self._method.finish()
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the module has the weights that are evaluated, the same on all workers. Raises CommError."""
-        return contextlib.nullcontext() if self._method is None else self._method.shown()
+        return self._method.shown()
 
     def close(self) -> None:
         """Training is over, or has failed."""
         self._begin("ssgd")
 
     def _begin(self, mode: str) -> None:
-        if self._method is not None:
-            self._method.close()
-        self._sync, self._method, self._params = Sync(mode), None, list(self._opt.engine.params)
-        if mode == "pair":
-            self._method = self._new_pair()
-        elif mode in _METHODS:
-            self._method = _METHODS[mode](self._session, self._opt, self._progress)
+        self._method.close()
+        self._sync, self._params = Sync(mode), list(self._opt.engine.params)
+        self._method = self._new_pair() if mode == "pair" else _METHODS[mode](self._training)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the mode in force, and its method's state."""
-        method = None if self._method is None else self._method.state_dict()
-        return {"mode": self._sync.mode, "every": self._sync.every, "method": method}
+        return {"mode": self._sync.mode, "every": self._sync.every, "method": self._method.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what another worker, or a checkpoint, has. Raises ValueError where it does not fit."""
         self._begin(state["mode"])
         self._sync = Sync(state["mode"], state["every"])
-        if self._method is not None:
-            self._method.load_state_dict(state["method"])
+        self._method.load_state_dict(state["method"])

@@ -1,8 +1,7 @@
 """The training loop: one step, from its samples to its report.
 
-`Trainer.steps` shows the parts of a step in order; the other methods follow in that order. With
-kf.fit and the command line, a step's forward, backward and update are in `Trainer.run`; with kf.DataLoader they are the
-body of the user's own loop.
+`Trainer.steps` shows the parts of a step in order; the other methods follow in that order. With kf.fit and `kfuse` a
+step's forward, backward and update are in `Trainer.run`; with kf.DataLoader they are the body of the user's loop.
 """
 
 from __future__ import annotations
@@ -15,177 +14,96 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
+from kfuse.checkpoint.saved_model import uncompiled
 from kfuse.comm.group import CommError
-from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
-from kfuse.data.fetching import Fetcher
-from kfuse.optim import DistributedOptimizer
-from kfuse.optim.consistency import parameter_layout
-from kfuse.policies import BasePolicy
-from kfuse.session import current
 from kfuse.statistics.figures import StepContext
-from kfuse.train import running
+from kfuse.train import results, running
+from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions
-from kfuse.train.evaluation import Metric, check_metrics, evaluate, params_sha256
 from kfuse.train.forward import Forward
-from kfuse.train.loss import Objective
-from kfuse.train.lr_schedule import UserSchedule, has_scheduler
+from kfuse.train.load_balance import take_measured
 from kfuse.train.model_checks import BufferWatch, refuse_uneven_embeddings
 from kfuse.train.policy_calls import PolicyCalls
-from kfuse.train.progress import Progress, Stage
+from kfuse.train.progress import Stage
 from kfuse.train.recovery import Recovery
-from kfuse.train.reporter import Reporter
 from kfuse.train.sampling import Sampling
-from kfuse.train.settings import Settings, check_training
 from kfuse.train.state import Stateful, Trainable, TrainingState
 from kfuse.train.step import Step
 from kfuse.train.synchronisation import Synchronisation
 
 if TYPE_CHECKING:
-    from kfuse.checkpoint.manager import Checkpoints
-    from kfuse.checkpoint.saved_model import SavedModel
     from kfuse.train.audit import Audit
-    from kfuse.train.output import Output
     from kfuse.train.pair import PairAveraging
 
 
 class Trainer:
     """One training of a model, on this worker."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Dataset | Stream,
-        opt: DistributedOptimizer,
-        settings: Settings,
-        *,
-        policy: BasePolicy | None = None,
-        scheduler: UserSchedule | None = None,
-        checkpoints: Checkpoints | None = None,
-        saved_model: SavedModel | None = None,
-        output: Output | None = None,
-        objective: Objective | None = None,
-        heldout: Dataset | None = None,
-        metrics: Mapping[str, Metric] | None = None,
-        facts: Mapping[str, float] | None = None,
-        user_loop: bool = False,
-        several_backwards: bool = False,
-        exits_are_errors: bool = False,
-    ) -> None:
-        """scheduler: a torch scheduler, stepped here. checkpoints: None: none are written or read.
-
-        saved_model: writes the model when training is over, and the best one by evaluation; None: neither is written.
-        output: of a script, in place of these two; its records go there.
-        objective: how a batch becomes a loss; None: `kfuse.train.loss.default_loss` of pairs, or the model's own.
-        metrics: functions (output, target) that are evaluated on `heldout`.
-        facts: figures of the data that go into the summary, such as a corpus's entropy.
-        user_loop: a step's forward, backward and update are done by the user, in the body of a loop over `steps`.
-        several_backwards: of each micro-batch, by the user: see opt.micro_batch.
-        exits_are_errors: a SystemExit of the model, the data or the policy is one: there is no script that means it.
-        Raises ValueError for a model, data or settings that several workers cannot train alike.
-        """
-        # What is trained, and how.
-        self.model, self.opt, self.settings = model, opt, settings
-        self.policy = policy or BasePolicy()
-        self._data, self._heldout, self._facts = data, heldout, dict(facts or {})
+    def __init__(self, training: TrainContext) -> None:
+        """Raises ValueError for a model, data or settings that several workers cannot train alike."""
+        self._training, self.model, self.opt, self.settings = training, training.model, training.opt, training.settings
+        self.session, self.progress, self._reporter = training.session, training.progress, training.reporter
+        self._scheduler, self._sampler = training.scheduler, training.sampler
+        model, opt, comm = training.model, training.opt, self.session.comm
         self._exits: Callable[[], contextlib.AbstractContextManager[None]]
-        self._exits = running.exits_are_errors if exits_are_errors else contextlib.nullcontext
-        self._objective = objective or Objective()
-        self._metrics = check_metrics(metrics, self._objective, heldout)
-        seed = settings.seed
-        self._sampler = StreamSampler(seed) if isinstance(data, Stream) else EpochSampler(len(data), seed)
-        if scheduler is not None and scheduler.interval == "epoch" and self._sampler.length is None:
-            raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
-        self._scheduler = scheduler
-        self._saved_model = saved_model if output is None else output.saved_model
-        schedule = settings.schedule(self._sampler.length)
-        # Who trains it.
-        self.session = current()
-        of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
-        check_training(
-            settings,
-            self.policy,
-            opt,
-            self.session,
-            self._sampler.length,
-            scheduler=of_loop if scheduler is None else type(scheduler.scheduler).__name__,
-            heldout=heldout is not None,
-            step_fn=self._objective.step_fn is not None,
-        )
-        several = self.session.elastic or self.session.group.size > 1 or self.session.comm.reproducible
-        self._forward = Forward(
-            model, self._objective, opt, heldout, settings.train_precision, self.session.group.device
-        )
-        self._user_loop, self._several_backwards = user_loop, several_backwards
-        # How far training is, what is decided, and what is reported.
-        self.progress = Progress(
-            settings.batch_size,
-            self.session.comm.sync,
-            began_with={
-                "batch_size": settings.batch_size,
-                "optimizer": type(getattr(opt, "inner", opt)).__name__.removeprefix("Fused"),
-                "seed": seed,
-                "dataset size": self._sampler.length,
-            },
-        )
-        self._sampling = Sampling(self.session, settings, self.progress, self._sampler, opt.engine.options.reproducible)
-        self._synchronisation = Synchronisation(self.session, opt, self.progress, self._new_pair)
-        self._reporter = Reporter(self.session, settings, self._sampler.length, output)
-        self._calls = PolicyCalls(self.policy, self.session, self.progress, self._reporter)
-        self.decisions = Decisions(self.session, self._calls, opt, schedule, settings, self.progress, self._reporter)
-        if several:
+        self._exits = running.exits_are_errors if training.exits_are_errors else contextlib.nullcontext
+        precision, device = self.settings.train_precision, self.session.group.device
+        self._forward = Forward(model, training.objective, opt, training.heldout, precision, device)
+        reproducible = opt.engine.options.reproducible
+        self._sampling = Sampling(self.session, self.settings, self.progress, self._sampler, reproducible)
+        self._synchronisation = Synchronisation(training, self._new_pair)
+        self.decisions = Decisions(training)
+        self.calls = PolicyCalls(training, self.decisions)
+        may_differ = training.has_several_workers or comm.reproducible
+        if may_differ:
             refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
-        self._buffers = BufferWatch(model, opt.engine.averaged.tensors, several)
-        self._fetcher = self._new_fetcher()
-        self._audit = self._new_audit()
-        # The training state; `Recovery` keeps it the same on all workers.
-        from kfuse.checkpoint.saved_model import uncompiled
-
+        self._buffers = BufferWatch(model, opt.engine.averaged.tensors, may_differ)
+        self._fetcher = training.new_fetcher()
+        self._audit = None if comm.audit_every is None else self._new_audit(comm.audit_every)
         parts: dict[str, Stateful] = {
             "model": uncompiled(model),
             "trainable": Trainable(opt),
             "optimizer": opt,
             "statistics": opt.statistics,
-            "policy": self._calls,
+            "policy": self.calls,
             "progress": self.progress,
             "synchronisation": self._synchronisation,
             "decisions": self.decisions,
             "records": self._reporter,
         }
-        if scheduler is not None:
-            parts["scheduler"] = scheduler.scheduler
+        if self._scheduler is not None:
+            parts["scheduler"] = self._scheduler.scheduler
         self._recovery = Recovery(
-            self.session,
-            opt,
-            self.progress,
-            self.decisions,
-            TrainingState(parts),
-            checkpoints if output is None else output.checkpoints,
-            self._reporter,
-            arguments=settings.shared()
-            | {
-                "samples of data": self._sampler.length,
-                "comm.audit_every": self.session.comm.audit_every,
-                "comm.state": self.session.comm.state,
-                "types and memory layouts of parameters": parameter_layout(
-                    p for group in opt.param_groups for p in group["params"]
-                ),
-            },
-            base_lr=settings.lr_base,
-            record_update=self._record_finished_update,
+            training, self.decisions, self.calls, TrainingState(parts), self._record_finished_update
         )
         self._under_way: tuple[Step, int] | None = None
         """The step whose body runs, and how many steps the engine had made before it."""
         self._newest: Step | None = None
-        """The newest step."""
         self._members: tuple[int, ...] = ()
-        """The numbers of the workers that make it, in rank order."""
+        """The numbers of the workers that make the newest step, in rank order."""
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
         """The summary, once training is over."""
+
+    def _new_pair(self) -> PairAveraging:
+        from kfuse.train.pair import PairAveraging  # only where it is used
+
+        def agree() -> None:
+            self._report_and_decide(lag=0)
+            self._recovery.take_leaders_state()
+
+        return PairAveraging(self._training, self.decisions, agree)
+
+    def _new_audit(self, every: int) -> Audit:
+        from kfuse.train.audit import Audit, refuse_unrepeatable  # only where it is used
+
+        refuse_unrepeatable(every, self._training.data, self._training.user_loop)
+        arguments = self.model, self.opt, self._forward, self.session, self.progress, self._reporter
+        return Audit(*arguments, self.settings.seed)
 
     @property
     def planned_steps(self) -> int:
@@ -223,9 +141,9 @@ class Trainer:
         """
         at, recovery = self.progress, self._recovery
         self._started = time.perf_counter()
-        prepared, decisions, fetching = self._optimizer_prepared(), self.decisions.active(), self._fetcher.running()
-        with prepared, decisions, running.active(self), fetching, recovery.guarded(), self._exits():
-            self._calls.hook("before_train")
+        prepared, fetching = self._optimizer_prepared(), self._fetcher.running()
+        with prepared, running.active(self), fetching, recovery.guarded(), self._exits():
+            self.calls.hook("before_train")
             while not (self.over or self.session.left):
                 try:
                     recovery.join()
@@ -240,7 +158,7 @@ class Trainer:
                         step = self._next_step()  # its samples, its learning rate
                         yield from self._yielded(step)  # forward, backward (buckets are reduced meanwhile), update
                         at.once(Stage.UPDATE, partial(self._end_update, step))
-                    at.once(Stage.AFTER_STEP, partial(self._calls.hook, "after_step"))
+                    at.once(Stage.AFTER_STEP, partial(self.calls.hook, "after_step"))
                     at.once(Stage.DECIDE, self._report_and_decide)  # applies what was announced
                     at.once(Stage.AVERAGE, self._synchronise)
                     at.once(Stage.EVALUATE, self._evaluate_when_due)
@@ -251,40 +169,7 @@ class Trainer:
                     recovery.recover(error)
         if self.over:
             with self._exits():
-                self._calls.hook("after_train")
-
-    def _new_fetcher(self) -> Fetcher:
-        """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
-        if isinstance(self._data, Stream):
-            self._data.check_workers(self.settings.loading.workers)
-        if not self.settings.loading.workers:
-            return Fetcher(self._data, self._sampler, self.settings.loading.pin_memory)
-        from kfuse.data.feeder import Feeder
-
-        def report(pid: int, how: str) -> None:
-            self._reporter.loader_lost(self.progress.step, pid, how)
-
-        return Feeder(self._data, self._sampler, self.settings.loading, self.session.group.device, report)
-
-    def _new_pair(self) -> PairAveraging:
-        """The `SyncMethod` of `comm.sync=pair`."""
-        from kfuse.train.pair import PairAveraging  # only where it is used
-
-        def agree() -> None:
-            self._report_and_decide(lag=0)
-            self._recovery.take_leaders_state()
-
-        return PairAveraging(self.session, self.opt, self.progress, self.decisions, self.settings.seed, agree)
-
-    def _new_audit(self) -> Audit | None:
-        """As `comm.audit_every` says. Raises ValueError where kfuse cannot run a micro-batch again."""
-        if self.session.comm.audit_every is None:
-            return None
-        from kfuse.train.audit import Audit, refuse_unrepeatable
-
-        refuse_unrepeatable(self.session.comm.audit_every, self._data, self._user_loop)
-        arguments = self.model, self.opt, self._forward, self.session, self.progress, self._reporter
-        return Audit(*arguments, self.settings.seed)
+                self.calls.hook("after_train")
 
     @contextlib.contextmanager
     def _optimizer_prepared(self) -> Iterator[None]:
@@ -297,7 +182,9 @@ class Trainer:
             opt.reducer.take_lost_worker_error()  # nor is a worker that was lost in a step whose body left the loop
             opt.statistics.begin_run()
             opt.engine.step = 0
-            opt.reducer.loop_handles_lost_workers = self._user_loop and self.session.elastic
+            opt.reducer.loop_handles_lost_workers = self._training.user_loop and self.session.elastic
+            self.decisions.use_transport()  # an earlier training's decision no longer applies
+            self.decisions.rate.set()
             yield
         finally:
             self._synchronisation.close()
@@ -311,26 +198,26 @@ class Trainer:
 
     def _before_step(self) -> None:
         """The policy's hooks before a step. They may call kf.set_lr, also before the first one."""
-        self.decisions.set_learning_rate()
+        self.decisions.rate.set()
         if self.progress.cursor == 0:
-            self._calls.hook("before_epoch")
-        self._calls.hook("before_step")
+            self.calls.hook("before_epoch")
+        self.calls.hook("before_step")
 
     def _next_step(self) -> Step:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
-        at, group = self.progress, self.session.group
+        at, rank, objective = self.progress, self.session.group.rank, self._training.objective
         samples = self._sampling.of_next_step()
-        self.decisions.set_learning_rate()
+        self.decisions.rate.set()
         self._buffers.before_step()
         if self._scheduler is not None:
             self._scheduler.before_step()
         self._synchronisation.before_step()
-        weigh = None if self._objective.weight_fn is None else self._objective.weight
+        weigh = None if objective.weight_fn is None else objective.weight
         audited = None if self._audit is None else self._audit.before_step(samples)
         if self.session.apart:
-            plan = samples.plan_alone(group.rank, weigh is not None)
+            plan = samples.plan_alone(rank, weigh is not None)
         else:
-            local_rank = group.rank if group.size > 1 and at.is_local else None
+            local_rank = rank if self.session.group.size > 1 and at.is_local else None
             plan = samples.plan(
                 self.decisions.announce(),
                 local_rank,
@@ -340,18 +227,16 @@ class Trainer:
                 fisher=self._fisher() if local_rank is None else None,
             )
         self.opt.begin(plan)
-        self._fetcher.expect(
-            samples.task_plan(group.rank, at.batch_size, self._sampler.length, self.settings.train_epochs)
-        )
+        epochs = self.settings.train_epochs
+        self._fetcher.expect(samples.task_plan(rank, at.batch_size, self._sampler.length, epochs))
         self._members = tuple(self.session.workers)
-        self._newest = Step(
-            at.step, samples, group.rank, self._fetcher, self.opt, self.settings.seed, weigh, self._several_backwards
-        )
+        several, seed = self._training.several_backwards, self.settings.seed
+        self._newest = Step(at.step, samples, rank, self._fetcher, self.opt, seed, weigh, several)
         return self._newest
 
     def _fisher(self) -> Tensor | None:
         """On rank 0, in the steps in which the policy needs it: trace and largest entry of the diagonal Fisher."""
-        every = self.policy.fisher_every
+        every = self.calls.policy.fisher_every
         if every is None or self.progress.step % every or self.session.group.rank:
             return None
         return self.opt.fisher()
@@ -397,20 +282,21 @@ class Trainer:
 
     def _end_update(self, step: Step) -> None:
         """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
-        at, count = self.progress, len(step.samples.indices)
-        step_time_s, data_wait_s = _as_sent(step.seconds()), _as_sent(step.data_wait_s)
+        at, count, rate = self.progress, len(step.samples.indices), self.decisions.rate
+        # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
+        step_time_s, data_wait_s = float(np.float32(step.seconds())), float(np.float32(step.data_wait_s))
         self.decisions.announcement_sent()
-        self.decisions.count_update(count)
+        rate.count_update(count)
         own = self.session.group.rank if self.session.apart else None
         at.contexts[at.step] = StepContext(
             epoch=at.epoch,
             cursor=at.cursor,
             samples=at.samples + count,
-            lr=self.decisions.lr,
+            lr=rate.now,
             lr_scale=at.lr_scale,
             batch_size=at.batch_size,
             workers=step.samples.workers,
-            done=self.decisions.done(at.samples + count),
+            done=rate.done(at.samples + count),
             members=self._members if own is None else (self.session.workers[own],),
             share=(step.mine.start, step.mine.stop) if own is not None and isinstance(step.mine, range) else None,
             step_time_s=step_time_s,
@@ -432,59 +318,32 @@ class Trainer:
         self.decisions.receive(lag)
         for stats in self.opt.statistics.read(lag):
             context = self.progress.contexts.pop(stats.step)
-            self.decisions.update_progress(stats, context)
+            take_measured(self._training, stats, context)
             used = self._sampling.of_finished_step(stats, context) if self.settings.observe_ledger else None
-            signals = self.decisions.signals(stats, context)
+            signals = self.calls.signals(stats, context)
             self._reporter.step(stats, context, signals, used)
-            self.decisions.decide(stats, context, signals)
+            self.calls.decide(signals)
+            self.decisions.apply_announced(stats, context)
 
     def _synchronise(self) -> None:
         """Beside synchronous SGD: brings the workers' models together, as the mode says."""
         at = self.progress
         over = at.is_last_step(self.settings, self._epoch_is_over)
         saves = at.is_apart and self._recovery.checkpoint_is_due(at.step + 1)
-        self._synchronisation.after_step(self._epoch_is_over or self._evaluation_is_due or saves, over)
+        common = saves or self._epoch_is_over or results.evaluation_is_due(self._training, self._epoch_is_over)
+        self._synchronisation.after_step(common, over)
 
     @property
     def _epoch_is_over(self) -> bool:
         return self.progress.cursor == self._sampler.length
 
-    @property
-    def _evaluation_is_due(self) -> bool:
-        every = self.settings.train_eval_every
-        return (self.progress.step + 1) % every == 0 if every else self._epoch_is_over
-
     def _evaluate_when_due(self) -> None:
-        if self._evaluation_is_due:
-            self._evaluate(self.progress.step + 1)
-
-    def _evaluate(self, steps: int) -> None:
-        """Evaluates on the held-out data after `steps` steps, unless that has been done.
-
-        Raises ValueError where training is to end at an accuracy, and the model has none.
-        """
-        at = self.progress
-        if self._heldout is None or at.evaluated == steps:
-            return
-        group, precision = self.session.group, self.settings.train_precision
-        with self._synchronisation.shown():
-            result = evaluate(self.model, self._heldout, self._objective, group, precision, self._metrics)
-            is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
-            if self._scheduler is not None:
-                self._scheduler.after_evaluation(result.loss)
-            if is_best and self._saved_model is not None:
-                self._saved_model.save_best(self.model)
-        target = self.settings.train_target_accuracy
-        if target is not None and result.accuracy is None:
-            raise ValueError(
-                f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "
-                "an integer target"
-            )
-        self._reporter.event(at.step, "evaluation", accuracy=result.accuracy, loss=result.loss, metrics=result.metrics)
+        if results.evaluation_is_due(self._training, self._epoch_is_over):
+            results.evaluate_once(self._training, self._synchronisation, self.progress.step + 1)
 
     def _after_epoch_when_over(self) -> None:
         if self._epoch_is_over:
-            self._calls.hook("after_epoch")  # if a collective in it fails, it is called again
+            self.calls.hook("after_epoch")  # if a collective in it fails, it is called again
 
     def _end_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -492,45 +351,22 @@ class Trainer:
             if self._scheduler is not None:
                 self._scheduler.after_epoch()
 
-    # -- the end --------------------------------------------------------------------------------------------------
-
     def _conclude(self) -> None:
         """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
         self._synchronisation.finish()
         if not self.progress.stop:
-            self._evaluate(self.progress.step)
+            results.evaluate_once(self._training, self._synchronisation, self.progress.step)
         self._recovery.save_last()
-        if self._user_loop:  # its loader's state_dict may be called later
+        if self._training.user_loop:  # its loader's state_dict may be called later
             self._recovery.keep_ended()
         self._report_and_decide(lag=0)
-        self.result = self._summary()
+        self.result = results.summary(self._training, self.decisions.rate.now, time.perf_counter() - self._started)
         self._reporter.summary(self.result)
         self.over = self.session.finish()
         if not self.over:
             self.session.check()
 
-    def _summary(self) -> dict[str, Any]:
-        """The content of summary.json."""
-        at = self.progress
-        return {
-            "steps": at.step,
-            "epochs": at.epoch,
-            "samples": at.samples,
-            "wall_s": time.perf_counter() - self._started,
-            "loss": at.loss,
-            "eval_loss": at.eval_loss,
-            "eval_accuracy": at.accuracy,
-            "eval_metrics": at.eval_metrics,
-            **self._facts,
-            "batch_size": at.batch_size,
-            "lr": self.decisions.lr,
-            "workers": self.session.group.size,
-            "params_sha256": params_sha256(self.model),
-            "exit_reason": at.exit_reason(self.settings),
-            **({} if self._saved_model is None else self._saved_model.save_last(self.model, at.best is not None)),
-        }
-
-    # -- the state, for kf.state_dict ---------------------------------------------------------------------------------
+    # -- the state, for kf.state_dict -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the training state on the host. Raises RuntimeError in the middle of a step, or before the first.
@@ -553,11 +389,3 @@ class Trainer:
         Raises RuntimeError once training has begun, ValueError for another program's state.
         """
         self._recovery.begin_from(state)
-
-
-def _as_sent(seconds: float) -> float:
-    """Seconds with fp32's precision, as the next step's tail sends them.
-
-    So step_time_s in a line of metrics.jsonl is previous_step_time_s in the next step's signals, bit by bit.
-    """
-    return float(np.float32(seconds))

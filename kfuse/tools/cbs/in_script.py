@@ -29,6 +29,7 @@ from kfuse.tools.cbs.estimate import (
     Trace,
     measure,
 )
+from kfuse.train.context import TrainContext
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.precision import check_parameters
 from kfuse.train.settings import Settings
@@ -123,7 +124,7 @@ def critical_batch(
         resolved_settings = Settings.of(values | own, worker_init_fn=given.worker_init_fn)
         recording = _Recording(plan.batch(k))
         restore()
-        Trainer(model, given.data, opt, resolved_settings, policy=recording, objective=objective).run()
+        Trainer(TrainContext(model, given.data, opt, resolved_settings, policy=recording, objective=objective)).run()
         return recording.trace
 
     with _kept(model, opt) as restore:
