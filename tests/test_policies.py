@@ -21,7 +21,7 @@ import kfuse as kf
 from kfuse.policies import BasePolicy, GNSPolicy, SchedulePolicy
 from kfuse.policies.signals import Bounds, Decision
 from kfuse.statistics.noise_scale import NoiseScale
-from kfuse.tools.replay.recorded import signals_of
+from kfuse.tools.replay.steps import signals_of
 from kfuse.train.progress import Progress
 
 # Decision and Bounds

@@ -35,9 +35,8 @@ from kfuse.cli.app import main
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.policies import BasePolicy, SchedulePolicy
 from kfuse.policies.signals import DECISION_LAG, Bounds, Decision, Signals
-from kfuse.tools.replay.recorded import Recorded, signals_of
 from kfuse.tools.replay.run import began_at, decisions, run
-from kfuse.tools.replay.simulated import DecidedSettings, RecordedSteps, SimulatedSteps
+from kfuse.tools.replay.steps import DecidedSettings, Recorded, RecordedSteps, SimulatedSteps, signals_of
 
 Capsys = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

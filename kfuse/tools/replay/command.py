@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,10 +21,9 @@ from kfuse.policies.signals import BasePolicy
 from kfuse.settings.messages import explain
 from kfuse.settings.tree import AT_SHELL, ConfigError
 from kfuse.tools.replay import report
-from kfuse.tools.replay.recorded import Recorded, signals_of
 from kfuse.tools.replay.report import ReplayRequest
 from kfuse.tools.replay.run import compared, run
-from kfuse.tools.replay.simulated import DecidedSettings, RecordedSteps, SimulatedSteps
+from kfuse.tools.replay.steps import DecidedSettings, Recorded, RecordedSteps, SimulatedSteps, signals_of
 from kfuse.tools.run_files import config_path, read_config, read_events, read_metrics
 from kfuse.train.lr_schedule import gain
 
@@ -116,7 +114,9 @@ def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -
         if not low <= value <= high:
             allowed = f"must include the {value} that the run began with"
             raise ConfigError(f"{run_dir}: {name}.min={low}, {name}.max={high}: {allowed}")
-    name, is_own = _name(node), config is not None and bounds == first.bounds and node == config["policy"]
+    option = next((each.value() for each in of_policy if each.key_or_group == "policy"), None)
+    name, is_own = str(option or type(policy).__name__), config is not None and node == config["policy"]
+    is_own = is_own and bounds == first.bounds
     scaling = "none" if config is None else config["lr"]["scaling"]
     plot, notes = _plot_path(run_dir, name, asked_plot), [*_notes(recorded, config, policy)]
     if plot is None and asked_plot is None:
@@ -172,16 +172,6 @@ def _policy_node(
     for each in of_policy:
         OmegaConf.update(own, each.key_or_group.removeprefix("policy."), each.value())
     return OmegaConf.to_container(own)  # type: ignore[return-value]
-
-
-def _name(node: Mapping[str, Any]) -> str:
-    """Returns the option of kfuse's configs/policy that has this policy's class; the class's name where none has."""
-    target = str(node["_target_"])
-    for file in importlib.resources.files("kfuse.configs").joinpath("policy").iterdir():
-        option: Any = OmegaConf.create(file.read_text())
-        if option["_target_"] == target:
-            return file.name.removesuffix(".yaml")
-    return target.rpartition(".")[2]
 
 
 def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePolicy) -> Iterator[str]:

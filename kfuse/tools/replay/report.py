@@ -15,9 +15,8 @@ from rich.text import Text
 
 from kfuse.observe.whole_file import write_whole
 from kfuse.policies.signals import BasePolicy, Bounds
-from kfuse.tools.replay.recorded import Recorded, TradeOff
 from kfuse.tools.replay.run import Change, Replay
-from kfuse.tools.replay.simulated import DecidedSettings, Gain
+from kfuse.tools.replay.steps import DecidedSettings, Gain, Recorded, TradeOff
 
 _WIDTH = 110
 """Characters of the tables: a narrower terminal wraps them."""

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kfuse.policies.signals import DECISION_LAG, BasePolicy, Bounds, Decision, Signals, checked_decision
-from kfuse.tools.replay.simulated import DecidedSettings, Gain, StepSource
+from kfuse.tools.replay.steps import DecidedSettings, Gain, StepSource
 
 Event = tuple[int, dict[str, Any]]
 """A decision of events.jsonl: its step, and what changed."""
