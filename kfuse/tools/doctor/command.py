@@ -52,8 +52,9 @@ def lines(config: dict[str, Any]) -> Iterator[Line]:
         devices, problem = result()
     gpus = len(devices["gpus"]) if devices else 0
     yield from machine.gpu_lines(devices, problem)
-    yield machine.compiler(gpus > 0)
-    yield machine.triton_cache(gpus > 0)
+    if gpus:
+        yield machine.compiler()
+        yield machine.triton_cache()
     yield machine.shared_memory(config["data"]["workers"])
     yield machine.open_files(config["workers"]["max"])
     yield _transport(options, gpus)

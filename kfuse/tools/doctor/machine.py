@@ -138,11 +138,8 @@ def _no_gpu(built_for: str | None) -> Line:
 # -- what Triton needs ------------------------------------------------------------------------------------------------
 
 
-def compiler(needed: bool = True) -> Line:
-    """Compiles a file with Python.h as Triton does (triton/runtime/build.py: $CC, else gcc, else clang).
-
-    Triton compiles its launchers in C. needed: there is a GPU.
-    """
+def compiler() -> Line:
+    """Compiles a file with Python.h as Triton does for its launchers (triton/runtime/build.py: $CC, gcc or clang)."""
     cc = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     scheme = sysconfig.get_default_scheme()
     include = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
@@ -164,18 +161,13 @@ def compiler(needed: bool = True) -> Line:
             problem = f"{cc} cannot compile a file with Python.h: {first}"
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"{cc}: {error}"
-    if not problem:
-        return Line("compiler", "ok", f"{cc} compiles with {include / 'Python.h'}")
-    if needed:
+    if problem:
         return Line("compiler", "fail", f"{problem}: Triton compiles no kernel without", remedy)
-    return Line("compiler", "ok", f"{problem}; only machines with a GPU need it", remedy)
+    return Line("compiler", "ok", f"{cc} compiles with {include / 'Python.h'}")
 
 
-def triton_cache(needed: bool) -> Line:
-    """Checks where Triton keeps compiled kernels (triton/knobs.py: TRITON_CACHE_DIR, else TRITON_HOME/.triton/cache).
-
-    needed: there is a GPU.
-    """
+def triton_cache() -> Line:
+    """Checks where Triton keeps compiled kernels (triton/knobs.py: TRITON_CACHE_DIR, or TRITON_HOME/.triton/cache)."""
     home = os.environ.get("TRITON_HOME", os.path.expanduser("~/"))
     path = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
     try:
@@ -184,10 +176,9 @@ def triton_cache(needed: bool) -> Line:
             pass
         free = shutil.disk_usage(there).free / 2**30
     except OSError as error:
-        status, found = ("fail", "") if needed else ("ok", "; only machines with a GPU need it")
         remedy = "Set TRITON_CACHE_DIR to a folder that can be written."
-        return Line("Triton cache", status, f"{path} cannot be written: {error.strerror}{found}", remedy)
-    if needed and free < LEAST_CACHE_GIB:
+        return Line("Triton cache", "fail", f"{path} cannot be written: {error.strerror}", remedy)
+    if free < LEAST_CACHE_GIB:
         remedy = "Set TRITON_CACHE_DIR to a folder on another disk."
         return Line("Triton cache", "warn", f"{path}: {free:.1f} GiB free", remedy)
     return Line("Triton cache", "ok", f"{path} can be written, {free:.1f} GiB free")
