@@ -57,6 +57,7 @@ class StandIn:
         """It does not end as it is killed."""
 
     async def lines(self) -> AsyncIterator[str]:
+        await self.wait()
         for line in self.printed:
             yield line
 

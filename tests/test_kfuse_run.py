@@ -146,17 +146,6 @@ def test_a_script_that_does_not_train_ends_with_status_0_and_a_line(tmp_path: Pa
 
 
 @pytest.mark.full
-def test_the_others_go_on_without_one_that_ends_before_it_joins(tmp_path: Path) -> None:
-    text = "import os, sys\nif os.environ['KFUSE_WORKER'] == '1': sys.exit(0)\n" + PRELUDE + "loop()"
-    ended = run_script(tmp_path, text)
-    assert ended.status == 0, ended.said
-    assert ended.steps == list(range(20)) and ended.summary["exit_reason"] == "epochs"
-    [left] = ended.of_kind("quit")
-    assert left["worker"] == 1 and "ended with exit status 0 before it used kf.fit" in left["how"]
-    assert left["pid"] is None and "pid 0" not in ended.said
-
-
-@pytest.mark.full
 def test_a_loop_that_all_workers_leave_ends_the_job_well(tmp_path: Path) -> None:
     """And what comes after it, on a worker that takes longer, is waited for."""
     ended = run_script(tmp_path, PRELUDE + "loop(7); time.sleep(number); print('end of', number)")
@@ -193,14 +182,6 @@ def test_where_one_worker_leaves_the_loop_the_others_go_on(
     sizes = [len(view["workers"]) for view in ended.of_kind("view")]  # and of two, where one was late for a message
     assert [size for size, _ in groupby(sizes)] == [2, 1], "no other is started"
     assert ended.of_kind("failure") == []
-
-
-@pytest.mark.full
-def test_a_script_that_fails_after_its_training_has_failed(tmp_path: Path) -> None:
-    ended = run_script(tmp_path, PRELUDE + "loop()\nif number == 1: raise ValueError('in the end')")
-    assert ended.status == 1
-    assert "after training had ended: ValueError: in the end" in ended.said.splitlines()[-1]
-    assert len([event for event in ended.of_kind("view")]) == 1, "what was trained is not trained again"
 
 
 BOTH_FAIL = """

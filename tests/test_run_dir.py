@@ -212,6 +212,18 @@ def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None
     assert [line["indices"] for line in lines(tmp_path / "ledger.jsonl")] == [[0], [1], [7]]
 
 
+def test_rewinding_keeps_what_another_worker_wrote_later_of_an_earlier_step(tmp_path: Path) -> None:
+    """With pair averaging each worker is at a step of its own."""
+    directory = RunDirectory(tmp_path, tensorboard=False, ledger=True)
+    for step, worker in ((0, 0), (3, 0), (0, 1), (1, 1)):
+        directory.ledger({"step": step, "micro_batch": 0, "worker": worker})
+    directory.rewind(2)
+    for step, worker in ((1, 1), (2, 1), (1, 0)):  # the first one is there already
+        directory.ledger({"step": step, "micro_batch": 0, "worker": worker})
+    found = [(line["step"], line["worker"]) for line in lines(tmp_path / "ledger.jsonl")]
+    assert found == [(0, 0), (0, 1), (1, 1), (2, 1), (1, 0)]
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_whole(path, lambda to: to.write_text("first"))

@@ -197,6 +197,32 @@ def test_workers_lost_together_are_one_loss() -> None:
     assert error is None and len(stage.events("failure")) == 3
 
 
+def test_the_others_go_on_without_a_script_that_ends_before_it_joins() -> None:
+    async def script(stage: Stage) -> None:
+        stage.workers[1].end(0)
+        await stage.settle()
+        await stage.train(0)
+        await stage.end_well(0)
+
+    stage, error = play(Elasticity(2, 1, 2, script=True), script)
+    assert error is None and len(stage.workers) == 2, "none is started in its place"
+    [left] = stage.events("quit")
+    assert (left["worker"], left["pid"]) == (1, None) and "before it used kf.fit" in left["how"]
+
+
+def test_a_script_that_fails_after_its_training_has_failed() -> None:
+    async def script(stage: Stage) -> None:
+        await stage.train(0, 1)
+        await stage.says(0, "record", kind="summary", data={})
+        stage.workers[1].end(1, "Traceback (most recent call last):", '  File "a.py", line 1', "ValueError: in the end")
+        await stage.settle()
+        stage.workers[0].end(0)
+
+    stage, error = play(Elasticity(2, 1, 2, script=True), script)
+    assert error == "worker 1 ended with exit status 1 after training had ended: ValueError: in the end"
+    assert len(stage.workers) == 2, "what was trained is not trained again"
+
+
 def test_where_a_worker_cannot_be_started_the_others_go_on() -> None:
     async def script(stage: Stage) -> None:
         await stage.train(0)
