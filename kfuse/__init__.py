@@ -8,53 +8,49 @@ The gradient reduction itself yields the gradient noise scale and variance; poli
     kf.fit(model, data, opt, kf.Hook(kf.GNSPolicy()))
 """
 
-from kfuse import interrupt
-
-interrupt.exit_quietly()  # before torch is imported, which takes long
-interrupt.pause_collection()
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kfuse.api import (
-    allgather,
-    allreduce,
-    barrier,
-    broadcast,
-    grad_noise_scale,
-    grad_norm,
-    grad_variance,
-    load_state_dict,
-    local_rank,
-    peer_latencies,
-    rank,
-    resize,
-    set_batch_size,
-    set_lr,
-    set_sync,
-    set_topology,
-    set_tree,
-    size,
-    state_dict,
-)
-from kfuse.comm.group import CommError
-from kfuse.comm.options import CommOptions
-from kfuse.membership import Session
-from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer
-from kfuse.policies.signals import BasePolicy, Bounds, Decision, NoPolicy, Signals
-from kfuse.session import init
-from kfuse.statistics.step_stats import StepStats
+from kfuse import interrupt
 from kfuse.version import __version__
 
-interrupt.resume_collection()
+interrupt.begin_command()
 
 if TYPE_CHECKING:
     from kfuse import nn
+    from kfuse.api import (
+        allgather,
+        allreduce,
+        barrier,
+        broadcast,
+        grad_noise_scale,
+        grad_norm,
+        grad_variance,
+        load_state_dict,
+        local_rank,
+        peer_latencies,
+        rank,
+        resize,
+        set_batch_size,
+        set_lr,
+        set_sync,
+        set_topology,
+        set_tree,
+        size,
+        state_dict,
+    )
+    from kfuse.comm.group import CommError
+    from kfuse.comm.options import CommOptions
     from kfuse.integrations.ddp import ddp_hook
     from kfuse.integrations.fsdp import fsdp_monitor
     from kfuse.integrations.log import log_to
     from kfuse.integrations.plain import monitor
+    from kfuse.membership import Session
+    from kfuse.optim import ConsistencyError, FusedAdamW, FusedLAMB, FusedSGD, Optimizer
     from kfuse.policies import GNSPolicy, SchedulePolicy
+    from kfuse.policies.signals import BasePolicy, Bounds, Decision, NoPolicy, Signals
+    from kfuse.session import init
+    from kfuse.statistics.step_stats import StepStats
     from kfuse.tools.cbs.in_script import critical_batch
     from kfuse.train.fit import DataLoader, Hook, fit
 
@@ -107,30 +103,36 @@ __all__ = [
     "state_dict",
 ]
 
-
-_LAZY = {
-    "DataLoader": "kfuse.train.fit",
-    "GNSPolicy": "kfuse.policies.gns",
-    "Hook": "kfuse.train.fit",
-    "SchedulePolicy": "kfuse.policies.phases",
-    "critical_batch": "kfuse.tools.cbs.in_script",
-    "ddp_hook": "kfuse.integrations.ddp",
-    "fit": "kfuse.train.fit",
-    "fsdp_monitor": "kfuse.integrations.fsdp",
-    "log_to": "kfuse.integrations.log",
-    "monitor": "kfuse.integrations.plain",
+_ELSEWHERE = {
+    "kfuse.comm.group": "CommError",
+    "kfuse.comm.options": "CommOptions",
+    "kfuse.integrations.ddp": "ddp_hook",
+    "kfuse.integrations.fsdp": "fsdp_monitor",
+    "kfuse.integrations.log": "log_to",
+    "kfuse.integrations.plain": "monitor",
+    "kfuse.membership": "Session",
+    "kfuse.optim": "ConsistencyError FusedAdamW FusedLAMB FusedSGD Optimizer",
+    "kfuse.policies": "GNSPolicy SchedulePolicy",
+    "kfuse.policies.signals": "BasePolicy Bounds Decision NoPolicy Signals",
+    "kfuse.session": "init",
+    "kfuse.statistics.step_stats": "StepStats",
+    "kfuse.tools.cbs.in_script": "critical_batch",
+    "kfuse.train.fit": "DataLoader Hook fit",
 }
+"""The public names by module; the others are functions of kfuse.api."""
+_MODULES = {name: module for module, names in _ELSEWHERE.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """The training loop, policies, monitors and `kf.nn` are imported when they are first used."""
+    """Imports a public name, and torch with it, when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'kfuse' has no attribute {name!r}")
     if name == "nn":
         return importlib.import_module("kfuse.nn")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'kfuse' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, "kfuse.api")), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    """The public names, those that are imported when used too."""
+    """Returns the public names."""
     return __all__

@@ -19,22 +19,19 @@ _MODULES = ("kfuse", "kfuse.cli.kfuse_run", "kfuse.cli.worker")
 _PROGRAMS = ("kfuse", "kfuse-run")
 
 
-def exit_quietly() -> None:
-    """From now on Ctrl-C ends the process at once, if it is one of kfuse's commands and does not ignore SIGINT."""
-    ours = _is_command() and threading.current_thread() is threading.main_thread()
-    if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+def begin_command() -> None:
+    """In kfuse's commands: Ctrl-C ends the process at once (unless it ignores SIGINT), and no garbage is collected."""
+    if not _is_command():
+        return
+    gc.disable()
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
 
-def pause_collection() -> None:
-    """From now on nothing is garbage-collected, if this is one of kfuse's commands."""
-    if _is_command():
-        gc.disable()
-
-
 def resume_collection() -> None:
-    """Ends `pause_collection`. What was made meanwhile is kept for ever: it is not looked at again."""
-    if _is_command():
+    """Collects garbage again, in a command. What was made meanwhile is kept for ever: it is not looked at again."""
+    if not gc.isenabled():
         gc.freeze()
         gc.enable()
 

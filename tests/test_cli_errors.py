@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -161,3 +163,20 @@ def test_mistake_is_one_line_from_a_shell(command: str, said: str, workplace: Pa
     assert done.stderr.startswith("kfuse: error: ") and done.stderr.count("\n") == 1
     assert said in done.stderr
     assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_is_closed_or_full_ends_no_run(tmp_path: Path, unbuffered: str) -> None:
+    run = "model=mlp data=digits train.steps=3 policy=none observe.tensorboard=false hydra.run.dir="
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    kfuse = f"{shlex.quote(sys.executable)} -m kfuse"
+    for words in (f"{run}%s", "--help"):
+        for number, (to, lines) in enumerate(((" | true", 0), (" > /dev/full", 1))):
+            script = f"set -o pipefail; {kfuse} {words.replace('%s', str(number))}{to}"
+            done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0 and len(done.stderr.splitlines()) == lines, done.stderr
+            if words != "--help":
+                summary = json.loads((tmp_path / str(number) / "summary.json").read_text())
+                assert summary["exit_reason"] == "steps" and summary["steps"] == 3

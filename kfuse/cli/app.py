@@ -23,13 +23,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from kfuse import interrupt
-from kfuse.cli import torchrun
 from kfuse.cli.check import prepare, validate
-from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse.cli.output import survive_closed_output
 from kfuse.elastic.protocol import STOP_STATUS
-from kfuse.elastic.rendezvous import Rendezvous
 from kfuse.observe.sweep import Sweep
-from kfuse.settings import instantiate
 from kfuse.settings.messages import explain, explain_flags
 from kfuse.settings.tree import ConfigError
 from kfuse.version import __version__
@@ -56,8 +53,14 @@ def main() -> int:
     # A class of the user's own (`model._target_=my.Net`) is looked for where the command was given.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    survive_closed_output()
     if len(sys.argv) > 1 and sys.argv[1] in _TOOLS:
         return _tool(sys.argv[1], sys.argv[2:])
+    if "WORLD_SIZE" not in os.environ:  # else torchrun has started this process
+        return _main()
+    from kfuse.cli import torchrun  # not before it is needed: a wrong command line is refused without torch
+    from kfuse.elastic.rendezvous import Rendezvous
+
     try:
         rendezvous = Rendezvous.of_environment()
     except RuntimeError as error:
@@ -76,12 +79,11 @@ def main() -> int:
 
 def _main(fixed: bool = False) -> int:
     """fixed: torchrun has started the workers, so there can be one run only, and no other launcher."""
-    interrupt.raise_again()
     try:
         if "--version" in sys.argv[1:]:  # Hydra's own prints Hydra's
             print(f"kfuse {__version__}")
             return 0
-        argv = [_HOME.sub(os.path.expanduser("~"), word) for word in sys.argv[1:]]
+        argv = _with_home(sys.argv[1:])
         args, sweep = _parse(argv), None
         if not (args.help or args.hydra_help or args.cfg or args.info or args.shell_completion):
             if args.experimental_rerun is not None:
@@ -109,6 +111,7 @@ def _main(fixed: bool = False) -> int:
 def _tool(name: str, words: list[str]) -> int:
     """Runs a command of `_TOOLS`. Returns the exit status."""
     tool: Any = importlib.import_module(_TOOLS[name])
+    interrupt.resume_collection()
     interrupt.raise_again()
     if {"-h", "--help"} & {*words}:
         print(tool.USAGE)
@@ -196,8 +199,8 @@ def _check(args: argparse.Namespace, overrides: list[str], fixed: bool) -> DictC
     """Composes and validates one run's configuration, before anything is written. Returns it."""
     cfg = _compose(args, overrides)
     prepare(cfg, overrides)
-    validate(cfg)
-    if fixed and instantiate.locate(cfg.launcher._target_) is not TorchrunLauncher:
+    fixed_launcher = validate(cfg)
+    if fixed and not fixed_launcher:
         raise ConfigError("launcher: torchrun started this process; must be launcher=torchrun")
     return cfg
 

@@ -11,13 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from kfuse.cli.classes import check_data, check_model, check_optimizer, check_transport, make, make_policy
-from kfuse.elastic.launchers import TorchrunLauncher
+from kfuse import interrupt
 from kfuse.settings import rules, schema
 from kfuse.settings.groups import CLASS_GROUPS, LOADING
 from kfuse.settings.messages import explain
 from kfuse.settings.tree import AT_SHELL, BATCH_MAX, SECTIONS, ConfigError, by_key, did_you_mean, flat
-from kfuse.train.settings import Settings
 
 schema.register()
 
@@ -67,11 +65,11 @@ def _expand_home(cfg: DictConfig | ListConfig) -> None:
             cfg[key] = os.path.expanduser(value)
 
 
-def validate(cfg: DictConfig) -> None:
+def validate(cfg: DictConfig) -> bool:
     """Raises ConfigError, which names the key, its value and what it must be, if the configuration cannot run.
 
     Imports the classes named by `_target_`, loads the data, and builds the model and the policy once, so that
-    the errors of all of these come before a worker starts.
+    the errors of all of these come before a worker starts. Returns whether the launcher's workers are torchrun's.
     """
     try:
         config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -80,29 +78,32 @@ def validate(cfg: DictConfig) -> None:
     _check_keys(config)
     settings = flat(config)
     facts = by_key(settings)
-    rules.check(facts, shell=True)  # those that need no class come first: torch takes a second to import
-    _check_resume(settings["checkpoint_resume"])
-    check_transport(settings["comm_schedule"])
-    optimizer = check_optimizer(config["optimizer"], settings["lr_base"])
-    policy = make_policy(config["policy"])
-    facts |= rules.policy_facts(policy) | rules.optimizer_facts(optimizer) | _job_facts(config["launcher"])
     rules.check(facts, shell=True)
-    spec, samples = check_data(config["data"])
+    _check_resume(settings["checkpoint_resume"])
+    # What needs no class was checked before: the following imports torch, which takes a second.
+    from kfuse.cli import classes
+    from kfuse.elastic.launchers import TorchrunLauncher
+    from kfuse.train.settings import Settings
+
+    interrupt.resume_collection()
+    interrupt.raise_again()
+    classes.check_transport(settings["comm_schedule"])
+    optimizer = classes.check_optimizer(config["optimizer"], settings["lr_base"])
+    policy = classes.make_policy(config["policy"])
+    launcher = classes.make("launcher", config["launcher"])
+    fixed = isinstance(launcher, TorchrunLauncher)
+    facts |= rules.policy_facts(policy) | rules.optimizer_facts(optimizer)
+    facts |= {"job": "fixed" if fixed else "elastic", "job.gpus": getattr(launcher, "gpus", 0) or None}
+    facts |= {"job.workers": launcher.workers} if fixed else {}
+    rules.check(facts, shell=True)
+    spec, samples = classes.check_data(config["data"])
     facts |= {"data": "stream" if samples is None else "data set"}
     rules.check(facts, shell=True)
-    check_model(config["model"], spec)
+    classes.check_model(config["model"], spec)
     run = Settings.of(settings).schedule(samples)
     facts |= rules.run_facts(run.total, settings["lr_decay"], settings["lr_decay_fraction"])
     rules.check(facts, shell=True)
-
-
-def _job_facts(node: Any) -> dict[str, Any]:
-    """Returns what rules ask of the launcher."""
-    launcher = make("launcher", node)
-    fixed = isinstance(launcher, TorchrunLauncher)
-    gpus = getattr(launcher, "gpus", 0) or None
-    facts = {"job": "fixed" if fixed else "elastic", "job.gpus": gpus}
-    return facts | {"job.workers": launcher.workers} if fixed else facts
+    return fixed
 
 
 def _check_keys(config: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kfuse import interrupt
+from kfuse.cli.output import survive_closed_output
 from kfuse.cli.run import supervise
 from kfuse.comm import devices
 from kfuse.elastic.job import Elasticity
@@ -45,6 +46,8 @@ _LEAST_TOKEN = 16
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status, as `--help` describes it."""
+    interrupt.resume_collection()
+    survive_closed_output()
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.join is not None:
         return _join(args)

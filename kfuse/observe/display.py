@@ -86,7 +86,7 @@ class Display:
         """Something that happened, as in events.jsonl, in one line; an evaluation joins the latest figures."""
         if record.get("kind") == "evaluation":
             self._evaluation = record
-        elif self._progress:
+        elif self._progress and record.get("kind") != "schedule":  # why a transport was chosen: for events.jsonl
             words = ", ".join(
                 f"{_label(key)} {_value(key, value)}"
                 for key, value in _flat(record)

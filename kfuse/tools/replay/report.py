@@ -75,8 +75,9 @@ def print_report(console: Console, request: ReplayRequest, result: Replay, trade
     else:
         say(
             console,
-            f"Smin {trade_off.least_steps:.0f} steps, Emin {trade_off.least_samples:.0f} samples, critical batch size "
-            f"{trade_off.critical_batch:.0f}: (steps / Smin - 1) (samples / Emin - 1) = 1 for a fixed batch size",
+            f"To the same point: at least {trade_off.least_steps:.0f} steps (with very large batches), and at least "
+            f"{trade_off.least_samples:.0f} samples (with very small ones); twice of both at {trade_off.critical_batch:.0f}"
+            ", the critical batch size",
         )
     if result.cut_off:
         say(console, f"Cut off after {result.steps} steps: the recorded run's end would take many more.")
