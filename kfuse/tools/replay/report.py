@@ -76,8 +76,8 @@ def print_report(console: Console, request: ReplayRequest, result: Replay, trade
         say(
             console,
             f"To the same point: at least {trade_off.least_steps:.0f} steps (with very large batches), and at least "
-            f"{trade_off.least_samples:.0f} samples (with very small ones); twice of both at {trade_off.critical_batch:.0f}"
-            ", the critical batch size",
+            f"{trade_off.least_samples:.0f} samples (with very small ones); twice of both at the critical batch size, "
+            f"{trade_off.critical_batch:.0f}",
         )
     if result.cut_off:
         say(console, f"Cut off after {result.steps} steps: the recorded run's end would take many more.")
