@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -14,12 +14,14 @@ from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
 from kfuse.session import current
+from kfuse.settings import rules
+from kfuse.settings.tree import by_key
 from kfuse.train.evaluation import Metric, check_metrics
 from kfuse.train.loss import Objective
 from kfuse.train.lr_schedule import LRSchedule, UserSchedule, has_scheduler
 from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter
-from kfuse.train.settings import Settings, check_training
+from kfuse.train.settings import Settings, session_facts
 
 if TYPE_CHECKING:
     from kfuse.checkpoint.manager import Checkpoints
@@ -74,20 +76,21 @@ class TrainContext:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
         self.schedule = settings.schedule(self.samples_an_epoch)
         self.session = current()
+        inner = type(getattr(opt, "inner", opt)).__name__
         of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
-        check_training(
-            settings,
-            self.policy,
-            opt,
-            self.session,
-            self.samples_an_epoch,
-            scheduler=of_loop if scheduler is None else type(scheduler.scheduler).__name__,
-            heldout=self.heldout is not None,
-            step_fn=self.objective.step_fn is not None,
+        rules.check(
+            by_key({each.name: getattr(settings, each.name) for each in fields(settings)})
+            | rules.run_facts(self.schedule.total, settings.lr_decay, settings.lr_decay_fraction)
+            | session_facts(self.session)
+            | rules.policy_facts(self.policy)
+            | rules.optimizer_facts(type(opt), inner)
+            | {"scheduler": of_loop if scheduler is None else type(scheduler.scheduler).__name__}
+            | {"data": "stream" if self.samples_an_epoch is None else "data set"}
+            | {"heldout": self.heldout is not None, "step_fn": self.objective.step_fn is not None}
         )
         began_with = {
             "batch_size": settings.batch_size,
-            "optimizer": type(getattr(opt, "inner", opt)).__name__.removeprefix("Fused"),
+            "optimizer": inner.removeprefix("Fused"),
             "seed": settings.seed,
             "dataset size": self.samples_an_epoch,
         }

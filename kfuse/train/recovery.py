@@ -1,9 +1,8 @@
 """Keeps the workers of one training in the same state: at the start, in each new view, and after a lost worker.
 
-After a worker is lost nothing is restarted. The survivors form a new group, take the state of the most advanced one,
-and continue; the samples of the lost worker's step are distributed over the rest. The most advanced one is at most one
-stage ahead (with comm.sync=pair it may be steps ahead). With replicated state no update is made in part; with sharded
-state one may be, and the survivors finish it first.
+After a worker is lost nothing is restarted: the survivors form a new group, take the state of the most advanced one,
+which is at most one stage ahead (with comm.sync=pair it may be steps ahead), and continue. With replicated state no
+update is made in part; with sharded state one may be, and the survivors finish it first.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions
 from kfuse.train.policy_calls import PolicyCalls
 from kfuse.train.progress import Stage
-from kfuse.train.state import TrainingState
+from kfuse.train.snapshots import Snapshots
+from kfuse.train.state import LARGE, STAYS, TrainingState
 from kfuse.train.step import generators_restored
 
 if TYPE_CHECKING:
     from kfuse.elastic.protocol import View
-    from kfuse.train.snapshots import Snapshots
 
 _LOG = logging.getLogger("kfuse")
 
@@ -66,10 +65,7 @@ class Recovery:
         """What must be equal on all workers, by name: each computes its share of a step from it."""
         self._snapshots: Snapshots | None = None
         if session.elastic and session.comm.sharded and session.comm.redundancy == "snapshot":
-            from kfuse.train.snapshots import Snapshots  # only where it is used
-
-            assert isinstance(opt.updates, FlatUpdates), "only these optimizers have sharded state"
-            self._snapshots = Snapshots(session, opt, opt.updates.flat, state)
+            self._snapshots = Snapshots(session, opt, state)
         self._members: list[int] = []
         """The numbers of the workers that had the newest view in which all had the state, in rank order."""
         self._given: Mapping[str, Any] | None = None  # to begin from, where there is no checkpoint to resume from
@@ -85,10 +81,9 @@ class Recovery:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Context of a training. If it fails and checkpoints are enabled, writes a last one before re-raising.
+        """Context of a training. Where the supervisor is lost, or a worker and there is none, writes a last checkpoint.
 
-        Errors that end training: the supervisor is lost, or a worker is lost and there is no supervisor. A worker that
-        fails before it has the training state writes none: that would replace the checkpoints it was to resume from.
+        A worker without the training state writes none: that would replace those that it was to resume from.
         """
         self._session.begin_training()
         failed_at = None
@@ -162,10 +157,65 @@ class Recovery:
             except CommError as again:
                 error = again
 
+    def checkpoint_is_due(self, steps: int) -> bool:
+        """Whether one is to be written after so many steps, if the one before is over by then."""
+        return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
+
+    def take_leaders_state(self) -> None:
+        """All workers have averaged their models: each takes rank 0's state of all else. Raises CommError."""
+        group = self._session.group
+        room = None if group.rank == 0 else lambda structure: None
+        received = training_state.share(group, 0, partial(self._state.capture, without=LARGE), room)
+        if received is not None:
+            self._state.restore_some(received)
+
+    def save_last(self) -> None:
+        """Training is over: writes a last checkpoint, where checkpoints are written."""
+        if self._checkpoints is not None:
+            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
+            if not self._progress.stop:  # a job that was told to stop has little time left
+                self._checkpoints.close()
+
+    # -- for kf.state_dict ----------------------------------------------------------------------------------------
+
+    def snapshot(self, in_body: bool) -> dict[str, Any]:
+        """Returns a copy of the state on the host. in_body: it is called in a step's body, after the update.
+
+        Raises RuntimeError where a part of a step is under way that cannot be continued from.
+        """
+        if self._ended is not None:
+            return {**snapshot(self._state.capture(only=STAYS), "the training state"), **self._ended}
+        stage = self._progress.stage
+        in_hook = not in_body and stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH)
+        if not (self._has_state and (in_body or in_hook or stage == Stage.BOUNDARY)):
+            raise RuntimeError(
+                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
+                "or after_epoch, or when training is over"
+            )
+        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
+        state["progress"]["stage"] += in_hook  # the hook counts as done
+        return state
+
+    def keep_ended(self) -> None:
+        """Training ends with the present state, which `snapshot` returns from now on: what follows changes it.
+
+        Model and optimizer are not copied: they are read when `snapshot` is called.
+        """
+        self._ended = snapshot(self._state.capture(without=STAYS), "the training state")
+
+    def begin_from(self, state: Mapping[str, Any]) -> None:
+        """As `Trainer.load_state_dict`."""
+        if self._has_state:
+            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
+        self._state.check(state)
+        self._given = state
+
+    # -- a new view -----------------------------------------------------------------------------------------------
+
     def _share_state(self, regroup_s: float = 0.0) -> None:
         """In a new view: the most advanced worker's state comes to all that are behind it (new ones have none).
 
-        Where a part of the sharded optimizer state is on no worker any more, all go back to the last checkpoint.
+        Where a part of the sharded optimizer state is lost with its workers, all go back to a snapshot or a checkpoint.
         """
         try:
             self._share_newest_state(regroup_s)
@@ -180,14 +230,11 @@ class Recovery:
                 self._share_newest_state(regroup_s, requested)
 
     def _share_newest_state(self, regroup_s: float, requested: int = 0) -> None:
-        """Brings all workers of the view to the state of the most advanced one, and reports the view.
-
-        requested: how many workers this job was last asked for; 0: none were.
-        """
+        """Shares the state and reports the view. requested: the workers that this job was last asked for; 0: none."""
         view, group = self._session.view, self._session.group
         if view is None:  # one process, and nobody to share with
             self._load_or_begin(restarted=False)
-            self._reporter.start(self._progress.unreported, self._restarts)
+            self._report_start()
             self._reporter.resend(events=False)
             return
         started = time.perf_counter()
@@ -213,45 +260,53 @@ class Recovery:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
         self._report_view(view, begins, regroup_s, time.perf_counter() - started)
         self._decisions.measure_links()
-        self._report_steps_left_out_and_schedule(positions)
+        if behind := self._behind(positions):
+            self._reporter.event(self._progress.step, "left_out", workers=list(behind), steps=list(behind.values()))
+        if self._opt.engine.choice is not None and self._opt.engine.topology is None:
+            self._reporter.event(self._progress.step, "schedule", **asdict(self._opt.engine.choice))
+
+    def _gather_positions(self) -> list[int]:
+        """Returns by rank `Progress.position`; -1 for a worker without state."""
+        group = self._session.group
+        mine = torch.tensor([self._progress.position if self._has_state else -1], device=group.device)
+        return [int(position) for position in group.all_gather(mine, "progress of each worker")]
 
     def _take_newest_state(self, positions: Sequence[int], begins: bool) -> None:
         """The workers that are behind take the state of the most advanced one. positions: by rank."""
-        newest, mine = max(positions), positions[self._session.group.rank]
+        newest, is_behind = max(positions), positions[self._session.group.rank] < max(positions)
         if min(positions) == newest:
             return
         received = training_state.share(
             self._session.group,
             positions.index(newest),
             lambda: [self._arguments, self._state.capture_common()],
-            partial(self._make_room, begins=begins) if mine < newest else None,
+            partial(self._make_room, begins=begins) if is_behind else None,
         )
-        if received is not None:
-            arguments, newest_state = received
-            self._refuse_other_arguments(arguments)
-            self._state.restore_common(newest_state, keeps_shards=self._has_state)
-            self._align_engine()
+        if received is None:
+            return
+        theirs, newest_state = received
+        different = [
+            f"{name} {own} here, {theirs[name]} there" for name, own in self._arguments.items() if own != theirs[name]
+        ]
+        if different:
+            raise ValueError(
+                f"this worker was given other arguments than the one whose state it takes ({'; '.join(different)}): "
+                "all workers must be given the same"
+            )
+        self._state.restore_common(newest_state, keeps_shards=self._has_state)
+        self._align_engine()
 
-    def _report_view(self, view: View, begins: bool, regroup_s: float, transfer_s: float) -> None:
-        """Reports the view, the beginning of training or a return to an earlier step, and the newest records anew."""
-        went_back, self._lost = self._lost, None
-        if begins or went_back is not None:
-            self._reporter.start(self._progress.unreported, self._restarts, goes_back=not begins)
-        if begins or self._session.group.rank == 0:
-            self._reporter.resend(events=not begins)
-        self._reporter.view(self._progress.step, view, regroup_s, transfer_s)
-        if went_back is not None:
-            step, why = went_back
-            to, steps = "checkpoint" if begins else "snapshot", step - self._progress.step
-            self._reporter.event(self._progress.step, "went_back", to=to, steps=steps, why=why)
+    def _make_room(self, structure: Any, begins: bool) -> list[Any] | None:
+        """The newest state is about to arrive. Returns this worker's own tensors, to be overwritten in place, or None.
 
-    def _report_steps_left_out_and_schedule(self, positions: Sequence[int]) -> None:
-        """Reports the steps that workers at steps of their own have left out, and the schedule of the new view."""
-        if behind := self._behind(positions):
-            self._reporter.event(self._progress.step, "left_out", workers=list(behind), steps=list(behind.values()))
-        choice = self._opt.engine.choice
-        if choice is not None and self._opt.engine.topology is None:
-            self._reporter.event(self._progress.step, "schedule", **asdict(choice))
+        None where what this worker has is a state, or in a beginning may become one: if the sender is lost meanwhile,
+        training must be able to go on from it. A worker that joins has none. Half of one must never count as one.
+        """
+        if self._has_state or (begins and not self._torn):
+            return None
+        self._torn = True
+        _, state = structure
+        return [None, self._state.room_for(state)]
 
     def _finish_interrupted_update(self) -> None:
         """With sharded state: where a survivor has begun the step's update, all end it, and one has all parameters.
@@ -279,104 +334,6 @@ class Recovery:
             self._record_update()
             self._align_engine()
 
-    def _make_room(self, structure: Any, begins: bool) -> list[Any] | None:
-        """The newest state is about to arrive. Returns this worker's own tensors, to be overwritten in place, or None.
-
-        None where what this worker has is a state, or in a beginning may become one: if the sender is lost meanwhile,
-        training must be able to go on from it. A worker that joins has none. Half of one must never count as one.
-        """
-        if self._has_state or (begins and not self._torn):
-            return None
-        self._torn = True
-        _, state = structure
-        return [None, self._state.room_for(state)]
-
-    def checkpoint_is_due(self, steps: int) -> bool:
-        """Whether one is to be written after so many steps, if the one before is over by then."""
-        return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
-
-    def take_leaders_state(self) -> None:
-        """All workers have averaged their models: each takes rank 0's state of all else. Raises CommError."""
-        group = self._session.group
-        received = training_state.share(
-            group, 0, self._state.capture_small, None if group.rank == 0 else lambda structure: None
-        )
-        if received is not None:
-            self._state.restore_small(received)
-
-    def save_last(self) -> None:
-        """Training is over: writes a last checkpoint, if checkpoints are enabled."""
-        if self._checkpoints is not None:
-            self._checkpoints.save_last(self._progress.step, self._state.capture_on_leader)
-            if not self._progress.stop:  # a job that was told to stop has little time left
-                self._checkpoints.close()
-
-    def snapshot(self, in_body: bool) -> dict[str, Any]:
-        """A copy of the state on the host. in_body: of a step's body, after the update; else of a hook, or over.
-
-        Raises RuntimeError where a part of a step is under way that cannot be continued from.
-        """
-        if self._ended is not None:
-            return {**snapshot(self._state.capture_staying(), "the training state"), **self._ended}
-        stage = self._progress.stage
-        in_hook = not in_body and stage in (Stage.AFTER_STEP, Stage.AFTER_EPOCH)
-        if not (self._has_state and (in_body or in_hook or stage == Stage.BOUNDARY)):
-            raise RuntimeError(
-                "kf.state_dict: call it between steps: in the loop's body after opt.step(), in a policy's after_step "
-                "or after_epoch, or when training is over"
-            )
-        state: dict[str, Any] = snapshot(self._state.capture(), "the training state")
-        state["progress"]["stage"] += in_hook  # the hook counts as done
-        return state
-
-    def keep_ended(self) -> None:
-        """Training ends with the present state, which `snapshot` returns from now on.
-
-        What follows changes it: decisions that later steps would apply are applied, the statistics and the mode of
-        synchronisation are closed. Model and optimizer are not copied: they are read when `snapshot` is called.
-        """
-        self._ended = snapshot(self._state.capture_ended(), "the training state")
-
-    def begin_from(self, state: Mapping[str, Any]) -> None:
-        """Begins from what `snapshot` returned, unless there is a checkpoint to resume from.
-
-        Raises RuntimeError once there is a state, ValueError for another program's.
-        """
-        if self._has_state:
-            raise RuntimeError("kf.load_state_dict: training has begun: call it before the first step")
-        self._state.check(state)
-        self._given = state
-
-    @property
-    def _restarts(self) -> bool:
-        return self._checkpoints is not None and self._checkpoints.restarts
-
-    def _gather_positions(self) -> list[int]:
-        """By rank, `Progress.position`; -1 for a worker without state."""
-        group = self._session.group
-        mine = torch.tensor([self._progress.position if self._has_state else -1], device=group.device)
-        return [int(position) for position in group.all_gather(mine, "progress of each worker")]
-
-    def _behind(self, positions: Sequence[int]) -> dict[int, int]:
-        """Where each worker was at a step of its own: how many steps fewer than the furthest one's, of those behind.
-
-        positions: by rank, as of `_gather_positions`.
-        """
-        stages = len(Stage)
-        made = {rank: at // stages + (at % stages > Stage.UPDATE) for rank, at in enumerate(positions) if at >= 0}
-        most, workers = max(made.values()), self._session.workers
-        return {workers[rank]: most - steps for rank, steps in made.items() if steps < most and self._progress.is_apart}
-
-    def _refuse_other_arguments(self, theirs: Mapping[str, Any]) -> None:
-        """Raises ValueError if this worker's arguments differ from those of the worker whose state it receives."""
-        mine = self._arguments
-        different = [f"{name} {mine[name]} here, {theirs[name]} there" for name in mine if mine[name] != theirs[name]]
-        if different:
-            raise ValueError(
-                f"this worker was given other arguments than the one whose state it takes ({'; '.join(different)}): "
-                "all workers must be given the same"
-            )
-
     def _load_or_begin(self, restarted: bool) -> None:
         """Begins from a checkpoint, or the state given, if there is one; else applies the policy's initial settings."""
         at = self._progress
@@ -396,9 +353,10 @@ class Recovery:
         else:
             began_with = at.began_with
             at.refuse_other_beginning(saved["progress"])
-            self._restore(saved)
+            self._state.restore(saved)
+            self._align_engine()
             at.began_with = began_with
-            if self._base_lr is not None:
+            if self._base_lr is not None:  # the configured rate
                 for group in self._opt.param_groups:
                     group["lr"] = self._base_lr
             at.stop = at.generation = at.announced = 0
@@ -408,11 +366,33 @@ class Recovery:
                 self._decisions.workers_requested = 0  # that was asked of another job
         self._has_state, self._torn = True, False
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._state.restore(state)
-        self._align_engine()
-
     def _align_engine(self) -> None:
         """Gives the engine the number of the step that comes: it may have reduced one whose update was not made."""
         at = self._progress
         self._opt.engine.step = at.step + (at.stage > Stage.UPDATE)
+
+    def _report_start(self, goes_back: bool = False) -> None:
+        restarts = self._checkpoints is not None and self._checkpoints.restarts
+        self._reporter.start(self._progress.unreported, restarts, goes_back)
+
+    def _report_view(self, view: View, begins: bool, regroup_s: float, transfer_s: float) -> None:
+        """Reports the view, the beginning of training or a return to an earlier step, and the newest records anew."""
+        went_back, self._lost = self._lost, None
+        if begins or went_back is not None:
+            self._report_start(goes_back=not begins)
+        if begins or self._session.group.rank == 0:
+            self._reporter.resend(events=not begins)
+        self._reporter.view(self._progress.step, view, regroup_s, transfer_s)
+        if went_back is not None:
+            step, why = went_back
+            to, steps = "checkpoint" if begins else "snapshot", step - self._progress.step
+            self._reporter.event(self._progress.step, "went_back", to=to, steps=steps, why=why)
+
+    def _behind(self, positions: Sequence[int]) -> dict[int, int]:
+        """Where each worker was at a step of its own: how many steps fewer than the furthest one's, of those behind."""
+        if not self._progress.is_apart:
+            return {}
+        stages, workers = len(Stage), self._session.workers
+        made = {rank: at // stages + (at % stages > Stage.UPDATE) for rank, at in enumerate(positions) if at >= 0}
+        most = max(made.values())
+        return {workers[rank]: most - steps for rank, steps in made.items() if steps < most}

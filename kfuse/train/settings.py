@@ -1,4 +1,4 @@
-"""One training's settings, resolved from those that a script or a command gives, and their check by the rules."""
+"""One training's settings, resolved from those that a script or a command gives."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from kfuse.data.fetching import Loading
 from kfuse.membership import Session
-from kfuse.optim import DistributedOptimizer
-from kfuse.policies.signals import BasePolicy, Bounds
-from kfuse.settings import rules
+from kfuse.policies.signals import Bounds
 from kfuse.settings.tree import BATCH_MAX, SETTINGS, WORKERS_MAX, by_key
 from kfuse.train.lr_schedule import LRSchedule
+
+_OWN = {"batch_min", "workers_balance", "train_clip_norm", "observe_ledger", "lr_base", "workers_bounds", "loading"}
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,7 @@ class Settings:
 
     def shared(self) -> dict[str, Any]:
         """Returns the settings, by name, that must be equal on all workers, as each plans by them."""
-        own = (
-            "batch_min",
-            "workers_balance",
-            "train_clip_norm",
-            "observe_ledger",
-            "lr_base",
-            "workers_bounds",
-            "loading",
-        )
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OWN}
 
     def schedule(self, samples: int | None) -> LRSchedule:
         """Returns the learning rate's schedule over this training, of `samples` an epoch; None: a stream."""
@@ -115,34 +106,6 @@ class Settings:
             self.lr_decay_fraction,
             self.lr_change_warmup_steps,
         )
-
-
-def check_training(
-    settings: Settings,
-    policy: BasePolicy,
-    opt: DistributedOptimizer,
-    session: Session,
-    samples: int | None,
-    scheduler: str | None,
-    heldout: bool,
-    step_fn: bool,
-) -> None:
-    """Raises ConfigError where the settings, the policy, the optimizer and the job do not go together.
-
-    samples: an epoch's; None: a stream. scheduler: the class of the torch scheduler that sets the rate, if one does.
-    heldout, step_fn: whether there is one.
-    """
-    own = by_key({each.name: getattr(settings, each.name) for each in fields(settings)})
-    run = rules.run_facts(settings.schedule(samples).total, settings.lr_decay, settings.lr_decay_fraction)
-    rules.check(
-        own
-        | run
-        | session_facts(session)
-        | rules.policy_facts(policy)
-        | rules.optimizer_facts(type(opt), type(getattr(opt, "inner", opt)).__name__)
-        | {"data": "stream" if samples is None else "data set", "scheduler": scheduler}
-        | {"heldout": heldout, "step_fn": step_fn}
-    )
 
 
 def session_facts(session: Session) -> dict[str, Any]:

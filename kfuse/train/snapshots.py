@@ -16,7 +16,7 @@ from kfuse.checkpoint.snapshot import snapshot
 from kfuse.comm.group import CommError, Pending
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
-from kfuse.optim.flat import FlatState
+from kfuse.optim.flat_updates import FlatUpdates
 from kfuse.optim.layout import Held
 from kfuse.train.state import TrainingState
 
@@ -41,19 +41,13 @@ class _Snapshot:
             return False
         return not self.arriving
 
-    def move_to_host(self) -> None:
-        """Once it is complete."""
-        self.shards = [
-            [Held(part.place, {name: tensor.cpu() for name, tensor in part.tensors.items()}) for part in parts]
-            for parts in self.shards
-        ]
-
 
 class Snapshots:
     """This worker's snapshots of one training."""
 
-    def __init__(self, session: Session, opt: DistributedOptimizer, flat: FlatState, state: TrainingState) -> None:
-        self._session, self._opt, self._flat, self._state = session, opt, flat, state
+    def __init__(self, session: Session, opt: DistributedOptimizer, state: TrainingState) -> None:
+        assert isinstance(opt.updates, FlatUpdates), "only these optimizers have sharded state"
+        self._session, self._opt, self._flat, self._state = session, opt, opt.updates.flat, state
         self._every = session.comm.snapshot_every
         self._newest: _Snapshot | None = None
         self._complete: list[_Snapshot] = []
@@ -89,7 +83,10 @@ class Snapshots:
 
     def _keep_complete(self) -> None:
         if self._newest is not None and self._newest.is_complete():
-            self._newest.move_to_host()
+            self._newest.shards = [
+                [Held(part.place, {name: tensor.cpu() for name, tensor in part.tensors.items()}) for part in parts]
+                for parts in self._newest.shards
+            ]
             self._complete, self._newest = [*self._complete, self._newest], None
 
     def agree(self) -> int:

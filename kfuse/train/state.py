@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +22,10 @@ from kfuse.comm.group import Group
 from kfuse.optim import DistributedOptimizer
 
 _TRANSFER = "state of the most advanced worker"
-_STAYS = ("model", "trainable", "optimizer")
-_LARGE = (*_STAYS, "synchronisation")
+STAYS = ("model", "trainable", "optimizer")
+"""Parts that are the user's, and stay when training ends."""
+LARGE = (*STAYS, "synchronisation")
+"""Parts that are large, or tell how the models are kept together."""
 _PLAIN = frozenset((type(None), bool, int, float, str))
 
 
@@ -67,41 +69,32 @@ class TrainingState:
     def __init__(self, parts: Mapping[str, Stateful]) -> None:
         self._parts = dict(parts)
 
-    def capture(self) -> dict[str, Any]:
-        """The state of each part, by name. Tensors are the parts' own, not copies.
+    def capture(
+        self,
+        only: Collection[str] | None = None,
+        without: Collection[str] = (),
+        of_optimizer: Callable[[DistributedOptimizer], dict[str, Any]] = lambda opt: opt.state_dict(),
+    ) -> dict[str, Any]:
+        """Returns the state of each part, by name, or of `only` these. Tensors are the parts' own, not copies.
 
         With sharded optimizer state those are gathered: every worker calls it, and gets all. Raises CommError.
         """
-        return {name: part.state_dict() for name, part in self._parts.items()}
-
-    def capture_on_leader(self) -> dict[str, Any]:
-        """As `capture`, but rank 0 alone gets the shards of the optimizer's state."""
-        return self._capture(lambda opt: opt.gathered_state(0))
-
-    def capture_common(self) -> dict[str, Any]:
-        """As `capture`, without the shards of the optimizer's state: no collective."""
-        return self._capture(lambda opt: opt.common_state())
-
-    def _capture(self, of_optimizer: Callable[[DistributedOptimizer], dict[str, Any]]) -> dict[str, Any]:
         return {
             name: of_optimizer(part) if isinstance(part, DistributedOptimizer) else part.state_dict()
             for name, part in self._parts.items()
+            if name not in without and (only is None or name in only)
         }
 
-    def capture_ended(self) -> dict[str, Any]:
-        """As `capture`, without the model and the optimizer: what the end of training takes down."""
-        return {name: part.state_dict() for name, part in self._parts.items() if name not in _STAYS}
+    def capture_on_leader(self) -> dict[str, Any]:
+        """As `capture`, but rank 0 alone gets the shards of the optimizer's state."""
+        return self.capture(of_optimizer=lambda opt: opt.gathered_state(0))
 
-    def capture_staying(self) -> dict[str, Any]:
-        """As `capture`, of the model and the optimizer alone, which are the user's and stay when training ends."""
-        return {name: self._parts[name].state_dict() for name in _STAYS}
+    def capture_common(self) -> dict[str, Any]:
+        """As `capture`, without the shards of the optimizer's state: no collective."""
+        return self.capture(of_optimizer=lambda opt: opt.common_state())
 
-    def capture_small(self) -> dict[str, Any]:
-        """As `capture`, without the model, the optimizer, and how the models are kept together."""
-        return {name: self._parts[name].state_dict() for name in self._parts if name not in _LARGE}
-
-    def restore_small(self, state: Mapping[str, Any]) -> None:
-        """Loads what `capture_small` returned, in the order of declaration."""
+    def restore_some(self, state: Mapping[str, Any]) -> None:
+        """Loads the parts that `capture` returned with a selection, in the order of declaration."""
         for name in state:
             self._parts[name].load_state_dict(state[name])
 
@@ -122,11 +115,8 @@ class TrainingState:
             if isinstance(part, DistributedOptimizer) and name in state:
                 part.updates.make_room(state[name])
         kinds = DistributedOptimizer | nn.Module
-        return {
-            name: part.common_state() if isinstance(part, DistributedOptimizer) else part.state_dict()
-            for name, part in self._parts.items()
-            if isinstance(part, kinds)
-        }
+        own = [name for name, part in self._parts.items() if isinstance(part, kinds)]
+        return self.capture(only=own, of_optimizer=lambda opt: opt.common_state())
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Loads what `capture` returned, here or in another process, part by part, in the order of declaration.
@@ -262,13 +252,9 @@ def _put_in_place(
     return placed, [tensors[number] for number in range(len(numbers))]
 
 
-def _alike(tensor: Tensor, description: Tensor) -> bool:
+def _alike(tensor: Tensor, other: Tensor) -> bool:
     """Whether its memory can take the described tensor's bytes."""
-    same = (tensor.shape, tensor.stride(), tensor.dtype) == (
-        description.shape,
-        description.stride(),
-        description.dtype,
-    )
+    same = tensor.shape == other.shape and tensor.stride() == other.stride() and tensor.dtype == other.dtype
     return same and memory(tensor) is not None
 
 
