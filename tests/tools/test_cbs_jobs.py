@@ -62,6 +62,14 @@ def branch(run: Path, batch: int, seed: int, step: int = 40) -> Path:
     return run / "cbs" / f"step-{step:08d}" / f"batch-{batch}-seed-{seed}"
 
 
+def copied(run: Path, to: Path, *names: str) -> Path:
+    """A directory with these parts of the run."""
+    to.mkdir()
+    for name in names:
+        (to / name).symlink_to(run / name)
+    return to
+
+
 def test_the_first_branch_of_the_reference_is_the_run_itself(run: Path) -> None:
     before = files(run)
     done = kfuse("cbs", f"run={run}", "steps=[40]", *MEASURED)
@@ -87,10 +95,7 @@ def test_a_killed_measurement_goes_on_where_it_was(tmp_path: Path, run: Path) ->
     whole = kfuse("cbs", f"run={run}", "steps=[80]", *MEASURED)
     assert whole.returncode == 0, whole.stderr
     expected = json.loads((run / "cbs" / "cbs.json").read_text())["checkpoints"]
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for name in (".hydra", "checkpoints", "metrics.jsonl"):
-        (copy / name).symlink_to(run / name)
+    copy = copied(run, tmp_path / "copy", ".hydra", "checkpoints", "metrics.jsonl")
     command = [sys.executable, "-m", "kfuse", "cbs", f"run={copy}", "steps=[80]", *MEASURED]
     killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     first = branch(copy, 16, 0, 80) / "branch.json"
@@ -110,10 +115,7 @@ def test_a_killed_measurement_goes_on_where_it_was(tmp_path: Path, run: Path) ->
 
 
 def test_ctrl_c_ends_the_branch_under_way(tmp_path: Path, run: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for name in (".hydra", "checkpoints"):
-        (copy / name).symlink_to(run / name)
+    copy = copied(run, tmp_path / "copy", ".hydra", "checkpoints")
     command = [sys.executable, "-m", "kfuse", "cbs", f"run={copy}", "steps=[40]", "repetitions=2", "samples=200000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     metrics = branch(copy, 16, 0) / "metrics.jsonl"
@@ -190,9 +192,7 @@ def test_what_cannot_be_measured_ends_in_one_line(tmp_path: Path, run: Path) -> 
 
 
 def test_a_branch_that_fails_is_told_with_its_log(tmp_path: Path, run: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / ".hydra").symlink_to(run / ".hydra")
+    copy = copied(run, tmp_path / "copy", ".hydra")
     source = run / "checkpoints" / "step-00000040"
     saved = load(source)
     saved["model"] = {name: value[..., :1] for name, value in saved["model"].items()}

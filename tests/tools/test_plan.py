@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kfuse.tools.plan.jobs import (
@@ -88,13 +88,6 @@ def test_the_batch_size_of_an_option_is_the_best_of_all(job: Job, workers: int) 
     assert option.goodput == pytest.approx(max(goodput(job, workers, batch) for batch in allowed), rel=1e-12)
     assert option.goodput == goodput(job, workers, option.batch)
     assert option.low <= option.goodput <= option.high
-
-
-def test_without_a_noise_scale_the_batch_size_stays() -> None:
-    found = replace(JOB, noise_scale=None).options(range(1, 9))
-    assert {option.batch for option in found} == {64}
-    # 64 samples are four micro-batches of 16: with three workers one has two, as with two workers.
-    assert [option.workers for option in found] == [1, 2, 4]
 
 
 def test_without_a_model_only_what_was_measured_is_an_option() -> None:
@@ -207,18 +200,6 @@ def test_an_allocation_is_that_of_brute_force_and_one_worker_more_never_makes_it
     assert check(choices, workers + 1, allocate(choices, workers + 1)) >= check(choices, workers, taken) >= 0
 
 
-@given(st.lists(jobs(), min_size=1, max_size=6), st.integers(1, 16))
-@settings(max_examples=50)
-def test_a_plan_keeps_every_bound_and_repeats(found: list[Job], workers: int) -> None:
-    options = [each for job in found if (each := job.options(range(1, workers + 1)))]
-    left = [1e6 * (k + 1) for k in range(len(options))]
-    given = plan(options, left, workers)
-    assert given == plan(options, left, workers)
-    assert sum(option.workers for option in given if option) <= workers
-    assert all(option is None or option in its for option, its in zip(given, options, strict=True))
-    assert not options or any(given)  # some job goes on
-
-
 def linear(most: int, each: float = 1.0, fewest: int = 1) -> list[Option]:
     """A job whose goodput is `each` a worker."""
     return [Option(n, 64, n * each, n * each, n * each) for n in range(fewest, most + 1)]
@@ -232,13 +213,6 @@ def test_the_shortest_expected_service_goes_first() -> None:
     assert [option is not None for option in plan(options, left, 2)] == [False, True, True, False]
     # Twice the workers that the first job needs at least count twice.
     assert service(linear(4, fewest=2), 100.0) == 100.0
-
-
-def test_a_job_that_waits_goes_before_further_workers_of_another_one() -> None:
-    """n workers bring n^0.9: the second 0.866. Three workers for two jobs: 2 and 1, not 3 and 0."""
-    options = [[Option(n, 64, n**0.9, n**0.9, n**0.9) for n in range(1, 4)] for _ in range(2)]
-    given = plan(options, [10.0, 1000.0], 3)
-    assert [option.workers for option in given if option] == [2, 1]
 
 
 def test_workers_that_bring_less_than_the_least_gain_are_released() -> None:

@@ -120,20 +120,6 @@ def test_a_fixed_batch_size_lies_on_the_hyperbola(batch_size: int) -> None:
     assert not replayed.cut_off
 
 
-def test_a_noise_scale_that_grows_is_met_at_the_same_progress() -> None:
-    """By hand: 100 steps of 32 at N = 32 make 50, then 100 at N = 96 make 25.
-
-    With B = 96: 50 / (96 / 128) = 66.7 steps, then 25 / (96 / 192) = 50 steps: 117, as the step between has parts.
-    """
-    recorded = course([32.0] * 100 + [96.0] * 100)
-    watching = Watching(0, Decision())
-    watching.initial = lambda: Decision(batch_size=96)  # type: ignore[method-assign]
-    replayed = run(watching, SimulatedSteps(recorded, linear, BOUNDS), DecidedSettings(32, 1), BOUNDS)
-    assert replayed.steps == 117
-    assert [each.noise_scale for each in watching.seen[:66]] == [32.0] * 66
-    assert {each.noise_scale for each in watching.seen[67:]} == {96.0}
-
-
 @pytest.mark.parametrize("batch_size", [8, 1024])
 def test_a_step_over_many_recorded_ones_meets_the_noise_scale_of_each(batch_size: int) -> None:
     """The noise scale grows a hundredfold within some ten steps of the exact gradient. The hyperbola holds."""
@@ -598,14 +584,3 @@ def test_a_resumed_run(elsewhere: bool, tmp_path: Path, monkeypatch: Patch, caps
     for each in had:
         assert rebuilt[each.step] == each
     assert_replayed(job, monkeypatch, capsys)
-
-
-@pytest.mark.full
-def test_a_fixed_number_of_workers_and_lines_of_some_steps(tmp_path: Path, monkeypatch: Patch, capsys: Capsys) -> None:
-    """With observe.every the policy is asked after the recorded steps only, and this is said."""
-    job = finished(Job(tmp_path / "run"), [*DIGITS, "observe.every=4", "train.epochs=2"])
-    assert [line["step"] for line in job.metrics][:3] == [0, 4, 8]
-    assert replay(monkeypatch, job.directory, "plot=null") == 0
-    assert "metrics.jsonl lacks steps" in capsys.readouterr().out
-    text = (job.directory / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(text[-1])["step"] == job.summary["steps"] - 1
