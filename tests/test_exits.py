@@ -23,9 +23,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.full
 @pytest.mark.jobs
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
-    ("how", "trains", "said"), [(0, True, "SystemExit: 0"), (3, False, "SystemExit: 3"), ("stop", True, "Stop: now")]
+    ("how", "trains", "workers", "said"),
+    [(0, True, 2, "SystemExit: 0"), (3, False, 1, "SystemExit: 3"), ("stop", True, 1, "Stop: now")],
 )
 def test_it_ends_the_job_as_an_error(how: Any, trains: bool, said: str, workers: int, tmp_path: Path) -> None:
     model = [f"+model.how={how}", f"+model.trains={trains}"]
