@@ -14,7 +14,7 @@ from kfuse.cli.check import prepare, validate
 from kfuse.data import DataSplit
 from kfuse.models import GPT
 from kfuse.settings import instantiate
-from kfuse.settings.groups import LOADING
+from kfuse.settings.instantiate import LOADING
 
 
 class Net(nn.Module):

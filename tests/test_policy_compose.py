@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from policy_signals import signals
 
+import kfuse.cli.check  # noqa: F401  registers the schema
 from kfuse.cli.classes import make_policy
 from kfuse.policies import (
     BasePolicy,

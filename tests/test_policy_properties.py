@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import kfuse.policies
-from kfuse.policies.configured import ConfiguredPolicy
-from kfuse.policies.signals import BasePolicy, Bounds, Decision, Signals
+from kfuse.policies.signals import BasePolicy, Bounds, ConfiguredPolicy, Decision, Signals
 
 Factory = Callable[[], BasePolicy]
 EVERY = ("GNSPolicy", "CriticalBatchPolicy", "NormTestPolicy", "GoodputPolicy")

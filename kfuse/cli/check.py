@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kfuse import interrupt
 from kfuse.settings import rules, schema
-from kfuse.settings.groups import CLASS_GROUPS, LOADING
+from kfuse.settings.instantiate import CLASS_GROUPS, LOADING
 from kfuse.settings.messages import explain
 from kfuse.settings.tree import AT_SHELL, BATCH_MAX, SECTIONS, ConfigError, by_key, did_you_mean, flat
 

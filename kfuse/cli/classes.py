@@ -14,7 +14,7 @@ from kfuse.data import DataSplit
 from kfuse.data.given import number_of_samples
 from kfuse.policies import BasePolicy
 from kfuse.settings import instantiate
-from kfuse.settings.groups import LOADING, class_arguments
+from kfuse.settings.instantiate import LOADING, class_arguments
 from kfuse.settings.tree import ConfigError, show
 
 _SET_ELSEWHERE = {"params": "the model's", "lr": "lr.base", "clip_norm": "train.clip_norm"}

@@ -1,10 +1,14 @@
 """Optimizers that reduce gradients over all workers, measure them, and update parameters, in `step()`."""
 
+from typing import TYPE_CHECKING, Any
+
 from kfuse.optim.base import DistributedOptimizer
 from kfuse.optim.comparison import ConsistencyError
-from kfuse.optim.fused import FusedAdamW, FusedLAMB, FusedSGD
 from kfuse.optim.refuse import refuse_wrapped
 from kfuse.optim.wrap import Optimizer
+
+if TYPE_CHECKING:
+    from kfuse.optim.fused import FusedAdamW, FusedLAMB, FusedSGD
 
 __all__ = [
     "ConsistencyError",
@@ -15,3 +19,12 @@ __all__ = [
     "Optimizer",
     "refuse_wrapped",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the fused optimizers when one is used: a script has one at most."""
+    if name not in __all__:
+        raise AttributeError(f"module 'kfuse.optim' has no attribute {name!r}")
+    from kfuse.optim import fused
+
+    return getattr(fused, name)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from kfuse.policies.configured import ConfiguredPolicy
-from kfuse.policies.signals import Bounds, Decision, Signals, check_positive, check_whole
+from kfuse.policies.signals import Bounds, ConfiguredPolicy, Decision, Signals, check_positive, check_whole
 
 
 class AutoscalePolicy(ConfiguredPolicy):

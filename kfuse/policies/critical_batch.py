@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kfuse.policies.configured import ConfiguredPolicy
-from kfuse.policies.signals import Decision, Signals, check_positive, check_whole
+from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_positive, check_whole
 
 
 class CriticalBatchPolicy(ConfiguredPolicy):

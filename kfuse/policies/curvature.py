@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kfuse.policies.configured import ConfiguredPolicy
-from kfuse.policies.signals import Decision, Signals, check_positive, check_whole
+from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_positive, check_whole
 
 
 class CurvaturePolicy(ConfiguredPolicy):

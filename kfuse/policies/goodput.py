@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kfuse.policies.configured import ConfiguredPolicy
-from kfuse.policies.signals import Decision, Signals, check_positive, check_whole
+from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_positive, check_whole
 from kfuse.policies.step_time import Array, Point, StepTime, fit
 
 _KEPT_TIMES = 20

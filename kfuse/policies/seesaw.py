@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from kfuse.policies.configured import ConfiguredPolicy
-from kfuse.policies.signals import Decision, Signals
+from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals
 
 Curve = Literal["cosine", "quarter_cosine"]
 

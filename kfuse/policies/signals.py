@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -267,6 +268,24 @@ class BasePolicy:
 
 class NoPolicy(BasePolicy):
     """Leaves batch size, learning rate and worker count as configured."""
+
+
+class ConfiguredPolicy(BasePolicy):
+    """A policy whose arguments are settings, which it never changes.
+
+    Its state has none of them: a resumed run takes them from its own configuration, which may have other values than
+    the run that wrote the checkpoint. An attribute of another name is state. So state must not have the name of an
+    argument: it would not be saved.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the plain attributes, as `BasePolicy` does, but for the arguments of the constructors.
+
+        Attributes that `BasePolicy` declares (`fisher_every`, ...) follow from the arguments, and are left out too.
+        """
+        classes = [each for each in type(self).__mro__ if issubclass(each, ConfiguredPolicy)]
+        settings = {name for each in classes for name in inspect.signature(each).parameters} | vars(BasePolicy).keys()
+        return {name: value for name, value in super().state_dict().items() if name not in settings}
 
 
 def checked_decision(returned: object, method: str) -> Decision | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kfuse.policies.configured import ConfiguredPolicy
-from kfuse.policies.signals import Decision, Signals, check_whole
+from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals, check_whole
 
 
 class SyncSwitchPolicy(ConfiguredPolicy):

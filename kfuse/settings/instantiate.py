@@ -14,11 +14,20 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-from kfuse.settings.tree import did_you_mean, show
+from kfuse.settings.tree import AT_SHELL, did_you_mean, show
+
+CLASS_GROUPS = ("model", "data", "optimizer", "policy", "launcher")
+LOADING = tuple(key.partition(".")[2] for key in AT_SHELL if key.startswith("data."))
+"""The keys of the group data that are not arguments of its class."""
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _SEQUENCES = (list, tuple, Sequence, Collection, Iterable)
 _MAPPINGS = (dict, Mapping)
+
+
+def class_arguments(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group's node without the keys that are not arguments of its class."""
+    return {name: value for name, value in node.items() if group != "data" or name not in LOADING}
 
 
 def locate(path: object) -> Callable[..., Any]:

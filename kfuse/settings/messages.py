@@ -9,8 +9,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from kfuse.settings.groups import CLASS_GROUPS
-from kfuse.settings.instantiate import one_line
+from kfuse.settings.instantiate import CLASS_GROUPS, one_line
 from kfuse.settings.tree import AT_SHELL, did_you_mean
 
 _KNOWN = [*AT_SHELL, *CLASS_GROUPS]

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from kfuse.settings.groups import CLASS_GROUPS, LOADING
+from kfuse.settings.instantiate import CLASS_GROUPS, LOADING
 from kfuse.settings.tree import AT_SHELL, SECTIONS, Leaf, show
 
 

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from kfuse.policies.signals import Signals
-from kfuse.settings.groups import CLASS_GROUPS
+from kfuse.settings.instantiate import CLASS_GROUPS
 from kfuse.settings.rules import RULES
 from kfuse.settings.tree import SCRIPTS_ONLY, SECTIONS, SETTINGS, CommandSettings, show
 from kfuse.statistics.figures import FIGURES, METRICS, StepContext

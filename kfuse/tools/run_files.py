@@ -15,8 +15,7 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import OmegaConf
 
 from kfuse.policies.signals import BATCH_MAX, FP32_MIN, OTHER_SIGNALS, Bounds, Signals
-from kfuse.settings.groups import CLASS_GROUPS
-from kfuse.settings.instantiate import describe, fits, is_finite, one_line
+from kfuse.settings.instantiate import CLASS_GROUPS, describe, fits, is_finite, one_line
 from kfuse.settings.tree import AT_SHELL, WORKERS_MAX, ConfigError, show
 from kfuse.statistics.figures import METRICS, StepContext
 

@@ -27,7 +27,7 @@ from kfuse.comm.transports.tree import parents
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.optim.consistency import averaged_buffers
 from kfuse.settings import instantiate
-from kfuse.settings.groups import class_arguments
+from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import flat
 from kfuse.tools.doctor.processes import TIMEOUT_S, StoreError, ranks
 from kfuse.train.precision import cast_parameters

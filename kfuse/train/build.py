@@ -16,7 +16,7 @@ from kfuse.elastic import protocol
 from kfuse.optim import DistributedOptimizer, Optimizer
 from kfuse.session import current
 from kfuse.settings import instantiate
-from kfuse.settings.groups import class_arguments
+from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import WORKERS_MAX, flat
 from kfuse.train.context import TrainContext
 from kfuse.train.model_checks import log_remarks

@@ -28,7 +28,7 @@ from kfuse.observe.recorder import Recorder
 from kfuse.observe.run_dir import RunDirectory
 from kfuse.observe.whole_file import write_whole
 from kfuse.settings import instantiate
-from kfuse.settings.groups import CLASS_GROUPS
+from kfuse.settings.instantiate import CLASS_GROUPS
 from kfuse.settings.tree import AT_SHELL, ConfigError, flat
 from kfuse.tools.cbs.estimate import Plan, Trace
 from kfuse.tools.run_files import config_path, read_config, read_metrics
