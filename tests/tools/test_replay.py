@@ -159,6 +159,16 @@ def test_its_signals_follow_its_own_settings() -> None:
     assert ends == set(range(640, watching.seen[-1].samples + 1, 640)), "an epoch's last step is short"
 
 
+def test_a_changes_means_are_those_that_had_been_read_as_it_was_applied() -> None:
+    """In force from step 13 on, it is applied after step 12: the statistics of step 11 are the newest then."""
+    signals = [
+        replace(each, mean_grad_sq=float(each.step), mean_grad_variance=1.0) for each in course([9.0] * 20).signals
+    ]
+    recorded, asking = Recorded(signals, [0.5] * 20), Watching(9, Decision(batch_size=64))
+    (change,) = run(asking, RecordedSteps(recorded), DecidedSettings(32, 1), BOUNDS).changes
+    assert change.means == (11.0, 1.0)
+
+
 def test_a_step_of_one_micro_batch_measures_nothing() -> None:
     watching = Watching()
     watching.initial = lambda: Decision(batch_size=8)  # type: ignore[method-assign]
