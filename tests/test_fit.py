@@ -24,29 +24,10 @@ from kfuse.train.reporter import Reporter
 
 
 class Recorder(kf.BasePolicy):
-    """Notes every hook and every signal."""
+    """Notes every signal."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
         self.signals: list[kf.Signals] = []
-
-    def before_train(self) -> None:
-        self.calls.append("before_train")
-
-    def before_epoch(self) -> None:
-        self.calls.append("before_epoch")
-
-    def before_step(self) -> None:
-        self.calls.append("before_step")
-
-    def after_step(self) -> None:
-        self.calls.append("after_step")
-
-    def after_epoch(self) -> None:
-        self.calls.append("after_epoch")
-
-    def after_train(self) -> None:
-        self.calls.append("after_train")
 
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
         self.signals.append(signals)
@@ -71,23 +52,15 @@ def test_trains_on_what_users_have(wrap: Any) -> None:
     x, y = problem()
     net = network()
     before = F.cross_entropy(net(x), y).item()
-    summary = kf.fit(
-        net, wrap(x, y), kf.FusedAdamW(net.parameters(), lr=0.02), train_epochs=15, batch_size=16, heldout=(x, y)
-    )
+    opt = kf.FusedAdamW(net.parameters(), lr=0.02)
+    summary = kf.fit(net, wrap(x, y), opt, train_epochs=15, batch_size=16, heldout=(x, y))
     assert summary is not None
     after = F.cross_entropy(net(x), y).item()
     assert after < before / 2
     assert summary["eval_loss"] == pytest.approx(after, rel=1e-4)
     assert summary["eval_accuracy"] == (net(x).argmax(1) == y).float().mean().item() > 0.8
-    expected = {
-        "steps": 60,
-        "epochs": 15,
-        "samples": 960,
-        "workers": 1,
-        "batch_size": 16,
-        "exit_reason": "epochs",
-    }
-    assert {name: summary[name] for name in expected} == expected
+    names = "steps", "epochs", "samples", "workers", "batch_size", "exit_reason"
+    assert [summary[name] for name in names] == [60, 15, 960, 1, 16, "epochs"]
 
 
 def test_is_the_loop_one_would_write_by_hand() -> None:
@@ -105,14 +78,19 @@ def test_is_the_loop_one_would_write_by_hand() -> None:
 
 
 def test_hooks_run_in_order_and_every_step_is_decided_upon_once() -> None:
-    policy = Recorder()
-    net = network()
-    kf.fit(
-        net, problem(20), kf.FusedSGD(net.parameters()), kf.Hook(policy), train_epochs=2, batch_size=8, batch_micro=3
-    )
+    class Hooks(Recorder):
+        pass
+
+    calls: list[str] = []
+    for part in ("train", "epoch", "step"):
+        for name in (f"before_{part}", f"after_{part}"):
+            setattr(Hooks, name, lambda _, name=name: calls.append(name))
+    policy, net = Hooks(), network()
+    given: Any = {"train_epochs": 2, "batch_size": 8, "batch_micro": 3}
+    kf.fit(net, problem(20), kf.FusedSGD(net.parameters()), kf.Hook(policy), **given)
     step = ["before_step", "after_step"]
     epoch = ["before_epoch", *step, *step, *step, "after_epoch"]
-    assert policy.calls == ["before_train", *epoch, *epoch, "after_train"]
+    assert calls == ["before_train", *epoch, *epoch, "after_train"]
     assert [s.step for s in policy.signals] == [0, 1, 2, 3, 4, 5]
     assert [s.epoch for s in policy.signals] == [0, 0, 0, 1, 1, 1]
     assert [s.samples for s in policy.signals] == [8, 16, 20, 28, 36, 40]
@@ -144,70 +122,51 @@ def test_kungfus_script_runs_as_written() -> None:
 
 
 class Orders(kf.BasePolicy):
-    """Calls verbs at given steps; notes what was in force in each."""
+    """Calls verbs after given steps, each with its value; notes what was in force in each step."""
 
-    def __init__(self, orders: dict[int, Any], every_rank: bool = False) -> None:
-        self.orders, self.every_rank = orders, every_rank
-        self.step = 0
-        self.seen: list[tuple[int, int, float]] = []
+    def __init__(self, orders: dict[int, Any], leader_only: bool = False) -> None:
+        self.orders, self.leader_only, self.step = orders, leader_only, 0
+        self.seen: list[tuple[int, float]] = []
 
     def after_step(self) -> None:
-        if self.step in self.orders and (kf.rank() == 0 or self.every_rank):
-            verb, value = self.orders[self.step]
-            getattr(kf, verb)(value)
+        if kf.rank() == 0 or not self.leader_only:
+            for verb, value in self.orders.get(self.step, ()):
+                getattr(kf, verb)(value)
         self.step += 1
 
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.seen.append((signals.step, signals.batch_size, round(signals.lr, 6)))
+        self.seen.append((signals.batch_size, signals.lr))
         return None
 
 
-def adapt(samples: int, batch_size: int, micro_batch: int, schedule: str = "auto") -> tuple[Any, Any, str]:
-    kf.init(comm_schedule=schedule)
+def adapt(samples: int, batch_size: int, micro_batch: int) -> tuple[Any, ...]:
+    kf.init()
     net = network()
-    policy = Orders(
-        {
-            1: ("set_batch_size", 2 * batch_size),
-            4: ("set_lr", 0.02),
-            7: ("set_topology", "tree"),
-            9: ("set_tree", "star"),
-        }
-    )
-    summary = kf.fit(
-        net,
-        problem(samples),
-        kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1),
-        kf.Hook(policy),
-        train_epochs=1,
-        batch_size=batch_size,
-        batch_micro=micro_batch,
-    )
+    orders = (("set_batch_size", 2 * batch_size), ("set_lr", 0.02), ("set_topology", "tree"), ("set_tree", "star"))
+    policy = Orders({step: [order] for step, order in zip((1, 4, 7, 9), orders, strict=True)}, leader_only=True)
+    opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1)
+    given: Any = {"train_epochs": 1, "batch_size": batch_size, "batch_micro": micro_batch}
+    summary = kf.fit(net, problem(samples), opt, kf.Hook(policy), **given)
     assert summary is not None
-    return policy.seen, (summary["batch_size"], summary["lr"], summary["samples"]), summary["params_sha256"]
+    return policy.seen, summary["batch_size"], summary["lr"], summary["samples"], summary["params_sha256"]
 
 
-def check_adapted(results: list[Any], batch_size: int, samples: int) -> None:
-    seen, (last_batch, last_lr, total), _ = results[0]
+@pytest.mark.parametrize(
+    ("workers", "samples", "batch_size", "micro_batch"),
+    [(1, 256, 8, 2), (2, 256, 8, 2), (3, 128, 4, 2)],  # the last one: too little work for all
+)
+def test_orders_of_the_leader_take_effect_on_every_worker_at_one_step(
+    workers: int, samples: int, batch_size: int, micro_batch: int
+) -> None:
+    asked = samples, batch_size, micro_batch
+    results = run_workers(workers, adapt, *asked) if workers > 1 else [adapt(*asked)]
+    seen, last_batch, last_lr, total, _ = results[0]
     assert all(result == results[0] for result in results), "ranks disagree"
     assert (last_batch, last_lr, total) == (2 * batch_size, pytest.approx(0.02, rel=1e-14), samples)
-    batches, rates = [b for _, b, _ in seen], [lr for _, _, lr in seen]
+    batches, rates = [batch for batch, _ in seen], [round(lr, 6) for _, lr in seen]
     assert batches == sorted(batches) and set(batches) == {batch_size, 2 * batch_size}
     assert list(dict.fromkeys(rates)) == [0.1, 0.141421, 0.02]  # it follows the batch size, then set_lr's word counts
     assert batches.index(2 * batch_size) == rates.index(0.141421)
-
-
-def test_set_batch_size_and_set_lr_take_effect() -> None:
-    check_adapted([adapt(256, 8, 2)], 8, 256)
-
-
-def test_orders_of_the_leader_take_effect_on_every_worker_at_one_step() -> None:
-    check_adapted(run_workers(2, adapt, 256, 8, 2), 8, 256)
-
-
-def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
-    """The leader must have its say also where there is too little work for all."""
-    check_adapted(run_workers(2, adapt, 128, 4, 4), 4, 128)
-    check_adapted(run_workers(3, adapt, 128, 4, 2), 4, 128)
 
 
 @pytest.mark.parametrize(
@@ -216,12 +175,8 @@ def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
         ("set_topology", "ring", "must be one of allreduce, all_to_all, reduce_scatter, tree"),
         ("set_topology", "symmetric", "must be named at the start, as comm.schedule"),
         ("set_tree", "oak", "must be one of binary, star, host, latency"),
-        (
-            "set_tree",
-            [0.5],
-            r"tree \[0\.5\]: must be one of binary, .* a list with each rank's parent",
-        ),
-        ("set_sync", 4, "must be one of ssgd, local:N, sma, pair; local:4 averages every 4 steps"),
+        ("set_tree", [0.5], r"tree \[0\.5\]: must be one of"),
+        ("set_sync", 4, "must be one of ssgd, local:N, sma, pair"),
         ("set_batch_size", 0, "must be at least 1"),
         ("set_lr", -1.0, "must be a finite number above 0"),
     ],
@@ -229,7 +184,7 @@ def test_orders_take_effect_with_fewer_micro_batches_than_workers() -> None:
 def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -> None:
     net = network()
     with pytest.raises(ValueError, match=message):
-        kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: (verb, value)})), batch_size=8)
+        kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: [(verb, value)]})), batch_size=8)
 
 
 def warnings_of_idle_workers(micro_batch: int) -> list[str]:
@@ -250,13 +205,6 @@ def test_workers_without_a_micro_batch_are_warned_of_once() -> None:
     assert run_workers(2, warnings_of_idle_workers, 4) == [[], []]
 
 
-def test_a_data_loader_refuses_what_is_no_policy() -> None:
-    net = network()
-    with pytest.raises(TypeError, match=r"takes policy= a kf\.BasePolicy, not Hook"):
-        hook: Any = kf.Hook(kf.BasePolicy())
-        kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters()), policy=hook)
-
-
 class AlwaysTwo(kf.BasePolicy):
     def decide(self, signals: kf.Signals) -> kf.Decision | None:
         return kf.Decision(batch_size=2)
@@ -270,19 +218,13 @@ def test_what_was_asked_for_in_the_last_step_is_not_for_the_next_training() -> N
     assert summary is not None and (summary["batch_size"], summary["samples"]) == (8, 40)
 
 
-def test_whole_floats_are_taken_as_counts() -> None:
-    net = network()
-    summary = kf.fit(net, problem(), kf.FusedSGD(net.parameters()), batch_size=8.0, train_steps=3e0)  # type: ignore[arg-type]
-    assert summary is not None and (summary["steps"], summary["batch_size"]) == (3, 8)
-
-
 def test_all_parameter_groups_follow_set_lr() -> None:
     net = network()
     opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.3}], lr=0.1)
     rates: list[list[float]] = []
     step = opt.step
     opt.step = lambda *_: (rates.append(opt.learning_rates()), step())[1]  # type: ignore[method-assign]
-    kf.fit(net, problem(), opt, kf.Hook(Orders({0: ("set_lr", 0.05)})), batch_size=4)
+    kf.fit(net, problem(), opt, kf.Hook(Orders({0: [("set_lr", 0.05)]})), batch_size=4)
     assert rates[0] == [0.1, 0.3] and rates[-1] == pytest.approx([0.05, 0.15], rel=1e-14)
     assert [group["lr"] for group in opt.param_groups] == [0.1, 0.3]  # they are the user's
 
@@ -295,36 +237,14 @@ def test_a_first_group_without_learning_rate_does_not_stop_the_others() -> None:
     assert not torch.equal(before, net[2].weight)
 
 
-def test_a_batch_size_out_of_bounds_is_clipped() -> None:
-    for verb_value, expected in ((10**6, 32), (1, 2)):
-        reset()
-        net = network()
-        policy = Orders({0: ("set_batch_size", verb_value)})
-        summary = kf.fit(
-            net,
-            problem(256),
-            kf.FusedSGD(net.parameters()),
-            kf.Hook(policy),
-            batch_size=8,
-            batch_micro=2,
-            batch_max=32,
-        )
-        assert summary is not None and summary["batch_size"] == expected
-
-
-def test_a_batch_size_need_not_be_whole_micro_batches() -> None:
-    net = network()
-    policy = kf.SchedulePolicy([{"step": 0, "batch_size": 127}])
-    summary = kf.fit(
-        net,
-        problem(1270),
-        kf.FusedSGD(net.parameters()),
-        kf.Hook(policy),
-        batch_size=64,
-        batch_micro=64,
-        batch_max=128,
-    )
-    assert summary is not None and summary["batch_size"] == 127
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(10**6, 32), (1, 2), (27, 27)]
+)  # the last one is no whole micro-batches
+def test_a_batch_size_is_clipped_to_its_bounds(asked: int, expected: int) -> None:
+    net, policy = network(), Orders({0: [("set_batch_size", asked)]})
+    given: Any = {"batch_size": 8, "batch_micro": 2, "batch_max": 32}
+    summary = kf.fit(net, problem(256), kf.FusedSGD(net.parameters()), kf.Hook(policy), **given)
+    assert summary is not None and summary["batch_size"] == expected
 
 
 def test_the_same_clipping_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,28 +294,11 @@ def test_hooks_before_the_first_step_may_use_the_verbs(hook: str) -> None:
     assert seen[0] == (8, 0.1) and seen[-1] == (16, pytest.approx(0.05))
 
 
-class Both(kf.BasePolicy):
-    """Calls these functions of kf, each with its value, in the hook after these steps; notes each step's settings."""
-
-    def __init__(self, calls: dict[int, list[tuple[str, float]]]) -> None:
-        self.calls, self.step = calls, 0
-        self.seen: list[tuple[int, float]] = []
-
-    def after_step(self) -> None:
-        for name, value in self.calls.get(self.step, ()):
-            getattr(kf, name)(value)
-        self.step += 1
-
-    def decide(self, signals: kf.Signals) -> kf.Decision | None:
-        self.seen.append((signals.batch_size, signals.lr))
-        return None
-
-
 BATCH, RATE = ("set_batch_size", 64), ("set_lr", 0.02)
 
 
 def both(calls: dict[int, list[tuple[str, float]]], **arguments: Any) -> list[tuple[int, float]]:
-    net, policy = network(), Both(calls)
+    net, policy = network(), Orders(calls)
     given = {"batch_size": 16, "batch_micro": 8, "train_steps": 24, "train_epochs": 90} | arguments
     kf.fit(net, problem(256), kf.FusedSGD(net.parameters(), lr=0.1), kf.Hook(policy), **given)
     return policy.seen
@@ -461,7 +364,7 @@ def test_set_lr_refuses_what_fp32_cannot_hold(lr: float, message: str) -> None:
     net = network()
     opt = kf.FusedSGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 300.0}], lr=0.1)
     with pytest.raises(ValueError, match=re.escape(f"kf.set_lr({lr}): {message}")):
-        kf.fit(net, problem(), opt, kf.Hook(Orders({0: ("set_lr", lr)})))
+        kf.fit(net, problem(), opt, kf.Hook(Orders({0: [("set_lr", lr)]})))
 
 
 @pytest.mark.parametrize(
@@ -491,47 +394,18 @@ def test_set_lr_says_where_the_rate_is_zero() -> None:
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     ramp = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: step / 10)
     with pytest.raises(ValueError, match=r"kf.set_lr\(0.05\): the learning rate is 0 now"):
-        kf.fit(net, problem(), opt, kf.Hook(Orders({0: ("set_lr", 0.05)})), scheduler=ramp)
+        kf.fit(net, problem(), opt, kf.Hook(Orders({0: [("set_lr", 0.05)]})), scheduler=ramp)
 
 
 def test_verbs_that_change_training_belong_inside_fit() -> None:
     net = network()
     opt = kf.FusedSGD(net.parameters())
-    orders = [
-        (kf.set_batch_size, 8),
-        (kf.set_lr, 0.1),
-        (kf.set_sync, "local:2"),
-        (kf.set_topology, "tree"),
-        (kf.set_tree, "star"),
-    ]
-    for verb, value in orders:
-        with pytest.raises(RuntimeError, match=r"works in training \(kf\.fit, kf\.DataLoader"):
-            verb(value)
-    kf.fit(net, problem(), opt)
-    with pytest.raises(RuntimeError, match=r"works in training \(kf\.fit, kf\.DataLoader"):
-        kf.set_lr(0.1)
-
-
-def test_fit_again_with_the_same_optimizer_goes_on() -> None:
-    net = network()
-    opt = kf.FusedAdamW(net.parameters())
-    policies = [Recorder(), Recorder()]
-    for policy in policies:
-        kf.fit(net, problem(20), opt, kf.Hook(policy), train_epochs=2, batch_size=8)
-    assert [len(p.signals) for p in policies] == [6, 6]
-
-
-def test_fit_after_steps_by_hand() -> None:
-    net = network()
-    opt = kf.FusedAdamW(net.parameters())
-    x, y = problem()
-    for _ in range(3):
-        F.cross_entropy(net(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-    policy = Recorder()
-    kf.fit(net, (x, y), opt, kf.Hook(policy), batch_size=16)
-    assert len(policy.signals) == 4
+    verbs: Any = {"set_batch_size": 8, "set_lr": 0.1, "set_sync": "local:2", "set_topology": "tree", "set_tree": "star"}
+    for _ in range(2):
+        for verb, value in verbs.items():
+            with pytest.raises(RuntimeError, match=rf"kf\.{verb} works in training"):
+                getattr(kf, verb)(value)
+        kf.fit(net, problem(), opt)
 
 
 def test_the_users_random_numbers_go_on() -> None:
@@ -566,9 +440,27 @@ def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], error: t
         kf.fit(net, **{"data": problem(), "opt": opt, **arguments})
 
 
-def test_a_hook_takes_a_policy() -> None:
+def test_what_is_no_policy_is_refused() -> None:
+    net, hook = network(), kf.Hook(kf.BasePolicy())
     with pytest.raises(TypeError, match=r"kf\.BasePolicy, not type"):
         kf.Hook(kf.GNSPolicy)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"takes policy= a kf\.BasePolicy, not Hook"):
+        kf.DataLoader(problem(), net, kf.FusedSGD(net.parameters()), policy=hook)  # type: ignore[arg-type]
+
+
+def test_fit_goes_on_with_an_optimizer_that_has_made_steps() -> None:
+    """By hand, and in another training."""
+    net = network()
+    opt = kf.FusedAdamW(net.parameters())
+    x, y = problem()
+    for _ in range(3):
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    for _ in range(2):
+        policy = Recorder()
+        kf.fit(net, (x, y), opt, kf.Hook(policy), batch_size=16)
+        assert len(policy.signals) == 4
 
 
 @pytest.mark.parametrize("given", [None, 4])

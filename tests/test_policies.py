@@ -64,10 +64,7 @@ def test_decision_changes_what_the_signals_do_not_show() -> None:
         (Decision(batch_size=2048), Decision(batch_size=2048)),  # so that it is reported as clipped
     ):
         assert asked.changes(signals(64, workers=2)) == expected
-
-
-def test_decision_changes_nothing_where_the_bounds_are_reached() -> None:
-    assert Decision(batch_size=5000, workers=99).changes(signals(1024, workers=8)) is None
+    assert Decision(batch_size=5000, workers=99).changes(signals(1024, workers=8)) is None, "the bounds are reached"
     assert Decision(batch_size=4).changes(signals(4)) is None, "nor where the present one is outside"
 
 
@@ -123,29 +120,33 @@ def test_a_class_derived_from_a_rule_has_state_of_its_own() -> None:
 
 # GNSPolicy
 
-
-def test_gns_grows_when_the_whole_interval_is_above() -> None:
-    assert GNSPolicy().decide(signals(64, (90, 100, 120))) == Decision(batch_size=96, workers=3)
+SHRINKS, UNBOUNDED = {"allow_shrink": True}, {"noise_scale_low": 100.0}  # which may be anything above it
 
 
-def test_gns_at_most_doubles() -> None:
-    assert GNSPolicy().decide(signals(64, (900, 1000, 1100))) == Decision(batch_size=128, workers=4)
-
-
-def test_gns_factor_scales_the_target() -> None:
-    assert GNSPolicy(factor=0.1).decide(signals(64, (900, 1000, 1100), workers=4)) == Decision(batch_size=96)
-
-
-def test_gns_stays_inside_the_interval() -> None:
-    for policy in (GNSPolicy(), GNSPolicy(allow_shrink=True)):
-        assert policy.decide(signals(64, (60, 100, 1000), workers=2)) is None
-        assert policy.decide(signals(64, (10, 20, 70), workers=2)) is None
-
-
-def test_gns_shrinks_only_when_allowed() -> None:
-    quiet = signals(64, (10, 20, 30), workers=2)
-    assert GNSPolicy().decide(quiet) is None
-    assert GNSPolicy(allow_shrink=True).decide(quiet) == Decision(batch_size=32, workers=1)
+@pytest.mark.parametrize(
+    ("arguments", "seen", "decision"),
+    [
+        ({}, signals(64, (90, 100, 120)), Decision(batch_size=96, workers=3)),  # all of the interval is above
+        ({}, signals(64, (900, 1000, 1100)), Decision(batch_size=128, workers=4)),  # at most twice as much
+        ({"factor": 0.1}, signals(64, (900, 1000, 1100), workers=4), Decision(batch_size=96)),
+        *((own, signals(64, (60, 100, 1000), workers=2), None) for own in ({}, SHRINKS)),  # inside of the interval
+        *((own, signals(64, (10, 20, 70), workers=2), None) for own in ({}, SHRINKS)),
+        ({}, signals(64, (10, 20, 30), workers=2), None),
+        (SHRINKS, signals(64, (10, 20, 30), workers=2), Decision(batch_size=32, workers=1)),
+        # Rounding to whole micro-batches must not turn growth into shrinking, or shrinking into growth.
+        ({}, signals(60, (61, 62, 63), workers=2), None),
+        (SHRINKS, signals(60, (1, 2, 3), workers=2, bounds=replace(BOUNDS, batch_min=58)), None),
+        ({}, signals(64, workers=2, **UNBOUNDED), Decision(batch_size=96, workers=3)),
+        ({"factor": 8}, signals(64, workers=2, **UNBOUNDED), Decision(batch_size=128, workers=4)),
+        ({}, signals(104, workers=4, **UNBOUNDED), None),
+        ({"factor": 0.5, **SHRINKS}, signals(104, workers=4, **UNBOUNDED), None),
+        ({}, signals(64, (60, 64, 70), workers=1), Decision(workers=2)),  # those that are missing
+    ],
+)
+def test_gns_decides_by_the_interval_of_the_noise_scale(
+    arguments: dict[str, Any], seen: kf.Signals, decision: Decision | None
+) -> None:
+    assert GNSPolicy(**arguments).decide(seen) == decision
 
 
 def test_gns_dead_band_keeps_an_estimate_that_wavers_from_turning_the_batch_around() -> None:
@@ -190,26 +191,6 @@ def test_gns_dead_band_keeps_the_batch_from_turning_around_by_chance() -> None:
     assert sum(turns(0.2, seed) for seed in range(3)) == 0
 
 
-def test_gns_never_moves_against_its_evidence() -> None:
-    """Rounding to whole micro-batches must not turn growth into shrinking, or shrinking into growth."""
-    growing = signals(60, (61, 62, 63), workers=2)
-    assert GNSPolicy().decide(growing) is None
-    tight = replace(BOUNDS, batch_min=58)
-    assert GNSPolicy(allow_shrink=True).decide(signals(60, (1, 2, 3), workers=2, bounds=tight)) is None
-
-
-def test_gns_grows_to_the_low_end_where_the_noise_scale_may_be_anything_above_it() -> None:
-    unbounded = {"workers": 2, "noise_scale_low": 100.0}
-    assert GNSPolicy().decide(signals(64, **unbounded)) == Decision(batch_size=96, workers=3)
-    assert GNSPolicy(factor=8).decide(signals(64, **unbounded)) == Decision(batch_size=128, workers=4)
-    for policy in (GNSPolicy(), GNSPolicy(factor=0.5, allow_shrink=True)):
-        assert policy.decide(signals(104, workers=4, noise_scale_low=100.0)) is None
-
-
-def test_gns_asks_again_for_workers_that_are_missing() -> None:
-    assert GNSPolicy().decide(signals(64, (60, 64, 70), workers=1)) == Decision(workers=2)
-
-
 # SchedulePolicy
 
 
@@ -225,9 +206,6 @@ def test_schedule_asks_only_for_what_differs() -> None:
     fp32_scale = float(np.float32(0.3))
     assert policy.decide(signals(128, step=30, workers=4, lr_scale=0.5)) == Decision(lr_scale=0.3)
     assert policy.decide(signals(128, step=30, workers=4, lr_scale=fp32_scale)) is None
-
-
-TEXT = "0:768 250M:1536 500M:3072 0.75B:6144"
 
 
 def test_schedule_takes_megatrons_text() -> None:
@@ -358,9 +336,7 @@ def test_schedule_takes_hydra_configs() -> None:
 def test_schedule_phases_are_checked() -> None:
     wrong: list[tuple[Any, str]] = [
         (8, "phases=8: must be a list of mappings, or a text"),
-        ("step", "phases=step: step must be SAMPLES:BATCH_SIZE"),
         ("0:32 1G:64", "phases=0:32 1G:64: 1G:64 must be"),
-        ("0:32 1.5:64", "phases=0:32 1.5:64: 1.5:64 must be"),
         ("0:32 infK:64", "phases=0:32 infK:64: infK:64 must be"),
         ("0:32 1K:64 1000:128", "phases: samples=[0, 1000, 1000]: must increase"),
         ([7], "phases[0]=7: must have step, epoch or samples"),
@@ -369,7 +345,6 @@ def test_schedule_phases_are_checked() -> None:
         ([{"step": 1, "workers": 1}, {"epoch": 2, "workers": 2}], "phases: must have step, epoch or samples in all"),
         ([{"step": -1, "workers": 1}], "phases[0].step=-1: must be a whole number, at least 0"),
         ([{"step": 1, "batch_size": 8.5}], "phases[0].batch_size=8.5: must be"),
-        ([{"step": 1, "lr_scale": math.inf}], "phases[0].lr_scale=inf: must be"),
     ]
     for phases, message in wrong:
         with pytest.raises(ValueError) as error:

@@ -133,10 +133,6 @@ class Progress:
             act()
             self.stage = stage + 1
 
-    def next_step(self) -> None:
-        """All stages are done: moves on to the next step."""
-        self.step, self.stage = self.step + 1, Stage.BOUNDARY
-
     def exit_reason(self, settings: Settings) -> str | None:
         """Why training is over, or None."""
         if self.stop:

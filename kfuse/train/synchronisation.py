@@ -235,13 +235,9 @@ class Synchronisation:
         self._params: list[Parameter] = []
         """Those that were trained as the method began: what it keeps is laid out as they are."""
 
-    @property
-    def _wanted(self) -> Sync:
-        return Sync.parse(self._progress.sync)
-
     def before_step(self) -> None:
         """Before forward. Raises CommError, and RuntimeError where the trained parameters must stay, and did not."""
-        wanted = self._wanted
+        wanted = Sync.parse(self._progress.sync)
         if self._sync.mode != wanted.mode:
             self._begin(wanted.mode)
         self._sync = wanted
@@ -255,7 +251,7 @@ class Synchronisation:
         """
         self._refuse_other_parameters()
         view, every = self._session.view, self._sync.every
-        if self._wanted.mode == self._sync.mode:
+        if Sync.parse(self._progress.sync).mode == self._sync.mode:
             view_changes = view is not None and self._progress.generation > view.generation
             self._method.after_step(every, common or view_changes, over)
         else:

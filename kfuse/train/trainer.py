@@ -164,7 +164,7 @@ class Trainer:
                     at.once(Stage.EVALUATE, self._evaluate_when_due)
                     at.once(Stage.AFTER_EPOCH, self._after_epoch_when_over)
                     at.once(Stage.END, self._end_epoch_when_over)
-                    at.next_step()
+                    at.step, at.stage = at.step + 1, Stage.BOUNDARY
                 except CommError as error:
                     recovery.recover(error)
         if self.over:
