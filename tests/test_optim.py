@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
@@ -86,8 +86,7 @@ SGD = [
 ]
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("steps", [1, 50])
+@pytest.mark.parametrize(("steps", "maximize"), [(1, True), (50, False)])
 @pytest.mark.parametrize(
     ("fused", "plain", "options"), [(kf.FusedAdamW, torch.optim.AdamW, ADAMW), (kf.FusedSGD, torch.optim.SGD, SGD)]
 )
@@ -181,44 +180,15 @@ def test_a_loaded_state_dict_is_copied() -> None:
             assert torch.equal(value, state["state"][key][name])
 
 
-def test_state_of_amsgrad_is_refused() -> None:
-    ours, theirs = twins()
-    plain = torch.optim.AdamW(theirs.parameters(), amsgrad=True)
-    train(theirs, plain, 2)
-    with pytest.raises(ValueError, match="amsgrad"):
-        kf.FusedAdamW(ours.parameters()).load_state_dict(plain.state_dict())
-
-
-@pytest.mark.parametrize(("fused", "plain"), PAIRS, ids=NAMES)
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        lambda opt: OneCycleLR(opt, max_lr=0.05, total_steps=30, cycle_momentum=False),
-    ],
-    ids=["one cycle"],
-)
-@pytest.mark.filterwarnings("error")
-def test_learning_rate_schedulers(fused: Any, plain: Any, scheduler: Any) -> None:
-    ours, theirs = twins()
-    for net, make in ((ours, fused), (theirs, plain)):
-        opt = make(net.parameters())
-        schedule = scheduler(opt)
-        for x, y in batches(20):
-            F.mse_loss(net(x), y).backward()
-            opt.step()
-            opt.zero_grad()
-            schedule.step()
-    assert difference(ours, theirs) <= 1e-5
-
-
 @pytest.mark.parametrize(
     ("fused", "plain"),
     [*PAIRS, (lambda p: kf.FusedLAMB(p, lr=0.01), lambda p: kf.FusedLAMB(p, lr=0.01))],
     ids=[*NAMES, "lamb"],
 )
-@pytest.mark.parametrize("factor", [0.5])
-def test_lr_factor_multiplies_a_schedulers_rate_and_leaves_it_alone(fused: Any, plain: Any, factor: float) -> None:
+@pytest.mark.filterwarnings("error")
+def test_lr_factor_multiplies_a_schedulers_rate_and_leaves_it_alone(fused: Any, plain: Any) -> None:
     """A warm-up from 0, times a factor of kfuse's, is the same warm-up to a rate that is as many times as high."""
+    factor = 0.5
     ours, theirs = twins()
     rates: list[list[float]] = [[], []]
     for which, (net, make) in enumerate(((ours, fused), (theirs, plain))):
@@ -293,7 +263,7 @@ def scaled_training(
     return float(scaler.get_scale())
 
 
-@pytest.mark.parametrize("unscale, clip", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("unscale, clip", [(False, False), (True, True)])
 @pytest.mark.parametrize(("fused", "plain"), PAIRS, ids=NAMES)
 def test_grad_scaler(fused: Any, plain: Any, unscale: bool, clip: bool) -> None:
     ours, theirs = twins()
@@ -364,8 +334,10 @@ def test_clip_norm_must_be_positive(value: float) -> None:
         kf.FusedSGD(Net().parameters(), clip_norm=value)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "wrapped"])
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(("kind", "value"), [("adamw", INF), ("sgd", NAN), ("wrapped", INF), ("wrapped", NAN)])
 def test_a_step_with_a_nonfinite_gradient_is_left_out(kind: str, value: float) -> None:
     ours, theirs = twins()
     opt: Any = {

@@ -34,16 +34,15 @@ def step(net: nn.Module, opt: torch.optim.Optimizer) -> None:
 # -- options of torch's that the kernels do not have -----------------------------------------------------------------
 
 OPTIONS = [
-    ("adamw", "amsgrad", True),
-    ("adamw", "decoupled_weight_decay", False),
-    ("adamw", "differentiable", True),
-    ("sgd", "differentiable", True),
-    ("lamb", "amsgrad", True),
+    ("adamw", "amsgrad", True, "made"),
+    ("adamw", "decoupled_weight_decay", False, "added"),
+    ("adamw", "differentiable", True, "set"),
+    ("sgd", "differentiable", True, "set"),
+    ("lamb", "amsgrad", True, "made"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "option", "value"), OPTIONS)
-@pytest.mark.parametrize("when", ["made", "added", "set"])
+@pytest.mark.parametrize(("kind", "option", "value", "when"), OPTIONS)
 def test_options_that_the_kernels_do_not_have_are_refused(kind: str, option: str, value: bool, when: str) -> None:
     first, second = nn.Linear(4, 2), nn.Linear(4, 2)
     group = {"params": second.parameters(), option: value}
@@ -59,13 +58,12 @@ def test_options_that_the_kernels_do_not_have_are_refused(kind: str, option: str
             step(first, opt)
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
-def test_a_state_with_such_an_option_is_refused_and_nothing_is_loaded(option: str) -> None:
+def test_a_state_with_such_an_option_is_refused_and_nothing_is_loaded() -> None:
     net = nn.Linear(4, 2)
     opt = kf.FusedAdamW(net.parameters(), lr=0.01)
     state = opt.state_dict()
-    state["param_groups"][0] |= {option: True, "lr": 5.0}
-    with pytest.raises(ValueError, match=rf"parameter group 0 has {option}=True"):
+    state["param_groups"][0] |= {"amsgrad": True, "lr": 5.0}
+    with pytest.raises(ValueError, match="parameter group 0 has amsgrad=True"):
         opt.load_state_dict(state)
     assert opt.param_groups[0]["lr"] == 0.01
 
@@ -86,14 +84,15 @@ def test_a_state_of_adam_is_loaded_as_torchs_adamw_does() -> None:
 # -- copies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
-@pytest.mark.parametrize("kind", MAKERS)
-def test_copies_of_an_optimizer_are_refused_with_the_remedy(kind: str, copied: Any) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "wrapped"])
+def test_copies_of_an_optimizer_are_refused_with_the_remedy(kind: str) -> None:
     net = nn.Linear(4, 2)
     opt = MAKERS[kind](net.parameters())
     step(net, opt)
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*state_dict\(\)"):
-        copied(opt)
+    copies: list[Any] = [copy.deepcopy, copy.copy, pickle.dumps]
+    for copied in copies:
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*state_dict\(\)"):
+            copied(opt)
     step(net, opt)
 
 
@@ -129,7 +128,7 @@ def test_an_optimizer_that_needs_a_closure_or_sparse_gradients_cannot_be_wrapped
     step(net, torch.optim.SGD(net.parameters()))
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", ["sgd", "wrapped"])
 def test_a_sparse_gradient_is_refused_by_the_parameters_name(kind: str) -> None:
     table = nn.Embedding(10, 4, sparse=True)
     opt = MAKERS[kind]([("table.weight", table.weight)])

@@ -93,15 +93,38 @@ def gan(schedule: str, steps: int) -> float:
     return drift(ours, theirs)
 
 
-@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all", "tree"])
-@pytest.mark.parametrize("script", [one_backward, gan])
-def test_several_optimizers_train_as_their_torch_twins(script: Any, schedule: str) -> None:
-    for error in run_workers(2, script, schedule, 8):
-        assert error <= 1e-4
+def two_contexts(schedule: str, steps: int) -> float:
+    session = kf.init(comm_schedule=schedule, comm_bucket_mb=TINY_BUCKETS)
+    rank, size = session.group.rank, session.group.size
+    ours, theirs = ([net(16, 16, 2, seed=1), net(16, 3, 2, seed=2)] for _ in range(2))
+    opts, plain = sgd(ours, True), sgd(theirs, False)
+    for step in range(steps):
+        x = batch(step, rank)
+        for part, last in ((slice(0, 3), False), (slice(3, 8), True)):
+            count = part.stop - part.start
+            with opts[0].micro_batch(samples=count, last=last), opts[1].micro_batch(samples=count, last=last):
+                ours[1](ours[0](x[part])).square().mean().backward()
+        theirs[1](theirs[0](full(step, size))).square().mean().backward()
+        for opt in (*opts, *plain):
+            opt.step()
+            opt.zero_grad()
+    return drift(ours, theirs)
 
 
-def test_three_workers_and_three_optimizers_on_all_to_all() -> None:
-    for error in run_workers(3, one_backward, "all_to_all", 6):
+TRAINED = [
+    (one_backward, "allreduce", 2),
+    (one_backward, "tree", 2),
+    (one_backward, "all_to_all", 3),
+    (gan, "allreduce", 2),
+    (gan, "all_to_all", 2),
+    (two_contexts, "allreduce", 2),
+    (two_contexts, "tree", 2),
+]
+
+
+@pytest.mark.parametrize(("script", "schedule", "workers"), TRAINED)
+def test_several_optimizers_train_as_their_torch_twins(script: Any, schedule: str, workers: int) -> None:
+    for error in run_workers(workers, script, schedule, 6):
         assert error <= 1e-4
 
 
@@ -124,30 +147,6 @@ def lanes() -> list[int]:
 def test_each_optimizer_in_use_has_connections_of_its_own() -> None:
     for found in run_workers(2, lanes):
         assert found == [0, 0, 1, 1, 0, 1]
-
-
-def two_contexts(schedule: str) -> float:
-    session = kf.init(comm_schedule=schedule, comm_bucket_mb=TINY_BUCKETS)
-    rank, size = session.group.rank, session.group.size
-    ours, theirs = ([net(16, 16, 2, seed=1), net(16, 3, 2, seed=2)] for _ in range(2))
-    opts, plain = sgd(ours, True), sgd(theirs, False)
-    for step in range(5):
-        x = batch(step, rank)
-        for part, last in ((slice(0, 3), False), (slice(3, 8), True)):
-            count = part.stop - part.start
-            with opts[0].micro_batch(samples=count, last=last), opts[1].micro_batch(samples=count, last=last):
-                ours[1](ours[0](x[part])).square().mean().backward()
-        theirs[1](theirs[0](full(step, size))).square().mean().backward()
-        for opt in (*opts, *plain):
-            opt.step()
-            opt.zero_grad()
-    return drift(ours, theirs)
-
-
-@pytest.mark.parametrize("schedule", ["allreduce", "all_to_all", "tree"])
-def test_two_optimizers_micro_batches_may_be_open_together(schedule: str) -> None:
-    for error in run_workers(2, two_contexts, schedule):
-        assert error <= 1e-4
 
 
 def unequal_lanes() -> int:
