@@ -25,8 +25,7 @@ class ShownSettings(TypedDict, total=False):
     """What is shown while training runs."""
 
     observe_progress: Annotated[
-        bool | None,
-        Setting(None, "show progress; null: commands do, a script where its output is a terminal"),
+        bool | None, Setting(None, "show progress; null: commands do, a script where its output is a terminal")
     ]
 
 
@@ -252,8 +251,7 @@ class CommandSettings(TypedDict, total=False):
     lr_base: Annotated[float, Setting(0.001, "learning rate at the first batch size; the default suits AdamW", above=0)]
     observe_tensorboard: Annotated[bool, Setting(True, "write tb/ in the run directory")]
     observe_every: Annotated[
-        int,
-        Setting(1, "steps between lines of metrics.jsonl and tb/; the last step has one in any case", at_least=1),
+        int, Setting(1, "steps between lines of metrics.jsonl and tb/; the last step has one in any case", at_least=1)
     ]
     observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]
 
