@@ -19,8 +19,7 @@ from machine import parser_of
 from torch import nn
 
 import kfuse as kf
-from kfuse.comm import transport_names
-from kfuse.comm.options import CommOptions
+from kfuse.comm.options import TRANSPORT_NAMES, CommOptions
 from kfuse.comm.plan import StepPlan
 
 STEPS, MICRO_BATCHES, SAMPLES = 8, 8, 16
@@ -34,7 +33,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     options = parser.parse_args()
-    cases: list[Case] = [(name, False, "fp32") for name in transport_names.NAMES if name != "symmetric"]
+    cases: list[Case] = [(name, False, "fp32") for name in TRANSPORT_NAMES if name != "symmetric"]
     if options.device == "cuda" and torch.cuda.device_count() > 1:  # it needs a GPU each
         cases += [("symmetric", False, "fp32"), ("symmetric", True, "fp32")]
     cases += [("allreduce", False, "bf16"), ("auto", True, "fp32")]  # deterministic algorithms stay on: the last one

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from kfuse.comm.options import PROPERTIES
 from kfuse.comm.schedule import GRADIENT, SHARD, Op, Program
 from kfuse.comm.topology import chunks, depths
-from kfuse.comm.transport_names import PROPERTIES
 
 PROBED = ("all_reduce", "all_to_all", "share")
 """The kinds of messages that are measured: methods of `Group`. `Properties.message` has that of an exchange."""

@@ -1,12 +1,7 @@
 """An engine reduces the gradients of some parameters to their mean over the workers of a group, step after step.
 
-1) Hooks take over each parameter's fresh gradient (`gradients`).
-2) Micro-batch after micro-batch is packed into buckets, and complete buckets are launched during backward (`step`).
-3) Each bucket has a program, which the executor runs with messages of the group (`executor`).
-4) `finish` waits for all buckets and measures the mean gradient; `updates` gives them to the optimizer one by one, and
-   shares what each worker has updated.
-
-Between steps a new group, another transport or other buffers make some of it anew.
+Hooks take over each fresh gradient (`gradients`), `step` packs micro-batches into buckets and launches complete ones
+during backward, and `executor` runs each bucket's program with messages of the group.
 """
 
 from __future__ import annotations
@@ -19,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kfuse.comm import devices, gradients, programs
+from kfuse.comm import devices, gradients, transports
 from kfuse.comm.audit import AuditedGradient
 from kfuse.comm.buckets import AveragedBuffers, Bucket, BucketLayout, make_buckets, plan_parameters
+from kfuse.comm.executor import Executor, shard_unit
 from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions
+from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions, allowed_transports
 from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, Reduced, StepPlan
-from kfuse.comm.step import Step, Workspace
+from kfuse.comm.step import Step
 from kfuse.comm.tail import digest
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
@@ -94,10 +90,11 @@ class Engine:
         """With sharded state: the last step whose gradients were all reduced, until the next one is begun."""
         self.superseded = False
         """A newer engine has taken over some of the parameters."""
-        self._warned = set[str]()
+        self.warned = set[str]()
+        """Messages that have been logged: each comes once."""
         self.group = group
         if group.costs is not None:  # a new engine in a group that has been measured
-            self.choice = programs.choose(options, group, self._plan, again=False)
+            self.choice = self._choose(group, again=False)
         self.bucket_mb = self.choice.bucket_mb if self.choice else options.bucket_mb or DEFAULT_BUCKET_MB
         """MiB of fp32 gradients in a bucket, at most."""
         self._layouts = self._plan(self.bucket_mb)
@@ -129,7 +126,7 @@ class Engine:
         self.buckets = make_buckets(self._layouts, self.params, apart, self.options.sharded)
         self.gradient_buckets = self.buckets[: len(self._layouts)]
         self.device = self.params[0].device if self.params else torch.device("cpu")
-        self._streams = devices.StreamOrder(devices.of(self.device))
+        self.streams = devices.StreamOrder(devices.of(self.device))
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
         self.measurement.figures = self.figures
         self.audited = AuditedGradient(self.params, self.gradient_buckets, self.device)
@@ -155,7 +152,7 @@ class Engine:
         if self.group is not before and isinstance(self.tree, tuple):
             self.tree = None
         options = self.options
-        self.choice = programs.choose(options, group, self._plan, again=self.choice is not None)
+        self.choice = self._choose(group, again=self.choice is not None)
         self.group.costs = group.costs  # a lane of its own
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
@@ -163,27 +160,27 @@ class Engine:
         self.measurement.set_group(group.rank, group.size)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
-        of_gradients, tree = len(self.gradient_buckets), self.tree or options.tree
-        self._executor = programs.make_executor(
-            options, self.group, self.buckets, of_gradients, self.transport_name, tree, self.mirrors
-        )
-        self.shard_unit = self._executor.unit
+        program, apart = transports.make_programs(options, self.transport_name, self.group.adds_up, self.mirrors)
+        programs = [program if bucket in self.gradient_buckets else apart for bucket in self.buckets]
+        unit, others = shard_unit(programs), allowed_transports(options.reproducible, options.sharded)
+        made = {
+            name: transports.make(name, self.group, self.tree or options.tree, unit, others)
+            for name in dict.fromkeys(each.transport for each in programs)
+        }
+        self.executor = Executor(self.buckets, self.group, made, programs, options.dtype)
+        self.shard_unit = self.executor.unit
         """What the length of a shard is a multiple of."""
-        self.bf16_sums = options.dtype == "bf16" and not self._executor.programs[0].has("reduce")
+        self.bf16_sums = options.dtype == "bf16" and not self.executor.programs[0].has("reduce")
         """Whether bf16 messages are added up in bf16, by the library or the transport."""
-        self._work = Workspace(
-            options,
-            self.group,
-            self.params,
-            self.buckets,
-            self.averaged,
-            self.measurement,
-            self.audited,
-            self._streams,
-            self._executor,
-            self._warned,
-        )
-        self._now = Step(self._work)
+        self._now = Step(self)
+
+    def _choose(self, group: Group, again: bool) -> Choice | None:
+        """Returns what measured messages choose, None where there is no choice. again: not for the first time."""
+        if group.size == 1 or self.options.is_definite:
+            return None
+        from kfuse.comm import probe  # not before it is needed: `import kfuse` is quick
+
+        return probe.choose_in(group, self.options, self._plan, again)
 
     def _plan(self, bucket_mb: float) -> list[BucketLayout]:
         return plan_parameters(self.params, self._kinds, self.options.bucket_elements(bucket_mb))
@@ -207,8 +204,8 @@ class Engine:
         Raises RuntimeError where none may begin now, CommError where an earlier failure has made this worker's
         reductions useless to the others.
         """
-        if self._executor.failed is not None:
-            raise self._executor.failed
+        if self.executor.failed is not None:
+            raise self.executor.failed
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
         self._now.open(micro_batch, self.step, self.reduced is not None)
@@ -222,7 +219,7 @@ class Engine:
                 return False  # perhaps of another optimizer's loss, as in a GAN: zero_grad drops them, or step() raises
             self._begin_implicit()
             gradients.at_the_end_of_outer_backward(self._close_implicit)
-        self._streams.add()
+        self.streams.add()
         return current is None or not current.several_backwards
 
     def _still_there(self) -> bool:
@@ -262,7 +259,7 @@ class Engine:
         now = self._now
         if now.current is None:
             return
-        self._streams.go_on_here()
+        self.streams.go_on_here()
         for bucket in self.gradient_buckets:
             if not bucket.packed:
                 self._hooks.collect_set_by_hand(bucket)
@@ -298,10 +295,10 @@ class Engine:
         self.kept = kept if self.options.sharded else None
         # A worker takes part once its own shards are reduced, and the mirrored ones are here. So nobody has the result,
         # and nobody updates, before all gradients are where they are needed.
-        self._executor.share_sums(self.measurement.norms)
+        self.executor.share_sums(self.measurement.norms)
         self._take(kept, self.measurement.record(self.buckets[-1].tail_sum, now))
         self.step += 1
-        self._now = Step(self._work)
+        self._now = Step(self)
 
     def _take(self, kept: KeptStep, record: Tensor) -> None:
         """The step's result is complete: as `reduced`, and in the averaged buffers."""
@@ -320,7 +317,7 @@ class Engine:
         kept = self.kept
         try:
             if kept is None or not kept.resumed:
-                yield from self._executor.updates(self.gradient_buckets)
+                yield from self.executor.updates(self.gradient_buckets)
             elif not kept.updated:
                 yield from self.gradient_buckets
         except CommError:
@@ -346,7 +343,7 @@ class Engine:
 
     def share_sums(self, sums: Tensor, what: str) -> None:
         """See `Executor.share_sums`."""
-        self._executor.share_sums(sums, what)
+        self.executor.share_sums(sums, what)
 
     # -- where the step stands ------------------------------------------------------------------------------------
 
@@ -382,18 +379,18 @@ class Engine:
     def abort(self) -> None:
         """Drops the step under way, and unless it is `kept` its gradients. After a finished step: prepares the next."""
         now = self._now
-        self._streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
+        self.streams.go_on_here()  # buffers may be dropped, and the next step writes those that stay
         if now.begun and not now.implicit:
             self.averaged.put_back()
         if now.current is not None and now.current.several_backwards:
             for param in self.params:
                 param.grad = None
         is_kept = self.kept is not None and self.kept.now is now
-        self._executor.abandon(is_kept)
+        self.executor.abandon(is_kept)
         if is_kept:
             self.measurement.renew()
         self.reduced = None
-        self._now = Step(self._work)
+        self._now = Step(self)
 
     def close(self) -> None:
         """Removes the hooks: gradients stay in `p.grad`. Those of a step that the optimizer has made are dropped."""

@@ -1,4 +1,4 @@
-"""`CommOptions`: how gradients are reduced. Imports no torch."""
+"""`CommOptions`: how gradients are reduced; and what each transport of kfuse can do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kfuse.comm import transport_names
 from kfuse.comm.settings import DEFAULTS
 from kfuse.comm.sync import Sync
 
@@ -14,6 +13,49 @@ CTA_POLICIES = ("default", "efficiency", "zero")
 """What `nccl_cta_policy` may be, in the order of NCCL's numbers for them (NCCL_CTA_POLICY_* in nccl.h)."""
 
 DEFAULT_BUCKET_MB: float = DEFAULTS["comm_bucket_mb"]
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a transport of kfuse does with a bucket."""
+
+    to_shards: bool
+    """Its exchange leaves each worker its shard of the sum; else the whole sum. `comm.state=sharded` needs that."""
+    contributions: bool
+    """It brings all workers' contributions, and kfuse adds them up, in one order: `comm.reproducible=true` needs that.
+    Else the library or the transport adds up."""
+    message: str
+    """The kind of message (`cost.PROBED`) whose measured time is that of its messages."""
+
+
+PROPERTIES = {
+    "allreduce": Properties(False, False, "all_reduce"),
+    "all_to_all": Properties(True, True, "all_to_all"),
+    "reduce_scatter": Properties(True, False, "all_to_all"),  # as many bytes; the library's own is not measured
+    "tree": Properties(False, False, "all_to_all"),
+    "symmetric": Properties(True, True, "all_to_all"),  # as many bytes, over the same links; a pull is not measured
+}
+TRANSPORT_NAMES = tuple(PROPERTIES)
+TREES = ("binary", "star", "host", "latency")
+"""The shapes that the transport `tree` knows by name."""
+
+
+def allowed_transports(reproducible: bool, sharded: bool) -> tuple[str, ...]:
+    """What `comm.reproducible` and `comm.state=sharded` leave of `comm.schedule`."""
+    left = (n for n, of in PROPERTIES.items() if of.contributions >= reproducible and of.to_shards >= sharded)
+    return "auto", *left
+
+
+def default_transport(reproducible: bool, sharded: bool, dtype: str) -> str:
+    """What `comm.schedule=auto` takes where messages have not been measured.
+
+    Reproducible sums need every contribution at hand: all_to_all. bf16 messages (dtype) are added up in fp32 by
+    all_to_all alone. Where there is a choice, `kfuse.comm.probe` makes it for a group of several workers. sharded: a
+    worker needs its shard of the sum only.
+    """
+    if reproducible or dtype == "bf16":
+        return "all_to_all"
+    return "reduce_scatter" if sharded else "allreduce"
 
 
 @dataclass(frozen=True)
@@ -61,7 +103,7 @@ class CommOptions:
     def transport(self, schedule: str | None = None) -> str:
         """Returns the transport's name for `schedule`, None: for the configured one; for `auto` the default."""
         name = schedule or self.schedule
-        return transport_names.default(self.reproducible, self.sharded, self.dtype) if name == "auto" else name
+        return default_transport(self.reproducible, self.sharded, self.dtype) if name == "auto" else name
 
     @property
     def wire_bytes(self) -> int:

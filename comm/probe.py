@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kfuse.comm import devices, transports
+from kfuse.comm.buckets import BucketLayout
 from kfuse.comm.cost import LEAST_S, MARGIN, PROBED, Costs, Job, choose, fit, price, traffic
 from kfuse.comm.group import Group
 from kfuse.comm.options import CommOptions
@@ -34,7 +35,7 @@ class Choice:
     """The schedule and the bucket size that are taken by measured messages, and why."""
 
     schedule: str
-    """A name in `transport_names.NAMES`."""
+    """A name in `options.TRANSPORT_NAMES`."""
     bucket_mb: float
     workers: int
     predicted_s: Mapping[str, float]
@@ -51,6 +52,25 @@ BUCKETS_MB = (25.0, 10.0, 4.0)
 _LARGER = 8
 """A bucket may be so many times as large as the largest message that was measured; else nothing is predicted of it.
 Short messages lie in a link's queue as they are sent: they tell nothing of its rate."""
+
+
+def choose_in(
+    group: Group, options: CommOptions, plan: Callable[[float], Sequence[BucketLayout]], again: bool
+) -> Choice | None:
+    """Returns what measured messages choose, None where the options leave no choice. Raises CommError.
+
+    plan: lays out buckets of at most so many MiB. again: not for the first time.
+
+    A worker that joins does not know yet what the others' decisions chose. So these do not matter here: all workers of
+    a view must come to the same messages.
+    """
+    if not leaves_choice(options):
+        return None
+    sizes = BUCKETS_MB if options.bucket_mb is None else (options.bucket_mb,)
+    buckets = {size: [layout.numel for layout in plan(size)] or [1] for size in sizes}
+    if group.costs is None:
+        group.costs = probe(group, max(buckets[sizes[0]]), AGAIN_S if again else BUDGET_S)
+    return choose_program(group.costs, group.size, options, buckets)
 
 
 def leaves_choice(options: CommOptions) -> bool:

@@ -10,64 +10,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.nn import Parameter
 
-from kfuse.comm import devices
-from kfuse.comm.audit import AuditedGradient
-from kfuse.comm.buckets import AveragedBuffers, Bucket
-from kfuse.comm.executor import Executor
-from kfuse.comm.group import Group
-from kfuse.comm.measurement import Measurement
-from kfuse.comm.options import CommOptions
+from kfuse.comm.buckets import Bucket
 from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, StepPlan, StepState
 from kfuse.comm.sum_tree import ADD, WRITE, LeafStep
 from kfuse.kernels import pack
 
+if TYPE_CHECKING:
+    from kfuse.comm.engine import Engine
+
 _LOG = logging.getLogger("kfuse")
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """What the steps of an engine work with. All of it lasts for many steps."""
-
-    options: CommOptions
-    group: Group
-    params: Sequence[Parameter]
-    buckets: Sequence[Bucket]
-    """All of them. The last one carries the tail, and may have averaged buffers in place of gradients."""
-    averaged: AveragedBuffers
-    """Buffers whose changes are averaged with the gradients."""
-    measurement: Measurement
-    audited: AuditedGradient
-    """Takes the digest of a micro-batch's gradient, where the plan asks for it."""
-    streams: devices.StreamOrder
-    executor: Executor
-    warned: set[str]
-    """Messages that have been logged: each comes once."""
 
 
 class Step(StepState):
     """The step under way. The engine calls `follow` if it has a plan, then `open`, `pack` and `close` by turns."""
 
-    def __init__(self, work: Workspace) -> None:
+    def __init__(self, engine: Engine) -> None:
         """Without a plan each worker's micro-batches are counted as they come."""
         super().__init__()
-        self._work, self._number = work, 0
+        self._engine, self._number = engine, 0
         self._leaves: Sequence[LeafStep] | None = None  # with the canonical tree: how this worker sums its own
         self._audited: int | None = None  # which of this worker's, from 0, has the digest of its gradient taken
-        work.executor.reset()
+        engine.executor.reset()
 
     def follow(self, plan: StepPlan) -> None:
         """Has this worker's micro-batches as the plan says."""
-        mine = plan.ranges[self._work.group.rank]
+        mine = plan.ranges[self._engine.group.rank]
         self.plan, self.expected = plan, len(mine)
         if plan.audited is not None and plan.audited in mine:
             self._audited = mine.index(plan.audited)
-        if self._work.options.reproducible:
-            self._leaves = self._work.executor.plan_sums(plan).steps
+        if self._engine.options.reproducible:
+            self._leaves = self._engine.executor.plan_sums(plan).steps
 
     def open(self, micro_batch: MicroBatch, number: int, untaken: bool) -> None:
         """Gradients that arrive from now on belong to this micro-batch.
@@ -76,25 +52,25 @@ class Step(StepState):
         Raises RuntimeError where none may begin now.
         """
         self._refuse_to_open(untaken)
-        work, self.current, self._number = self._work, micro_batch, number
+        engine, self.current, self._number = self._engine, micro_batch, number
         self.leaf = self._leaves[self.done] if self._leaves is not None else ADD if self.done else WRITE
         if self.implicit:
-            self.scale = 1.0 / work.group.size
+            self.scale = 1.0 / engine.group.size
         elif self.plan is not None and self.weights_are_known:
             self.scale = micro_batch.weight / (self.plan.local or self.plan.samples)
         else:
             self.scale = float(micro_batch.weight)
-        work.streams.add()
+        engine.streams.add()
         if not self.done:
-            work.measurement.stopwatch.start()
+            engine.measurement.stopwatch.start()
         if not self.implicit:
             if self.done:
-                work.averaged.put_back()
+                engine.averaged.put_back()
             else:
-                work.averaged.begin_step()
-        for bucket in work.buckets:
+                engine.averaged.begin_step()
+        for bucket in engine.buckets:
             bucket.begin_micro_batch()
-        if self.plan is None and work.options.reproducible and work.group.rank == 0:
+        if self.plan is None and engine.options.reproducible and engine.group.rank == 0:
             self._warn_once(
                 "comm.reproducible=true: the micro-batches of this loop are not planned, so the bits depend on the "
                 "number of workers; kf.fit and kf.DataLoader plan them"
@@ -118,17 +94,17 @@ class Step(StepState):
 
     def pack(self, bucket: Bucket) -> None:
         """All gradients of this micro-batch that the bucket gets are there: into its flat buffer with them."""
-        work = self._work
-        work.streams.go_on_here(reads=bucket.grads)
+        engine = self._engine
+        engine.streams.go_on_here(reads=bucket.grads)
         if bucket.missing:
             self.missed |= {i for i, grad in zip(bucket.layout.params, bucket.grads, strict=True) if grad is None}
         if self.done == self._audited:
-            work.audited.take(bucket)
-        flat, sumsq = bucket.slot(self.leaf.slot), work.measurement.sumsq_of[bucket.index]
+            engine.audited.take(bucket)
+        flat, sumsq = bucket.slot(self.leaf.slot), engine.measurement.sumsq_of[bucket.index]
         pack(bucket.grads, flat, bucket.table, scale=self.scale, accumulate=self.leaf.accumulate, sumsq=sumsq)
         bucket.grads = []
         bucket.packed = True
-        if bucket is not work.buckets[-1]:
+        if bucket is not engine.buckets[-1]:
             self._complete(bucket)
 
     def close(self, digest: Tensor | None) -> bool:
@@ -137,20 +113,20 @@ class Step(StepState):
 
         Raises RuntimeError if the plan has more than were run.
         """
-        work, current, last = self._work, self.current, self._work.buckets[-1]
+        engine, current, last = self._engine, self.current, self._engine.buckets[-1]
         assert current is not None
-        if self.plan is not None and self.missed and len(self.missed) == len(work.params):
+        if self.plan is not None and self.missed and len(self.missed) == len(engine.params):
             self._warn_once(
                 "step %d: a micro-batch ended without a backward: its samples count with a gradient of zero, in the "
                 "mean and in the statistics",
                 self._number,
             )
-        if work.averaged.tensors:
-            work.averaged.pack(last, self.leaf, self.scale / self.parts)
-        work.measurement.write(last, self, digest)
+        if engine.averaged.tensors:
+            engine.averaged.pack(last, self.leaf, self.scale / self.parts)
+        engine.measurement.write(last, self, digest)
         if current.last:
-            work.measurement.stopwatch.stop(self.done + 1)
-            work.measurement.own_part_ends()
+            engine.measurement.stopwatch.stop(self.done + 1)
+            engine.measurement.own_part_ends()
         self.weight += current.weight
         self.unused = self.unused & self.missed if self.done else self.missed
         self.missed = set()
@@ -161,7 +137,7 @@ class Step(StepState):
         self._complete(last)
         self.current = None
         if self.implicit and not current.last:
-            work.averaged.put_back()  # before the next forward, which no context announces
+            engine.averaged.put_back()  # before the next forward, which no context announces
         return current.last
 
     def _complete(self, bucket: Bucket) -> None:
@@ -169,27 +145,27 @@ class Step(StepState):
         assert self.current is not None
         bucket.merge(self.leaf)
         if self.current.last:
-            self._work.executor.launch([bucket], self._number, self.is_local)
+            self._engine.executor.launch([bucket], self._number, self.is_local)
 
     def contribute_nothing(self, number: int, digest: Tensor | None) -> None:
         """This worker has no micro-batch in the step: it sends zeros where the transport takes one contribution from
         each, with the digest. With reproducible sums there is no slot to write to.
         """
-        work = self._work
-        work.measurement.own_part_ends()
-        work.averaged.begin_step()
-        work.measurement.stopwatch.forget()
-        self.closed, self._number, self.unused = True, number, set(range(len(work.params)))
-        if not work.options.reproducible:
-            for bucket in work.buckets:
+        engine = self._engine
+        engine.measurement.own_part_ends()
+        engine.averaged.begin_step()
+        engine.measurement.stopwatch.forget()
+        self.closed, self._number, self.unused = True, number, set(range(len(engine.params)))
+        if not engine.options.reproducible:
+            for bucket in engine.buckets:
                 bucket.slot(0).zero_()
             if digest is not None:
-                work.measurement.tail.write_digest(work.buckets[-1].tail_sum, digest)
-        work.executor.launch(work.buckets, number, self.is_local)
+                engine.measurement.tail.write_digest(engine.buckets[-1].tail_sum, digest)
+        engine.executor.launch(engine.buckets, number, self.is_local)
 
     def _warn_once(self, message: str, *values: object) -> None:
-        if message not in self._work.warned:
-            self._work.warned.add(message)
+        if message not in self._engine.warned:
+            self._engine.warned.add(message)
             _LOG.warning(message, *values)
 
     # -- its end --------------------------------------------------------------------------------------------------
@@ -208,12 +184,12 @@ class Step(StepState):
 
     def reduce(self) -> KeptStep:
         """Waits for all buckets and measures them; then the `mean` of each is the mean gradient. Raises CommError."""
-        work, last = self._work, self._work.buckets[-1]
-        work.streams.go_on_here()
-        work.streams.end()
-        work.executor.wait(self.is_local)
-        work.measurement.sums_are_there(self)
-        total_weight = work.measurement.total_weight(last.tail_sum, self)
-        work.measurement.measure(total_weight, work.executor.measured)
-        used = work.measurement.tail.flags(last.tail_sum) if self.unused else None
+        engine, last = self._engine, self._engine.buckets[-1]
+        engine.streams.go_on_here()
+        engine.streams.end()
+        engine.executor.wait(self.is_local)
+        engine.measurement.sums_are_there(self)
+        total_weight = engine.measurement.total_weight(last.tail_sum, self)
+        engine.measurement.measure(total_weight, engine.executor.measured)
+        used = engine.measurement.tail.flags(last.tail_sum) if self.unused else None
         return KeptStep(self._number, self, used, last.views, total_weight)

@@ -241,7 +241,7 @@ class Chaos(BasePolicy):
         from kfuse.comm.gloo import GlooGroup
         from kfuse.comm.plan import MicroBatch
         from kfuse.comm.transports.all_to_all import AllToAll
-        from kfuse.comm.transports.allreduce import AllReduce
+        from kfuse.comm.transports.library import AllReduce
         from kfuse.comm.transports.two_workers import TwoWorkers
         from kfuse.optim import base, sharding
         from kfuse.train import audit, results, trainer

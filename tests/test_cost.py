@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import kfuse as kf
 from kfuse.cli.app import main
-from kfuse.comm import transport_names, transports
+from kfuse.comm import transports
 from kfuse.comm.cost import PROBED, Costs, Job, Traffic, choose, exchange, fit, price, traffic, traffic_of_tree
 from kfuse.comm.group import CommError, Group
-from kfuse.comm.options import CommOptions
+from kfuse.comm.options import PROPERTIES, TRANSPORT_NAMES, CommOptions
 from kfuse.comm.probe import BUCKETS_MB, BUDGET_S, SMALL, Plan, choose_program
 from kfuse.comm.schedule import Op, Program, mirror
 from kfuse.comm.topology import chunks
@@ -82,10 +82,10 @@ def test_a_program_whose_messages_are_unknown_has_no_price() -> None:
 
 
 def test_every_exchange_of_kfuse_has_a_price() -> None:
-    for name in transport_names.NAMES:
+    for name in TRANSPORT_NAMES:
         kind, sent = exchange(name, 1200.0, 3, parents("binary", [""] * 3))
         assert kind in PROBED and sent.bytes >= 800.0
-        if transport_names.PROPERTIES[name].to_shards:  # a share follows, of as many bytes
+        if PROPERTIES[name].to_shards:  # a share follows, of as many bytes
             assert sent == traffic("share", 1200.0, 3)
 
 
@@ -416,7 +416,7 @@ def test_a_program_is_shown_with_its_price(words: list[str], said: list[str], tm
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("comm.schedule=kfuse.comm.transports.allreduce.AllReduce", "transport are not known"),
+        ("comm.schedule=kfuse.comm.transports.library.AllReduce", "transport are not known"),
         ("comm.sync=local:5", "comm.sync=local:5: no gradients are sent"),
     ],
 )

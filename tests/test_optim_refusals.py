@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import kfuse as kf
-from kfuse.comm import transport_names
+from kfuse.comm.options import TRANSPORT_NAMES
 from kfuse.comm.plan import StepPlan
 
 MAKERS = {
@@ -177,7 +177,7 @@ def test_reentrant_checkpointing_in_a_bare_backward_trains_as_without_it(how: st
 def test_a_new_layout_keeps_the_decided_topology_and_the_coming_steps_plan(change: str) -> None:
     net, more = nn.Linear(4, 2), nn.Linear(4, 2)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
-    decided = next(name for name in transport_names.NAMES if name != opt.engine.transport_name)
+    decided = next(name for name in TRANSPORT_NAMES if name != opt.engine.transport_name)
     opt.engine.use_transport(decided, None)
     plan = StepPlan(6, (range(2),))
     opt.begin(plan)

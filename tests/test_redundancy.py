@@ -113,7 +113,7 @@ def test_lamb_does_not_end_a_step_with_the_first_half_of_another() -> None:
         backward(0, *models)
         other.step()
         this.step()
-        for step, broken in ((1, (this.engine, "share_sums")), (2, (this.engine._executor, "share_sums"))):
+        for step, broken in ((1, (this.engine, "share_sums")), (2, (this.engine.executor, "share_sums"))):
             other.zero_grad()
             this.zero_grad()
             backward(step, models[0])

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfuse as kf
-from kfuse.comm import transport_names, transports
-from kfuse.comm.options import CommOptions
+from kfuse.comm import transports
+from kfuse.comm.options import TRANSPORT_NAMES, CommOptions, allowed_transports
 from kfuse.comm.plan import StepPlan
-from kfuse.comm.programs import make_programs
 from kfuse.comm.schedule import (
     ALL,
     GRADIENT,
@@ -40,6 +39,7 @@ from kfuse.comm.schedule import (
     split,
     validate,
 )
+from kfuse.comm.transports import make_programs
 from kfuse.settings import rules
 
 PLAIN = all_reduce("allreduce")
@@ -257,7 +257,7 @@ def test_a_transformation_refuses_what_it_is_not_for() -> None:
 def every_step() -> Iterator[tuple[CommOptions, str, bool, bool]]:
     """All that the programs of a step depend on."""
     for state, dtype, reproducible in product(("replicated", "sharded"), ("fp32", "bf16"), (False, True)):
-        for name in (*transport_names.allowed(reproducible, state == "sharded")[1:], "my.Transport"):
+        for name in (*allowed_transports(reproducible, state == "sharded")[1:], "my.Transport"):
             given = {"schedule": name, "state": state, "dtype": dtype, "reproducible": reproducible}
             if any(rules.broken({f"comm.{key}": value for key, value in given.items()})):
                 continue
@@ -267,7 +267,7 @@ def every_step() -> Iterator[tuple[CommOptions, str, bool, bool]]:
 
 def test_the_programs_of_a_step_are_right_with_all_options() -> None:
     found = {case: make_programs(*case) for case in every_step()}
-    assert {program.transport for program, _ in found.values()} == {*transport_names.NAMES, "my.Transport"}
+    assert {program.transport for program, _ in found.values()} == {*TRANSPORT_NAMES, "my.Transport"}
     for (options, name, adds_up, mirrors), (program, apart) in found.items():
         assert is_right(program, 3) and is_right(apart, 3)
         assert (program.sharded, apart.sharded) == (options.sharded, False)

@@ -11,9 +11,9 @@ from torch import Tensor
 from kfuse.comm import devices, schedule
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.group import Group
+from kfuse.comm.options import PROPERTIES, TRANSPORT_NAMES, TREES, CommOptions
 from kfuse.comm.schedule import Program
 from kfuse.comm.sum_tree import Merge
-from kfuse.comm.transport_names import NAMES, PROPERTIES, TREES
 
 
 class Transport(Protocol):
@@ -108,12 +108,27 @@ def program_apart(name: str, reproducible: bool) -> Program:
     return program(name, False)
 
 
+def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool) -> tuple[Program, Program]:
+    """What a step does with a bucket of gradients, and with a last bucket that has none: buffers and the tail.
+
+    name: of the transport. adds_up: see `Group.adds_up`. mirrors: with sharded state, the next worker gets each
+    worker's shard of the mean gradient too. Raises ValueError unless both are valid.
+    """
+    running = resolve(name, adds_up, options.dtype)
+    whole = program(running, options.sharded, options.dtype)
+    whole = schedule.mirror(whole) if mirrors and options.sharded else whole
+    apart = program_apart(running, options.reproducible)
+    for each in (whole, apart):
+        schedule.validate(each)
+    return whole, apart
+
+
 def make(
     name: str,
     group: Group,
     tree: str | Sequence[int] = TREES[0],
     unit: int | None = None,
-    others: Sequence[str] = ("auto", *NAMES),
+    others: Sequence[str] = ("auto", *TRANSPORT_NAMES),
 ) -> Transport:
     """The transport of this name, which is resolved, over `group`.
 
@@ -123,11 +138,11 @@ def make(
     """
     match name:  # imported when used: `import kfuse` is quick
         case "allreduce":
-            from kfuse.comm.transports.allreduce import AllReduce
+            from kfuse.comm.transports.library import AllReduce
 
             return AllReduce(group)
         case "reduce_scatter":
-            from kfuse.comm.transports.reduce_scatter import ReduceScatter
+            from kfuse.comm.transports.library import ReduceScatter
 
             return ReduceScatter(group, unit)
         case "all_to_all" if group.size == 2 and not devices.of(group.device).asynchronous:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
+from kfuse.comm.options import TREES
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.topology import Links, check_parents, chunks, depths, spanning_tree
-from kfuse.comm.transport_names import TREES, check_one_each
 
 _LOG = logging.getLogger("kfuse")
 
@@ -81,7 +81,8 @@ class Tree:
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
         """Raises ValueError unless each worker contributes one slot."""
-        check_one_each("tree", pieces)
+        if any(count != 1 for count in pieces):
+            raise ValueError("tree takes one contribution a worker")
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         """Starts the first message, unless it connects the hosts first: a hook of backward must not wait for that."""

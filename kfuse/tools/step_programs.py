@@ -21,8 +21,8 @@ from kfuse.comm.buckets import plan_parameters
 from kfuse.comm.cost import Costs, Job, Price, choose, price
 from kfuse.comm.options import CommOptions
 from kfuse.comm.probe import SCHEDULES
-from kfuse.comm.programs import make_programs
 from kfuse.comm.tail import Tail
+from kfuse.comm.transports import make_programs
 from kfuse.comm.transports.tree import parents
 from kfuse.elastic.launchers import TorchrunLauncher
 from kfuse.optim.consistency import averaged_buffers

@@ -14,9 +14,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kfuse.comm import transport_names
 from kfuse.comm.group import CommError
 from kfuse.comm.latency import measure
+from kfuse.comm.options import TRANSPORT_NAMES, TREES
 from kfuse.comm.sync import Sync
 from kfuse.comm.topology import Links, check_parents
 from kfuse.membership import Session
@@ -145,14 +145,14 @@ class Decisions:
         name = self._session.comm.transport(topology)
         if name == "symmetric" and self._session.comm.schedule != "symmetric":
             raise ValueError(f"topology {name!r}: must be named at the start, as comm.schedule")
-        if name not in transport_names.NAMES:
-            raise ValueError(f"topology {name!r}: must be one of {', '.join(transport_names.NAMES)}")
+        if name not in TRANSPORT_NAMES:
+            raise ValueError(f"topology {name!r}: must be one of {', '.join(TRANSPORT_NAMES)}")
         return name
 
     def _shape(self, tree: str | Sequence[int]) -> str | list[int]:
-        known = ", ".join(transport_names.TREES)
+        known = ", ".join(TREES)
         if isinstance(tree, str):
-            if tree not in transport_names.TREES:
+            if tree not in TREES:
                 raise ValueError(f"tree {tree!r}: must be one of {known}")
             return tree
         try:

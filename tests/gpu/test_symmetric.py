@@ -120,7 +120,7 @@ def slots_of_a_job() -> list[tuple[int, list[bool]]]:
     numel = sum(bucket.body for bucket in opt.engine.gradient_buckets)
     for parts in (3, 12, 7):
         s.planned_step(opt, model, 0, parts, aligned=False)
-        transport = opt.engine._executor._transports[0]
+        transport = opt.engine.executor._transports[0]
         assert isinstance(transport, Symmetric) and set(allocator.allocated) == {numel}
         held = [memory.own.untyped_storage().data_ptr() for memory in transport._memories]
         slots = [slot.untyped_storage().data_ptr() for slot in opt.engine.gradient_buckets[0].slots]

@@ -26,7 +26,7 @@ from kfuse.tools.doctor import machine, processes, self_test
 BAD_TRANSPORTS = """
 import os, signal, time
 
-from kfuse.comm.transports.allreduce import AllReduce
+from kfuse.comm.transports.library import AllReduce
 
 class Hangs(AllReduce):
     def wait(self, key):

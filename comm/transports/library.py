@@ -1,0 +1,51 @@
+"""The library's own collectives: one message, one contribution a worker, in a summation order of its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kfuse.comm.buckets import ALIGN
+from kfuse.comm.group import Group, Pending
+from kfuse.comm.sum_tree import Merge
+
+
+class AllReduce:
+    """The transport `allreduce`."""
+
+    _name = "allreduce"
+
+    def __init__(self, group: Group, unit: int | None = None) -> None:
+        """unit: what the length of a shard is a multiple of; None: `ALIGN`."""
+        self._group, self._unit = group, unit or ALIGN
+        self._pending: dict[int, Pending] = {}
+
+    def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
+        """Raises ValueError unless each worker contributes one slot."""
+        if any(count != 1 for count in pieces):
+            raise ValueError(f"{self._name} takes one contribution a worker")
+
+    def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
+        """Starts the message with slot 0, in place."""
+        self._pending[key] = self._start(slots[0], f"{what} ({self._name})")
+
+    def _start(self, flat: Tensor, what: str) -> Pending:
+        return self._group.all_reduce(flat, what)
+
+    def wait(self, key: int) -> None:
+        """Returns when slot 0 of `key` holds the sum, for work on the current stream. Raises CommError."""
+        self._pending.pop(key).wait_on_stream()
+
+
+class ReduceScatter(AllReduce):
+    """The transport `reduce_scatter` of a group that has one: slot 0 receives this rank's shard of the sum.
+
+    It reads no contributions from memory, and sends half the bytes of an all-reduce. Only NCCL's is fast: over gloo the
+    transport of this name is `AllToAll`, which sends the same bytes.
+    """
+
+    _name = "reduce_scatter"
+
+    def _start(self, flat: Tensor, what: str) -> Pending:
+        return self._group.reduce_scatter(flat, what, self._unit)
