@@ -102,6 +102,7 @@ class Supervised:
     silence_s = 10.0
     step: int | None = None
     doing: tuple[str, float] | None = None
+    stop: str | None = None
 
     def __init__(self) -> None:
         self.job: dict[str, Any] = {"run_dir": "."}
@@ -116,9 +117,6 @@ class Supervised:
 
     def proposed(self, current: int) -> int:
         return 0
-
-    def stop_reason(self) -> None:
-        return None
 
     def await_over(self, current: int) -> bool:
         return True
