@@ -112,6 +112,7 @@ class Timed(kf.BasePolicy):
 
     def __init__(self, policy: kf.BasePolicy, course: Course) -> None:
         self._policy, self._course = policy, course
+        self.lr_settings = policy.lr_settings
 
     def before_step(self) -> None:
         if self._course.finished == 0:
@@ -132,9 +133,6 @@ class Timed(kf.BasePolicy):
         # The steps since then are as large as this one, except by a change; `record` has their true samples.
         course.evaluate_when_due(signals.samples + since * signals.batch_size)
         return decision
-
-    def lr_settings(self) -> Mapping[str, tuple[str, ...]]:
-        return self._policy.lr_settings()
 
     def state_dict(self) -> dict[str, Any]:
         return self._policy.state_dict()

@@ -9,24 +9,22 @@ from typing import Any
 from kfuse.policies.signals import Bounds, Signals
 
 BOUNDS = Bounds(batch_min=8, batch_max=1024, workers_min=1, workers_max=8)
+STEP = Signals(
+    step=20,
+    epoch=0,
+    samples=1280,
+    lr=0.1,
+    lr_scale=1.0,
+    batch_size=64,
+    micro_batch=8,
+    micro_batches=8,
+    workers=1,
+    bounds=BOUNDS,
+)
 
 
 def signals(batch_size: int = 64, noise: tuple[float, float, float] | None = None, **changes: Any) -> Signals:
     """A step with micro-batches of 8; `noise` is (low, noise scale, high)."""
     low, middle, high = noise or (None, None, None)
-    base = Signals(
-        step=20,
-        epoch=0,
-        samples=1280,
-        lr=0.1,
-        lr_scale=1.0,
-        batch_size=batch_size,
-        micro_batch=8,
-        micro_batches=math.ceil(batch_size / 8),
-        workers=1,
-        noise_scale=middle,
-        noise_scale_low=low,
-        noise_scale_high=high,
-        bounds=BOUNDS,
-    )
-    return replace(base, **changes)
+    known = {"noise_scale": middle, "noise_scale_low": low, "noise_scale_high": high}
+    return replace(STEP, batch_size=batch_size, micro_batches=math.ceil(batch_size / 8), **(known | changes))

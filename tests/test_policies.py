@@ -28,17 +28,11 @@ from kfuse.train.progress import Progress
 
 
 def test_decision_clipped_says_so() -> None:
-    decision, notes = Decision(batch_size=5000, workers=0, lr_scale=math.nan, sync="local:3").clipped(BOUNDS)
+    """An lr_scale that fp32 cannot hold is dropped."""
+    decision, notes = Decision(batch_size=5000, workers=0, sync="local:3").clipped(BOUNDS)
     assert decision == Decision(batch_size=1024, workers=1, sync="local:3")
-    assert notes == [
-        "batch_size 5000 clipped to 1024: must be 8 to 1024",
-        "workers 0 clipped to 1: must be 1 to 8",
-        "lr_scale nan dropped: it must be finite and positive",
-    ]
-
-
-def test_decision_drops_an_lr_scale_that_fp32_cannot_hold() -> None:
-    for scale in (3.5e38, 1e-38, 0.0, -1.0, math.inf):
+    assert notes == ["batch_size 5000 clipped to 1024: must be 8 to 1024", "workers 0 clipped to 1: must be 1 to 8"]
+    for scale in (3.5e38, 1e-38, 0.0, -1.0, math.inf, math.nan):
         decision, [note] = Decision(lr_scale=scale).clipped(BOUNDS)
         assert decision.is_empty and note.startswith(f"lr_scale {scale} dropped: it must be ")
     assert Decision(lr_scale=3.4e38).clipped(BOUNDS)[1] == Decision(lr_scale=1.18e-38).clipped(BOUNDS)[1] == []
@@ -47,9 +41,7 @@ def test_decision_drops_an_lr_scale_that_fp32_cannot_hold() -> None:
 def test_decision_merged() -> None:
     first, second = Decision(batch_size=8, workers=2), Decision(workers=3, sync="local:4")
     assert first.merged(second) == Decision(batch_size=8, workers=3, sync="local:4")
-    assert first.merged(Decision()) == first
-    assert Decision().is_empty
-    assert not Decision(workers=1).is_empty
+    assert first.merged(Decision()) == first and not first.is_empty and Decision().is_empty
 
 
 def test_decision_changes_what_the_signals_do_not_show() -> None:
@@ -108,14 +100,12 @@ def test_policy_state_carries_over() -> None:
     policy.seen["losses"].append(3.0)
     assert state["seen"]["losses"] == joiner.seen["losses"] == [1.0, None]
 
-
-def test_a_class_derived_from_a_rule_has_state_of_its_own() -> None:
     class Derived(GNSPolicy):
         def __init__(self, least: int = 2) -> None:
             super().__init__(factor=0.5)
             self.least, self.count = least, 3
 
-    assert Derived().state_dict() == {"count": 3}
+    assert Derived().state_dict() == {"count": 3}, "arguments are no state"
 
 
 # GNSPolicy
@@ -141,27 +131,14 @@ SHRINKS, UNBOUNDED = {"allow_shrink": True}, {"noise_scale_low": 100.0}  # which
         ({}, signals(104, workers=4, **UNBOUNDED), None),
         ({"factor": 0.5, **SHRINKS}, signals(104, workers=4, **UNBOUNDED), None),
         ({}, signals(64, (60, 64, 70), workers=1), Decision(workers=2)),  # those that are missing
+        (SHRINKS, signals(104, (70, 80, 83.3), workers=4), None),  # the dead band of 104 is 20.8
+        (SHRINKS, signals(104, (70, 80, 83.1), workers=4), Decision(batch_size=80, workers=3)),
     ],
 )
 def test_gns_decides_by_the_interval_of_the_noise_scale(
     arguments: dict[str, Any], seen: kf.Signals, decision: Decision | None
 ) -> None:
     assert GNSPolicy(**arguments).decide(seen) == decision
-
-
-def test_gns_dead_band_keeps_an_estimate_that_wavers_from_turning_the_batch_around() -> None:
-    """Two estimates by turns, whose intervals exclude each other's batch size by less than 10 %."""
-    estimates = [(97.0, 104.0, 112.0), (84.0, 96.0, 103.0)]
-    for dead_band, expected in ((0.0, [96, 104, 96, 104]), (0.1, [96, 104, 104, 104])):
-        policy, batch, sizes = GNSPolicy(allow_shrink=True, dead_band=dead_band, micro_batches_per_worker=99), 96, [96]
-        for low, noise, high in [*estimates, estimates[0]]:
-            batch = (policy.decide(signals(batch, (low, noise, high))) or Decision(batch)).batch_size or 0
-            sizes.append(batch)
-        assert sizes == expected
-    # By default it is 20 %, of 104 that is 20.8: an interval that ends below 83.2 lies outside of it.
-    policy = GNSPolicy(allow_shrink=True)
-    assert policy.decide(signals(104, (70, 80, 83.3), workers=4)) is None
-    assert policy.decide(signals(104, (70, 80, 83.1), workers=4)) == Decision(batch_size=80, workers=3)
 
 
 def turns(dead_band: float, seed: int) -> int:
@@ -194,20 +171,6 @@ def test_gns_dead_band_keeps_the_batch_from_turning_around_by_chance() -> None:
 # SchedulePolicy
 
 
-PHASES: list[dict[str, Any]] = [
-    {"step": 10, "batch_size": 128, "lr_scale": 0.5},
-    {"step": 20, "workers": 4},
-    {"step": 30, "lr_scale": 0.3},
-]
-
-
-def test_schedule_asks_only_for_what_differs() -> None:
-    policy = SchedulePolicy(PHASES)
-    fp32_scale = float(np.float32(0.3))
-    assert policy.decide(signals(128, step=30, workers=4, lr_scale=0.5)) == Decision(lr_scale=0.3)
-    assert policy.decide(signals(128, step=30, workers=4, lr_scale=fp32_scale)) is None
-
-
 def test_schedule_takes_megatrons_text() -> None:
     """Megatron-LM's StepBatchsizeNumMicroBatchesCalculator has the same batch sizes, without seq_length."""
     policy, wide = SchedulePolicy("0:768 250M:1536 500M:3072 0.75B:6144"), replace(BOUNDS, batch_max=2**24)
@@ -238,18 +201,6 @@ def in_force(
         pending[seen.in_force_at] = policy.decide(seen)
         assert pending[seen.in_force_at] == policy.decide(seen)
     return out
-
-
-def test_schedule_by_samples_is_exact_at_any_distance() -> None:
-    for phases, expected in (  # the step, the samples before it, and its batch size, where that changes
-        ("0:8 800:64 840:128", [(0, 0, 8), (100, 800, 64), (101, 864, 128)]),
-        ("0:64 640:8 660:16 665:64", [(0, 0, 64), (10, 640, 8), (13, 664, 16), (14, 680, 64)]),
-        ("0:8 10:16 20:32", [(0, 0, 8), (4, 32, 32)]),  # no decision applies to a run's first steps
-    ):
-        run = in_force(SchedulePolicy(phases), 8, 130)
-        sizes = [size for _, size, _ in run]
-        changes = [step for step, size in enumerate(sizes) if step == 0 or size != sizes[step - 1]]
-        assert [(step, *run[step][:2]) for step in changes] == expected
 
 
 SETTINGS = st.fixed_dictionaries({}, optional={"batch_size": st.integers(1, 2000), "lr_scale": st.floats(0.1, 10)})
@@ -287,6 +238,7 @@ BY_EPOCH = [{"epoch": at, "batch_size": size} for at, size in ((0, 300), (1, 400
         # An epoch has 1000 samples: steps of 300, 300, 300, 100; 400, 400, 200; 1000; 1000; 500, 500.
         (BY_EPOCH, [300] * 4 + [400] * 3 + [1000, 2000, 500, 500]),
         ("0:300 990:400 1801:128 2000:1000 2001:2000 4000:500", [300] * 4 + [400] * 3 + [1000, 2000, 500, 500]),
+        ("0:64 640:8 660:16 665:64", [64] * 10 + [8] * 3 + [16, 64]),
         ([{"step": s, "batch_size": b} for s, b in ((0, 8), (10, 16), (11, 32), (13, 8))], [8] * 10 + [16, 32, 32, 8]),
     ],
 )
@@ -311,32 +263,15 @@ def test_how_long_an_epoch_is_is_told_where_all_so_far_were_as_long() -> None:
         assert at.epoch_samples == told
 
 
-def test_schedule_gives_up_on_what_is_out_of_reach() -> None:
-    policy = SchedulePolicy([{"step": 0, "batch_size": 9999, "workers": 99}])
-    asked = policy.decide(signals())
-    assert asked == Decision(batch_size=9999, workers=99)  # unclipped, so that the clipping is reported
-    reached, notes = asked.clipped(BOUNDS)
-    assert len(notes) == 2
-    assert policy.decide(signals(reached.batch_size or 0, workers=reached.workers)) is None
-
-
-def test_schedule_changes_the_batch_by_less_than_a_micro_batch() -> None:
-    for now, goal in ((64, 127), (127, 64), (96, 97)):
-        policy = SchedulePolicy([{"step": 0, "batch_size": goal}])
-        assert policy.decide(signals(now, micro_batch=64)) == Decision(batch_size=goal)
-        assert policy.decide(signals(goal, micro_batch=64)) is None
-
-
 def test_schedule_takes_hydra_configs() -> None:
-    policy = SchedulePolicy(OmegaConf.create([{"step": 5, "workers": 2}]))
-    assert policy.decide(signals(step=5)) == Decision(workers=2)
-    assert SchedulePolicy(OmegaConf.create([])).decide(signals()) is None
+    assert SchedulePolicy(OmegaConf.create([{"step": 5, "workers": 2}])).decide(signals(step=5)) == Decision(workers=2)
 
 
 def test_schedule_phases_are_checked() -> None:
     wrong: list[tuple[Any, str]] = [
         (8, "phases=8: must be a list of mappings, or a text"),
-        ("0:32 1G:64", "phases=0:32 1G:64: 1G:64 must be"),
+        ("0:32 64", "phases=0:32 64: 64 must be"),
+        ("0:32 1.5:64", "phases=0:32 1.5:64: 1.5:64 must be"),
         ("0:32 infK:64", "phases=0:32 infK:64: infK:64 must be"),
         ("0:32 1K:64 1000:128", "phases: samples=[0, 1000, 1000]: must increase"),
         ([7], "phases[0]=7: must have step, epoch or samples"),

@@ -29,16 +29,13 @@ class Fixed(BasePolicy):
     """Decides the same at each step, or at every third, and begins with it."""
 
     def __init__(self, owned: tuple[str, ...] = (), every: int = 1, **asked: Any) -> None:
-        self.owned, self.every, self.asked = owned, every, asked
+        self.owned_fields, self.every, self.asked = owned, every, asked
 
     def initial(self) -> Decision | None:
         return Decision(**self.asked)
 
     def decide(self, signals: Signals) -> Decision | None:
         return None if signals.step % self.every else Decision(**self.asked)
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return self.owned
 
 
 def test_compose_takes_each_field_from_the_first_that_sets_it() -> None:
@@ -47,8 +44,8 @@ def test_compose_takes_each_field_from_the_first_that_sets_it() -> None:
     policy = ComposePolicy(first, second, third)
     assert policy.decide(signals()) == policy.initial() == Decision(batch_size=8, workers=2, sync="sma")
     assert ComposePolicy(NoPolicy(), second).decide(signals()) == Decision(batch_size=16, workers=2)
-    assert ComposePolicy(NoPolicy(), BasePolicy()).decide(signals()) is None
-    assert ComposePolicy(NoPolicy(), BasePolicy()).initial() is None
+    nothing = ComposePolicy(NoPolicy(), BasePolicy())
+    assert nothing.decide(signals()) is nothing.initial() is None
 
 
 def test_compose_leaves_a_field_to_its_owner() -> None:
@@ -86,36 +83,22 @@ def test_compose_calls_all_hooks_in_order() -> None:
     assert calls == [(hook, name) for hook in hooks for name in "abcd"]
 
 
-class Counting(BasePolicy):
-    """Counts its steps."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def after_step(self) -> None:
-        self.count += 1
-
-
 def test_compose_keeps_the_state_of_its_parts() -> None:
-    one, two, joiner = Counting(), Counting(), Counting()
-    policy = ComposePolicy(one, GNSPolicy(), two)
-    policy.after_step()
-    one.after_step()
-    state = policy.state_dict()
-    assert state == {"first": {"count": 2}, "second": {}, "third": {"count": 1}}
-    ComposePolicy(NoPolicy(), joiner, joiner).load_state_dict(state)
-    assert joiner.count == 1
+    parts = Fixed(every=2), GNSPolicy(), Fixed(every=3)
+    state = ComposePolicy(*parts).state_dict()
+    assert state == {"first": parts[0].state_dict(), "second": {}, "third": parts[2].state_dict()}
+    joiner = Fixed()
+    ComposePolicy(NoPolicy(), GNSPolicy(), joiner).load_state_dict(state)
     ComposePolicy(joiner, NoPolicy()).load_state_dict({})  # of a run with another policy
-    assert joiner.count == 1
+    assert joiner.every == 3
 
 
 def test_compose_needs_what_all_of_its_parts_need() -> None:
     both = ComposePolicy(SeesawPolicy(), CriticalBatchPolicy())
-    assert both.lr_settings() == {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
+    assert both.lr_settings == {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
 
     class OfItsOwn(BasePolicy):
-        def lr_settings(self) -> dict[str, tuple[str, ...]]:
-            return {"scaling": ("none",)}
+        lr_settings = {"scaling": ("none",)}  # noqa: RUF012
 
     with pytest.raises(ValueError, match=r"^policy: no value of lr\.scaling is right with all of SeesawPolicy, Of"):
         ComposePolicy(SeesawPolicy(), OfItsOwn())

@@ -37,7 +37,7 @@ def test_trace_and_largest_entry_are_those_of_torchs_state() -> None:
     """Two groups with their own beta2; a layer that has a gradient in each second step, and one that has none."""
     for optimizer in [kf.FusedAdamW, kf.FusedLAMB]:
         torch.manual_seed(0)
-        layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)])
+        layers = nn.ModuleList([nn.Linear(4, 3) for _ in range(4)])
         groups = [
             {"params": [*layers[0].parameters(), *layers[2].parameters()]},
             {"params": [*layers[1].parameters(), *layers[3].parameters()], "betas": (0.9, 0.95)},
@@ -51,8 +51,7 @@ def test_trace_and_largest_entry_are_those_of_torchs_state() -> None:
             opt.step()
             opt.zero_grad()
             fisher = opt.fisher()
-            assert fisher is not None and fisher.dtype == torch.float32 and fisher.shape == (2,)
-            assert fisher.tolist() == pytest.approx(expected(opt), rel=1e-5)
+            assert fisher is not None and fisher.tolist() == pytest.approx(expected(opt), rel=1e-5)
 
 
 class Seeing(kf.BasePolicy):
@@ -126,15 +125,13 @@ def test_decisions_by_hand() -> None:
         ([(1, 0.1), (3, 0.3), (1.6, 0.16), (1.4, 0.16), (1.4, 0.14)], [1, 0.5, 0.5, 0.5, 1]),  # below half of 3
         ([(4, 0.4), (1, 0.1), (3, 0.3)], [1, 1, 0.5]),  # the reference follows downwards; never above 1
         ([(2.5**k, 2.5**k) for k in range(6)], [1, 0.5, 0.25, 0.125, 0.1, 0.1]),  # the least
+        ([(1, 1), (2.5, 2.5), *[(1.3, 1.3), (4.9, 4.9)] * 9], [1] + [0.5] * 19),  # inside of the hysteresis
         ([(1, 0.1), (None, None), (3, None), (math.nan, 0.3), (math.inf, 0.3), (0, 0.3), (3, 0.3)], [1] * 6 + [0.5]),
     ]:
         assert scales(CurvaturePolicy(), pairs) == pytest.approx(expected)
-
-
-def test_values_inside_the_hysteresis_change_nothing() -> None:
     policy = CurvaturePolicy()
-    scales(policy, [(1, 1), (2.5, 2.5)])
-    assert scales(policy, [(1.3, 1.3), (4.9, 4.9)] * 20) == [0.5] * 40
+    assert scales(policy, [(1, 1)]) == [1]
+    assert scales(policy, [(9, 9), (17, 17), (19, 19)], batch_size=8) == [1, 1, 0.5], "that is a new reference"
 
 
 def test_it_decides_at_its_own_steps_only() -> None:
@@ -144,10 +141,3 @@ def test_it_decides_at_its_own_steps_only() -> None:
     decided = {step: policy.decide(signals(step=step, fisher_trace=f, fisher_max=f)) for step, f in seen.items()}
     half, quarter = Decision(lr_scale=0.5), Decision(lr_scale=0.25)
     assert decided == {0: None, 10: None, 20: half, 30: half, 40: quarter}  # at 30 it asks for the same again
-    assert policy.reference == [1e40, 1e40]
-
-
-def test_another_batch_size_is_a_new_reference() -> None:
-    policy = CurvaturePolicy()
-    assert scales(policy, [(1, 1)]) == [1]
-    assert scales(policy, [(9, 9), (17, 17), (19, 19)], batch_size=8) == [1, 1, 0.5]

@@ -10,31 +10,29 @@ from kfuse.policies.signals import Bounds, ConfiguredPolicy, Decision, Signals, 
 class AutoscalePolicy(ConfiguredPolicy):
     """Tries one worker more, then one fewer, and keeps what pays (Or et al., MLSys 2020).
 
-    It measures the throughput R(n), samples a second, over a window of steps with n workers, then with n + 1. By
-    default the further worker pays if the scaling efficiency gained is above a threshold:
+    It measures the throughput R(n), samples a second, with n workers and with n + 1. The further worker pays if
 
-        s = (R(n + 1) / R(n) - 1) / (1 / n) > threshold          1: it adds as much as each of the others; 0: nothing
+        (R(n + 1) / R(n) - 1) / (1 / n) > threshold              1: it adds as much as each of the others; 0: nothing
+        (V + P (n + 1)) / R(n + 1) < (V + P n) / R(n)            with V = value_per_hour, P = price_per_worker_hour
 
-    With `value_per_hour` V, what finishing an hour earlier is worth, and `price_per_worker_hour` P, in one currency, it
-    pays if it makes the job cheaper. The rest of the job takes n workers a time in proportion to 1 / R(n), in which an
-    hour costs V of waiting and P a worker:
+    The second formula, where the prices are given, says that the job becomes cheaper: its rest takes a time in
+    proportion to 1 / R(n), in which an hour costs V of waiting and P a worker.
 
-        (V + P (n + 1)) / R(n + 1) < (V + P n) / R(n)
-
-    While further workers pay it goes on, by one at a time; from one that does not it goes back. If already the first
-    one does not pay, it tries one fewer, and goes on as long as the worker that it has given up would not pay. Then it
-    is settled, and asks for nothing. It turns round twice at most. It measures anew when the batch size changes, or the
-    workers otherwise than by its own request (a lost worker).
+    It adds workers one at a time while they pay, and goes back from one that does not. If already the first one does
+    not pay, it tries fewer in the same way. Then it is settled, and asks for nothing. It measures anew when the batch
+    size changes, or the workers otherwise than by its own request (a lost worker).
 
     window: steps whose median time counts; at least 1.
     settle: steps that are left out before, in which a worker that has joined warms up; at least 0.
     threshold: the least scaling efficiency that pays; above 0. The default is the paper's.
-    value_per_hour, price_per_worker_hour: None, or both, above 0: the second formula decides, not the first.
-    patience_s: seconds of training in which workers that were requested must have come, else the present ones stay;
-    above 0. 120 is the default time in which a new worker must be ready (elastic.boot_timeout_s).
+    value_per_hour, price_per_worker_hour: None, or both, above 0, in one currency.
+    patience_s: seconds of training in which requested workers must have come, else the present ones stay; above 0.
+    120 is the default time in which a new worker must be ready (elastic.boot_timeout_s).
 
     Raises ValueError for an argument out of its range.
     """
+
+    owned_fields = ("workers",)
 
     def __init__(
         self,
@@ -47,19 +45,11 @@ class AutoscalePolicy(ConfiguredPolicy):
     ) -> None:
         check_whole("policy.window", window, 1)
         check_whole("policy.settle", settle, 0)
-        for name, value in (
-            ("threshold", threshold),
-            ("value_per_hour", value_per_hour),
-            ("price_per_worker_hour", price_per_worker_hour),
-            ("patience_s", patience_s),
-        ):
-            if value is not None or name in ("threshold", "patience_s"):
-                check_positive(f"policy.{name}", value)
-        if (value_per_hour is None) != (price_per_worker_hour is None):
-            raise ValueError(
-                f"policy.value_per_hour={value_per_hour}, policy.price_per_worker_hour={price_per_worker_hour}: must "
-                "be both numbers, or both null"
-            )
+        check_positive("policy.threshold", threshold)
+        check_positive("policy.patience_s", patience_s)
+        if value_per_hour is not None or price_per_worker_hour is not None:
+            check_positive("policy.value_per_hour", value_per_hour)
+            check_positive("policy.price_per_worker_hour", price_per_worker_hour)
         self.window, self.settle, self.threshold, self.patience_s = window, settle, threshold, patience_s
         self.value_per_hour, self.price_per_worker_hour = value_per_hour, price_per_worker_hour
         self.last_step = -1
@@ -77,9 +67,6 @@ class AutoscalePolicy(ConfiguredPolicy):
         """Seconds of each step with the present workers."""
         self.waited_s = 0.0
         """Seconds of steps since it began to ask for the goal."""
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return ("workers",)
 
     def decide(self, signals: Signals) -> Decision | None:
         """Returns the worker count to try, or to go back to; None where that is the present one."""
@@ -109,7 +96,7 @@ class AutoscalePolicy(ConfiguredPolicy):
                 self._choose(signals.workers, signals.bounds)
 
     def _choose(self, now: int, bounds: Bounds) -> None:
-        """The present workers are measured: keeps them or goes back, and chooses what to try next."""
+        """Keeps the present workers, which are measured, or goes back, and chooses what to try next."""
         if now < self.base and self._pays(self.base, now):
             self._settle_at(self.base)
             return

@@ -13,12 +13,9 @@ from kfuse.policies.signals import BasePolicy, Decision, Signals, checked_decisi
 class ComposePolicy(BasePolicy):
     """Two or three policies on the same signals, in declared precedence: for each field of a decision the first wins.
 
-    A policy's `owned_fields` (batch_size and workers of GNSPolicy, for example) are its own also while it asks for
-    nothing: what later policies say of them is dropped. Otherwise a later one that asks at each step would undo what
-    the first asked for now and then, back and forth. A field that nobody owns goes to the first that sets it.
-
-    All hooks are called, in order. `initial` is merged as decisions are. The settings of the learning rate must be
-    right for all of them.
+    A policy's `owned_fields` are its own also while it asks for nothing: what later policies say of them is dropped.
+    Otherwise a later one that asks at each step would undo what the first asked for now and then, back and forth.
+    All hooks are called, in order. The settings of the learning rate must be right for all policies.
 
     first, second, third: the policies; third may be left out. One of them may be a ComposePolicy, for more.
 
@@ -30,62 +27,51 @@ class ComposePolicy(BasePolicy):
         for name, part in self._parts.items():
             if not isinstance(part, BasePolicy):
                 raise ValueError(f"policy.{name}={part!r}: must be a kf.BasePolicy")
-        for setting, allowed in self.lr_settings().items():
+        common: dict[str, tuple[str, ...]] = {}
+        for part in self._parts.values():
+            for name, allowed in part.lr_settings.items():
+                common[name] = tuple(value for value in common.get(name, allowed) if value in allowed)
+        self.lr_settings = common
+        for setting, allowed in common.items():
             if not allowed:
                 names = ", ".join(type(part).__name__ for part in self._parts.values())
                 raise ValueError(f"policy: no value of lr.{setting} is right with all of {names}")
-
         every = [part.fisher_every for part in self._parts.values() if part.fisher_every is not None]
         self.fisher_every = math.gcd(*every) if every else None
         self.modes = tuple(mode for part in self._parts.values() for mode in part.modes)
-        owners = [part for part in self._parts.values() if "workers" in part.owned_fields()]
+        self.owned_fields = tuple(dict.fromkeys(name for part in self._parts.values() for name in part.owned_fields))
+        owners = [part for part in self._parts.values() if "workers" in part.owned_fields]
         self.grows_when_input_bound = bool(owners) and owners[0].grows_when_input_bound
 
-    def before_train(self) -> None:
+    def _call(self, hook: str) -> None:
         for part in self._parts.values():
-            part.before_train()
+            getattr(part, hook)()
+
+    def before_train(self) -> None:
+        self._call("before_train")
 
     def before_epoch(self) -> None:
-        for part in self._parts.values():
-            part.before_epoch()
+        self._call("before_epoch")
 
     def before_step(self) -> None:
-        for part in self._parts.values():
-            part.before_step()
+        self._call("before_step")
 
     def after_step(self) -> None:
-        for part in self._parts.values():
-            part.after_step()
+        self._call("after_step")
 
     def after_epoch(self) -> None:
-        for part in self._parts.values():
-            part.after_epoch()
+        self._call("after_epoch")
 
     def after_train(self) -> None:
-        for part in self._parts.values():
-            part.after_train()
+        self._call("after_train")
 
     def initial(self) -> Decision | None:
-        """Returns what they begin with, merged."""
         return self._merged("initial", lambda part: part.initial())
 
     def decide(self, signals: Signals) -> Decision | None:
-        """Returns what they decide, merged."""
         return self._merged("decide", lambda part: part.decide(signals))
 
-    def lr_settings(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns, by name, the values that are right with all of them."""
-        common: dict[str, tuple[str, ...]] = {}
-        for part in self._parts.values():
-            for name, allowed in part.lr_settings().items():
-                common[name] = tuple(value for value in common.get(name, allowed) if value in allowed)
-        return common
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for part in self._parts.values() for name in part.owned_fields()))
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of each, by its place."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,11 +80,11 @@ class ComposePolicy(BasePolicy):
             part.load_state_dict(state.get(name, {}))
 
     def _merged(self, method: str, ask: Callable[[BasePolicy], Decision | None]) -> Decision | None:
-        """What the policies return, as one decision. Raises TypeError where one returns another type."""
+        """Returns the policies' decisions as one. Raises TypeError where one returns another type."""
         merged, owned = Decision(), set[str]()
         for part in self._parts.values():
             decision = checked_decision(ask(part), f"{type(part).__name__}.{method}")
             if decision is not None:
                 merged = replace(decision, **dict.fromkeys(owned)).merged(merged)
-            owned.update(part.owned_fields())
+            owned.update(part.owned_fields)
         return None if merged.is_empty else merged

@@ -11,19 +11,18 @@ class CurvaturePolicy(ConfiguredPolicy):
     """Lowers the learning rate where trace and largest entry of the diagonal Fisher information rise.
 
     The diagonal is v, the bias-corrected second moments of AdamW (Kingma & Ba 2015), which K-FAC (Martens & Grosse
-    2015) has in blocks: an estimate of the curvature, at no cost but its two reads. The largest stable learning rate
-    falls as the largest curvature rises. With the factor s = lr_scale, and a reference pair of trace and largest entry:
+    2015) has in blocks: an estimate of the curvature. The largest stable learning rate falls as the largest curvature
+    rises. With the factor s = lr_scale, and a reference pair of trace and largest entry:
 
         both above rise x reference:    s = max(factor x s, least), and the reference is the present pair
         both below reference / rise:    s = min(s / factor, 1), and the reference is the present pair
 
-    In between nothing changes: that is the hysteresis, a factor of rise^2 from one end to the other. The first pair
-    seen, and the first one after the batch size changed, is a reference only. v is a mean of the mean gradient's
-    squares, which fall as 1 / batch size where noise dominates them: that is no change of the curvature. v takes some
+    In between nothing changes: that is the hysteresis. The first pair seen, and the first one after the batch size
+    changed, is a reference only: noise in v falls as 1 / batch size, which is no change of the curvature. v takes some
     1 / (1 - beta2) steps to follow the batch size, so this policy is for batch sizes that seldom change.
 
-    It needs kf.FusedAdamW or kf.FusedLAMB with comm.state=replicated; else training is refused. In local steps
-    (comm.sync) v is unknown, and nothing changes. lr_scale is its own: it replaces what others set.
+    It needs kf.FusedAdamW or kf.FusedLAMB with comm.state=replicated. In local steps (comm.sync) v is unknown, and
+    nothing changes.
 
     every: it decides at steps divisible by this number; at least 1.
     rise: above 1. 2 is above the noise of v with beta2 = 0.999, a mean over some thousand steps.
@@ -33,16 +32,18 @@ class CurvaturePolicy(ConfiguredPolicy):
     Raises ValueError for an argument out of its range.
     """
 
+    owned_fields = ("lr_scale",)
+
     def __init__(self, every: int = 20, rise: float = 2.0, factor: float = 0.5, least: float = 0.1) -> None:
         check_whole("policy.every", every, 1)
-        for name, value in (("rise", rise), ("factor", factor), ("least", least)):
+        for name, value, right, allowed in (
+            ("rise", rise, rise > 1, "above 1"),
+            ("factor", factor, factor < 1, "below 1"),
+            ("least", least, least <= 1, "at most 1"),
+        ):
             check_positive(f"policy.{name}", value)
-        if not rise > 1:
-            raise ValueError(f"policy.rise={rise}: must be above 1")
-        if not factor < 1:
-            raise ValueError(f"policy.factor={factor}: must be below 1")
-        if not least <= 1:
-            raise ValueError(f"policy.least={least}: must be at most 1")
+            if not right:
+                raise ValueError(f"policy.{name}={value}: must be {allowed}")
         self.every = self.fisher_every = every
         self.rise, self.factor, self.least = rise, factor, least
         self.reference: list[float] | None = None
@@ -50,7 +51,6 @@ class CurvaturePolicy(ConfiguredPolicy):
         self.batch_size = 0
         """Batch size with which the reference was seen."""
         self.scale = 1.0
-        """What it asks for."""
         self.last_step = -1
 
     def decide(self, signals: Signals) -> Decision | None:
@@ -74,6 +74,3 @@ class CurvaturePolicy(ConfiguredPolicy):
             self.scale, self.reference = max(self.factor * self.scale, self.least), now
         elif max(ratios) < 1 / self.rise:
             self.scale, self.reference = min(self.scale / self.factor, 1.0), now
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return ("lr_scale",)

@@ -12,16 +12,16 @@ class GNSPolicy(ConfiguredPolicy):
 
         batch = factor * noise scale,    noise scale B_simple = S / G2, in samples
 
-    Batches larger than B_simple save few steps (McCandlish et al. 2018). The critical batch size is proportional to
-    B_simple. `factor` is the ratio; `kfuse cbs` measures it. B_simple is an estimate, with a confidence interval
-    [low, high]. So there is hysteresis:
+    Batches larger than B_simple save few steps (McCandlish et al. 2018). `factor` is the critical batch size over
+    B_simple; `kfuse cbs` measures it. B_simple is an estimate, with a confidence interval [low, high]. So there is
+    hysteresis:
 
     - It grows only where factor * low is above the batch size, and shrinks only where factor * high is below
       (1 - dead_band) of it. It goes to factor * noise scale, which lies inside the interval.
     - By at most a factor of two at a time, in whole micro-batches.
     - The dead band is for shrinking alone: the interval of a noise scale that stands still excludes the batch size now
-      and then, by a little. In 40 runs of 200 decisions each on simulated gradients (tests/test_policies.py has some)
-      the batch size turned around 134 times without a dead band, 11 times with one of 0.1, never with 0.2.
+      and then. In 40 runs of 200 decisions each on simulated gradients (tests/test_policies.py has some) the batch size
+      turned around 134 times without a dead band, 11 times with one of 0.1, never with 0.2.
     - Where only `low` is known, the noise scale may be any number above it: it grows to factor * low, never shrinks.
 
     The learning rate follows the batch size as lr.scaling says.
@@ -34,6 +34,8 @@ class GNSPolicy(ConfiguredPolicy):
 
     Raises ValueError for an argument out of its range.
     """
+
+    owned_fields = ("batch_size", "workers")
 
     def __init__(
         self,
@@ -56,16 +58,12 @@ class GNSPolicy(ConfiguredPolicy):
 
     def decide(self, signals: Signals) -> Decision | None:
         """Returns the batch size and worker count to move to; None at other steps, and where none is to change."""
-        if signals.step % self.every:
+        if signals.step % self.every or (batch_size := self._batch_size(signals)) is None:
             return None
-        batch_size = self._batch_size(signals)
-        if batch_size is None:
-            return None
-        workers = self._workers(signals, batch_size)
-        return Decision(batch_size=batch_size, workers=workers).changes(signals)
+        return Decision(batch_size=batch_size, workers=self._workers(signals, batch_size)).changes(signals)
 
     def _batch_size(self, signals: Signals) -> int | None:
-        """The batch size to have, which may be the present one; None while the noise scale is unknown."""
+        """Returns the batch size to have, which may be the present one; None while the noise scale is unknown."""
         noise, low, high = signals.noise_scale, signals.noise_scale_low, signals.noise_scale_high
         known = [value for value in (noise, low, high) if value is not None]
         if low is None or len(known) == 2 or not all(map(math.isfinite, known)):
@@ -83,12 +81,8 @@ class GNSPolicy(ConfiguredPolicy):
         return batch
 
     def _workers(self, signals: Signals, batch_size: int) -> int:
-        """The worker count for this batch size, within bounds."""
         micro_batches = math.ceil(batch_size / signals.micro_batch)
         wanted = math.ceil(micro_batches / self.micro_batches_per_worker)
         if not self.allow_shrink:
             wanted = max(wanted, signals.workers)
         return min(max(wanted, signals.bounds.workers_min), signals.bounds.workers_max)
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return "batch_size", "workers"

@@ -22,7 +22,7 @@ _CANDIDATES = 64
 
 
 def efficiency(batch_size: ArrayLike, base_batch_size: float, noise_scale: ArrayLike) -> Array:
-    """Progress of a sample in a batch of this size, over that of a sample in the base batch (Pollux, section 3.1)."""
+    """Returns a sample's progress in a batch of this size, over that in the base batch (Pollux, section 3.1)."""
     noise = np.asarray(noise_scale, np.float64)
     return (noise + base_batch_size) / (noise + np.asarray(batch_size, np.float64))
 
@@ -36,26 +36,24 @@ class GoodputPolicy(ConfiguredPolicy):
     t is Pollux' model of a step's time, fitted to the steps so far (`kfuse.policies.step_time`). Measured settings
     count with their own median time, and the model says how others compare with the present one.
 
-    - Between two batch sizes B0 cancels out. A larger batch is judged by the low end of the noise scale's interval, a
-      smaller one by the high end. If that end is unknown, the change is not considered.
+    - A larger batch is judged by the low end of the noise scale's interval, a smaller one by the high end. If that end
+      is unknown, the change is not considered.
     - The batch size is the best one for the present workers, and the worker count that of the best pair. So a batch
       size never relies on workers that have not come.
-    - A change must gain `margin` by prediction, else all stays. A setting that was tried and was no better is not
-      taken again, as long as the times and the noise scale stay as they are.
     - As in Pollux more workers are assumed to scale until they are tried. The planned worker count is at most twice the
       largest count tried so far. The batch size changes by at most a factor of two at a time, in whole micro-batches.
     - The efficiency is that of a learning rate that follows the batch size: choose lr.scaling=adascale, as Pollux does.
-      Optimizer moments are kept.
 
-    It decides by measured times, so its decisions differ from run to run, and with them the bits of the result. Where
-    the times change, as by another job on the same machine, its choice follows them.
+    It decides by measured times, so its decisions differ from run to run, and with them the bits of the result.
 
     every: steps between decisions; at least 1. A fit takes some milliseconds.
-    margin: the gain in goodput, as a fraction, below which nothing changes; above 0. 0.05 is above the noise of the
-    median of twenty step times on a machine that has little else to do.
+    margin: the predicted gain in goodput, as a fraction, below which nothing changes; above 0. 0.05 is above the noise
+    of the median of twenty step times on a machine that has little else to do.
 
     Raises ValueError for an argument out of its range.
     """
+
+    owned_fields = ("batch_size", "workers")
 
     def __init__(self, every: int = 50, margin: float = 0.05) -> None:
         check_whole("policy.every", every, 1)
@@ -90,25 +88,21 @@ class GoodputPolicy(ConfiguredPolicy):
         self.last_step = signals.step
         setting, times = [_share(signals, signals.batch_size, signals.workers), signals.workers], list[float]()
         if setting in self.settings:
-            index = self.settings.index(setting)
-            times = self.times.pop(index)
-            self.settings.pop(index)
+            times = self.times.pop(self.settings.index(setting))
+            self.settings.remove(setting)
         self.settings = [*self.settings, setting][-_KEPT_SETTINGS:]
         self.times = [*self.times, [*times, took][-_KEPT_TIMES:]][-_KEPT_SETTINGS:]
 
     @property
     def points(self) -> list[Point]:
-        """The settings that are measured well enough, with their median step time."""
+        """Returns the settings that are measured well enough, with their median step time."""
         pairs = zip(self.settings, self.times, strict=True)
         return [(k, n, statistics.median(times)) for (k, n), times in pairs if len(times) >= _LEAST_TIMES]
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return ("batch_size", "workers")
 
     def _best(
         self, signals: Signals, workers: Sequence[int], measured: Mapping[tuple[int, int], float], model: StepTime
     ) -> tuple[int, int]:
-        """Batch size and worker count with the best goodput; the present ones, unless another pair gains the margin.
+        """Returns batch size and workers of the best goodput; the present ones, unless others gain the margin.
 
         measured: seconds of a step by (k, n), those of the present setting among them.
         """
@@ -128,22 +122,19 @@ class GoodputPolicy(ConfiguredPolicy):
 
 
 def _interval(signals: Signals) -> tuple[float, float]:
-    """Both ends of the noise scale's interval, in samples; NaN where one is unknown."""
+    """Returns both ends of the noise scale's interval, in samples; NaN where one is unknown."""
     ends = (signals.noise_scale_low, None if signals.noise_scale is None else signals.noise_scale_high)
     low, high = (math.nan if end is None or not 0 <= end < math.inf else end for end in ends)
     return low, high
 
 
 def _share(signals: Signals, batch_size: int, workers: int) -> int:
-    """k: micro-batches of the worker that has most."""
+    """Returns k, the micro-batches of the worker that has most."""
     return -(-batch_size // (signals.micro_batch * workers))
 
 
 def _batch_sizes(signals: Signals, workers: int) -> list[int]:
-    """Batch sizes to compare for so many workers, within the bounds and a factor of two of the present one.
-
-    Those of which each worker has as much are the best ones: a worker with less waits for the others.
-    """
+    """Returns sizes to compare, within the bounds and a factor of two: equal shares are best, as none waits then."""
     bounds, batch_size, micro = signals.bounds, signals.batch_size, signals.micro_batch
     least = max(math.ceil(bounds.batch_min / micro), math.ceil(batch_size / 2 / micro))
     most = min(bounds.batch_max, 2 * batch_size) // micro
@@ -154,7 +145,7 @@ def _batch_sizes(signals: Signals, workers: int) -> list[int]:
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """The whole numbers from `low` to `high`; where they are many some of them, in geometric steps, both ends too."""
+    """Returns the whole numbers from `low` to `high`; of many some, in geometric steps, both ends too."""
     if high - low < _CANDIDATES:
         return list(range(low, high + 1))
     return sorted({round(each) for each in np.geomspace(low, high, _CANDIDATES)})

@@ -15,11 +15,9 @@ class NormTestPolicy(ConfiguredPolicy):
     S / B is the variance of a gradient over B samples. The test says that its error is at most `theta` times its norm.
 
     1) |G|^2 is the running mean of G2, and S that of S, which are unbiased. Byrd et al. and AdAdaGrad take |gbar|^2 of
-       one batch instead, whose mean is |G|^2 + S / B: their test passes too easily, with theta^2 / (1 - theta^2) in
-       place of theta^2, and for theta >= 1 always. |gbar|^2 of one batch is also noisy, and this batch only grows.
+       one batch instead, whose mean is |G|^2 + S / B: their test passes too easily, for theta >= 1 always.
     2) A mean of G2 that is not above zero tells nothing of |G|^2: then nothing is decided.
-    3) It never shrinks, so it does not oscillate. It at most doubles at a time, because the means lag behind, and
-       rounds up to whole micro-batches.
+    3) It never shrinks. It at most doubles at a time, because the means lag behind, in whole micro-batches.
 
     The test is that of policy=gns with factor = 1 / theta^2, on the estimate itself, without its interval: it grows
     sooner, and by chance too. The learning rate follows the batch size as lr.scaling says.
@@ -29,6 +27,8 @@ class NormTestPolicy(ConfiguredPolicy):
 
     Raises ValueError for an argument out of its range.
     """
+
+    owned_fields = ("batch_size",)
 
     def __init__(self, theta: float = 0.5, every: int = 20) -> None:
         check_positive("policy.theta", theta)
@@ -47,6 +47,3 @@ class NormTestPolicy(ConfiguredPolicy):
         needed = min(variance / least, 2.0 * batch)
         grown = min(math.ceil(needed / micro), 2 * batch // micro, signals.bounds.batch_max // micro) * micro
         return Decision(batch_size=grown) if grown > batch and needed > batch else None
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return ("batch_size",)

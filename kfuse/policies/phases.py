@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
@@ -28,25 +28,18 @@ class SchedulePolicy(BasePolicy):
 
     A setting holds until a later phase changes it.
 
-    A phase that starts at a step applies from that step on: the policy asks for it as many steps before as a
-    decision takes (signals.in_force_at). One that starts at steps 1 to 3 applies from step 4 on. A phase that starts
-    at a number of samples applies from the first step on that begins with so many, or from step 4 on. Phases of both
-    kinds may follow each other at any distance; those that no step is left for are skipped. How far the steps in
-    between get is reckoned with the batch sizes of the phases, where the batch size is theirs by now, and else with the
-    present one.
-
-    A phase that starts at an epoch applies from that epoch's first step on, reckoned in the same way; an epoch that
-    begins with steps 1 to 3 has it from step 4 on.
+    A phase applies from its step on, from the first step of its epoch, or from the first step that begins with so many
+    samples: the policy asks for it as many steps before as a decision takes (signals.in_force_at). What would start at
+    steps 1 to 3 applies from step 4 on. Phases may follow each other at any distance; those that no step is left for
+    are skipped. How far the steps in between get is reckoned with the batch sizes of the phases, where the batch size
+    is theirs by now, and else with the present one.
 
     Where the length of an epoch is unknown (signals.epoch_samples) its last step counts as a whole one, so that phases
     by samples may apply too soon, by less than a step's samples for each epoch that ended in the five steps before; and
     a phase that starts at an epoch applies from its fifth step on, or sooner.
 
-    More workers join when they are ready. The policy asks until the signals show the settings, also in a run that
-    resumes later.
-
-    lr_scale is a factor beside lr.scaling, which follows the batch size by itself: with lr.scaling=none phases of both
-    batch_size and lr_scale count the change once.
+    The policy asks until the signals show the settings, also in a run that resumes later. lr_scale is a factor beside
+    lr.scaling, which follows the batch size by itself.
 
     Raises ValueError for phases that are not of that form.
     """
@@ -66,9 +59,10 @@ class SchedulePolicy(BasePolicy):
         starts = [start for start, _ in self._phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
             raise ValueError(f"policy.phases: {self._unit}={starts}: must increase")
+        last = self._asked(max(starts, default=0))
+        self.owned_fields = tuple(name for name in sorted(_SETTINGS) if getattr(last, name) is not None)
 
     def initial(self) -> Decision | None:
-        """Returns the settings of a phase that starts at step or epoch 0."""
         asked = self._asked(0)
         return None if asked.is_empty else asked
 
@@ -85,13 +79,10 @@ class SchedulePolicy(BasePolicy):
             changed = changed.merged(Decision(**{name: getattr(asked, name) for name in others}))
         return None if changed.is_empty else changed
 
-    def owned_fields(self) -> tuple[str, ...]:
-        fields = self._asked(max((start for start, _ in self._phases), default=0))
-        return tuple(name for name in sorted(_SETTINGS) if getattr(fields, name) is not None)
-
     def _coming(self, signals: Signals) -> list[int]:
-        """Steps, numbers of samples or epochs: where the coming steps begin. The last one is that of the step to which
-        a decision on these signals applies; those before it are there where they are known.
+        """Returns where the coming steps begin, in steps, samples or epochs, as far as that is known.
+
+        The last one is that of the step to which a decision on these signals applies.
         """
         steps = range(signals.step + 1, signals.in_force_at + 1)
         if self._unit == "step":
@@ -110,9 +101,7 @@ class SchedulePolicy(BasePolicy):
         return out if known else out[-1:]
 
     def _is_of_phases(self, signals: Signals) -> bool:
-        """Whether the step's batch size is that of the phases. An epoch's last step is short, so it may have begun
-        later than a whole batch before its end.
-        """
+        """Whether the step's batch size is that of the phases. An epoch's last step is short: it may begin later."""
         if self._unit == "epoch":
             return self._batch_size(signals, signals.step, signals.epoch) == signals.batch_size
         earliest = signals.samples - signals.batch_size
@@ -120,8 +109,7 @@ class SchedulePolicy(BasePolicy):
         return any(self._batch_size(signals, signals.step, begin) == signals.batch_size for begin in begins)
 
     def _batch_size(self, signals: Signals, step: int, begin: int) -> int:
-        """The phases' batch size in the step that begins with so many samples, or in this epoch; where they have none,
-        the present one.
+        """Returns the phases' batch size in this step, which begins at `begin`; the present one where they have none.
 
         No decision applies to the first steps of a run: they have what it began with.
         """
@@ -129,7 +117,7 @@ class SchedulePolicy(BasePolicy):
         return of_phases.batch_size or signals.batch_size
 
     def _asked(self, now: int) -> Decision:
-        """The settings of all phases that have started at step, epoch or sample `now`; later ones win."""
+        """Returns the settings of all phases that have started at step, epoch or sample `now`; later ones win."""
         asked = Decision()
         for start, settings in self._phases:
             if start <= now:
@@ -137,34 +125,34 @@ class SchedulePolicy(BasePolicy):
         return asked
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: decisions depend on the signals alone, and the phases come from the configuration."""
+        """Returns nothing: decisions depend on the signals and the phases alone."""
         return {}
 
 
 def _parse_text(text: str) -> list[dict[str, int]]:
-    """The phases of a text such as "0:768 250M:1536". Raises ValueError for another text."""
+    """Returns the phases of a text such as "0:768 250M:1536". Raises ValueError for another text."""
     phases = []
     for entry in text.split() or [text]:
-        start, colon, batch_size = entry.partition(":")
-        at, size = _number(start), _number(batch_size)
-        if not colon or at is None or size is None:
-            raise ValueError(f"policy.phases={text}: {entry} must be SAMPLES:BATCH_SIZE, as in 0:768 250M:1536")
-        phases.append({"samples": at, "batch_size": size})
+        try:
+            start, batch_size = map(_number, entry.split(":"))
+        except (ValueError, ArithmeticError):
+            message = f"policy.phases={text}: {entry} must be SAMPLES:BATCH_SIZE, as in 0:768 250M:1536"
+            raise ValueError(message) from None
+        phases.append({"samples": start, "batch_size": batch_size})
     return phases
 
 
-def _number(text: str) -> int | None:
-    """The whole number that a text such as 1536, 250M or 1.5B stands for; None where it is none."""
+def _number(text: str) -> int:
+    """Returns the whole number that a text such as 1536, 250M or 1.5B stands for. Raises an error for another text."""
     unit = _SUFFIXES.get(text[-1:].upper())
-    try:
-        value = Decimal(text[:-1] if unit else text) * (unit or 1)
-        return int(value) if value == int(value) else None
-    except (InvalidOperation, ValueError, OverflowError):
-        return None
+    value = Decimal(text[:-1] if unit else text) * (unit or 1)
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
 
 
 def _parse(index: int, phase: Mapping[str, Any], unit: str) -> tuple[int, Decision]:
-    """The start of one phase of the configuration, and what it sets. Raises ValueError, which names the key."""
+    """Returns the start of a phase and what it sets. Raises ValueError, which names the key."""
     key = f"policy.phases[{index}]"
     if not isinstance(phase, Mapping) or unit not in phase or not phase.keys() & _SETTINGS:
         raise ValueError(f"{key}={phase!r}: must have {_ALL_UNITS}, and one of {_NAMES}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal, get_args
 
 from kfuse.policies.signals import ConfiguredPolicy, Decision, Signals
@@ -20,7 +19,7 @@ class SeesawPolicy(ConfiguredPolicy):
         cosine          (1 + cos(pi d)) / 2, that of lr.decay=cosine    saves 1/2 of the steps
         quarter_cosine  cos(pi d / 2)                                   saves 1 - 2/pi = 0.363, the paper's limit
 
-    since the steps are the integral of the curve; less where batch.max ends the growth. In cuts of a = `cut`:
+    less where batch.max ends the growth. In cuts of a = `cut`:
 
         c = the smallest power cut^-k that is at least the curve
         batch size = base batch size / c, in whole micro-batches, at most batch.max
@@ -28,27 +27,24 @@ class SeesawPolicy(ConfiguredPolicy):
 
     1) lr.scaling gives back what the batch size has gained: with sqrt (the default) the rate is c sqrt(B / B0), which
        is sqrt(c), Seesaw's, for Adam and its kin. With linear it is constant: "increase the batch size instead" (Smith
-       et al. 2018), the same equivalence for SGD. So the change of the batch size counts once. lr.scaling=none would
-       cut the noise twice, and is refused; so is adascale, whose gain is another one.
+       et al. 2018), the same equivalence for SGD. lr.scaling=none would cut the noise twice, and is refused; so is
+       adascale, whose gain is another one.
     2) The product is right where the batch size could not follow: rounded down, or at batch.max, where the rate falls
        by all of `cut`. A rate that fell by less would be unstable (the paper's lemma on alpha >= sqrt(beta)).
     3) This policy is the decay: lr.decay must be none. The curve begins with the run, also where there is a warm-up.
-    4) It holds up to the critical batch size, while noise makes up most of the gradient (the paper's assumption 3, and
-       its figure 3 for what comes after), and only at rates that curvature does not limit, since the effective rate
-       stays. At the end of the curve batches would be arbitrarily large. So set batch.max to about 8 times
-       batch.size, as the defaults are: that costs few of the steps saved (benchmarks/seesaw.py).
-    5) The schedule is meant in samples. A run that train.epochs ends goes by samples, as in the paper. One that
-       train.steps ends goes by steps: it takes as many steps as without Seesaw, and more samples.
+    4) It holds while noise makes up most of the gradient (the paper's assumption 3), and only at rates that curvature
+       does not limit. So set batch.max to about 8 times batch.size, as the defaults are: that costs few of the steps
+       saved (benchmarks/seesaw.py).
+    5) A run that train.epochs ends goes by samples, as in the paper. One that train.steps ends goes by steps: it takes
+       as many steps as without Seesaw, and more samples.
 
-    Each cut applies from the fourth step on after the curve has reached it. The curve only falls, so nothing
-    oscillates.
-
-    cut: factor of one cut; finite, above 1. The paper's experiments have 1.1; 2 makes few, large changes. Cuts come
-        when the curve has fallen by all of `cut`, so larger ones save fewer steps.
+    cut: factor of one cut; finite, above 1. The paper's experiments have 1.1; larger ones save fewer steps.
     curve: cosine or quarter_cosine.
 
     Raises ValueError for an argument out of its range.
     """
+
+    owned_fields = ("batch_size", "lr_scale")
 
     def __init__(self, cut: float = 1.1, curve: Curve = "cosine") -> None:
         if not isinstance(cut, int | float) or isinstance(cut, bool) or not 1 < cut < math.inf:
@@ -56,6 +52,7 @@ class SeesawPolicy(ConfiguredPolicy):
         if curve not in get_args(Curve):
             raise ValueError(f"policy.curve={curve}: must be one of {', '.join(get_args(Curve))}")
         self.cut, self.curve = cut, curve
+        self.lr_settings = {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
 
     def decide(self, signals: Signals) -> Decision | None:
         """Returns batch size and lr_scale of the cuts so far; None where the signals show them, and at the very end."""
@@ -73,10 +70,3 @@ class SeesawPolicy(ConfiguredPolicy):
         value = math.cos(math.pi * done / 2) ** (2 if self.curve == "cosine" else 1)
         cuts = math.floor(-math.log(value) / math.log(self.cut) + 1e-9)  # a half by halves is 1, rounded or not
         return self.cut**-cuts
-
-    def lr_settings(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns the scalings that Seesaw is right with, and no decay."""
-        return {"scaling": ("sqrt", "linear"), "decay": ("none", "constant")}
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return "batch_size", "lr_scale"

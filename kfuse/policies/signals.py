@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from kfuse.statistics.figures import FIGURES, METRICS, Measured, StepSettings, optional, required
@@ -135,7 +136,6 @@ class Decision:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing at all is asked for."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
     def merged(self, other: Decision) -> Decision:
@@ -162,16 +162,13 @@ class Decision:
     def clipped(self, bounds: Bounds) -> tuple[Decision, list[str]]:
         """Returns the nearest decision within `bounds`, and a note for each field that changed.
 
-        An lr_scale that is not finite and positive, or that fp32 cannot hold, is dropped: no nearest value is meant.
+        An lr_scale that fp32 cannot hold, or that is not positive, is dropped: no nearest value is meant.
         """
         notes: list[str] = []
         batch_size = _clip("batch_size", self.batch_size, bounds.batch_min, bounds.batch_max, notes)
         workers = _clip("workers", self.workers, bounds.workers_min, bounds.workers_max, notes)
         lr_scale = self.lr_scale
-        if lr_scale is not None and not (math.isfinite(lr_scale) and lr_scale > 0):
-            notes.append(f"lr_scale {lr_scale} dropped: it must be finite and positive")
-            lr_scale = None
-        elif lr_scale is not None and not FP32_MIN <= lr_scale <= FP32_MAX:
+        if lr_scale is not None and not FP32_MIN <= lr_scale <= FP32_MAX:
             notes.append(f"lr_scale {lr_scale} dropped: it must be {FP32_RANGE}, fp32's range")
             lr_scale = None
         return replace(self, batch_size=batch_size, workers=workers, lr_scale=lr_scale), notes
@@ -192,6 +189,12 @@ class BasePolicy:
     """Steps between those whose signals have `fisher_trace` and `fisher_max`; None: no step's have."""
     modes: tuple[str, ...] = ()
     """The values of `sync` that it asks for. Those that other settings rule out are refused before training."""
+    lr_settings: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """The settings of the learning rate that it is right with; others are refused before training. Maps `scaling`
+    (lr.scaling) and `decay` (lr.decay) to the accepted values; a name that is missing accepts every value."""
+    owned_fields: tuple[str, ...] = ()
+    """The fields of `Decision` that later policies of a ComposePolicy must leave alone, also while this one asks for
+    nothing: one that decides only now and then needs them."""
 
     def before_train(self) -> None:
         """Called once, before the first step."""
@@ -212,39 +215,17 @@ class BasePolicy:
         """Called once, after the last step."""
 
     def initial(self) -> Decision | None:
-        """Returns what to begin with. Called once, on rank 0, before the first step of a run that resumes no other.
-
-        Batch size, learning-rate factor and synchronisation apply from the first step on. More workers join when
-        they are ready.
-        """
+        """Returns what to begin with. Called once, on rank 0, before the first step of a run that resumes no other."""
         return None
 
     def decide(self, signals: Signals) -> Decision | None:
         """Returns what to change after a finished step; None for nothing.
 
         It may keep state in attributes. It may be called again for the same step (a step is repeated after a failure),
-        and must then return the same decision.
-
-        A change takes some steps to appear in the signals, for example because a new worker must start. A policy may
-        ask for the same change again meanwhile.
+        and must then return the same decision. A change takes some steps to appear in the signals; a policy may ask for
+        it again meanwhile.
         """
         return None
-
-    def lr_settings(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns the settings of the learning rate that this policy is right with; others are refused at the start.
-
-        Maps `scaling` (lr.scaling) and `decay` (lr.decay) to the values that this policy accepts. A name that is
-        missing accepts every value. A policy that lowers the rate itself returns {"decay": ("none", "constant")}.
-        """
-        return {}
-
-    def owned_fields(self) -> tuple[str, ...]:
-        """Returns the fields of `Decision` that later policies of a ComposePolicy must leave alone.
-
-        A policy that decides only now and then needs them: a later one would undo its decisions in between. With none,
-        an earlier policy wins only in those decisions in which it sets a field.
-        """
-        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a joining worker or a resumed run needs of this policy.
@@ -273,16 +254,11 @@ class NoPolicy(BasePolicy):
 class ConfiguredPolicy(BasePolicy):
     """A policy whose arguments are settings, which it never changes.
 
-    Its state has none of them: a resumed run takes them from its own configuration, which may have other values than
-    the run that wrote the checkpoint. An attribute of another name is state. So state must not have the name of an
-    argument: it would not be saved.
+    Its state has none of them: a resumed run takes them from its own configuration. Attributes that `BasePolicy`
+    declares (`fisher_every`, ...) follow from them, and are left out too. Others are state.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plain attributes, as `BasePolicy` does, but for the arguments of the constructors.
-
-        Attributes that `BasePolicy` declares (`fisher_every`, ...) follow from the arguments, and are left out too.
-        """
         classes = [each for each in type(self).__mro__ if issubclass(each, ConfiguredPolicy)]
         settings = {name for each in classes for name in inspect.signature(each).parameters} | vars(BasePolicy).keys()
         return {name: value for name, value in super().state_dict().items() if name not in settings}
@@ -317,7 +293,7 @@ def _clip(name: str, value: int | None, low: int, high: int, notes: list[str]) -
 
 
 def _plain(value: Any) -> Any:
-    """A copy of `value` in builtin types only. Raises TypeError where that cannot be."""
+    """Returns a copy of `value` in builtin types only. Raises TypeError where that cannot be."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (int, float, str):  # a subclass (numpy.float64 is a float) becomes its builtin

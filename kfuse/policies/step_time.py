@@ -59,7 +59,7 @@ def _seconds(k: Array, n: Array, constant: Any, micro_batch: Any, sync: Any, mor
 
 
 def fit(points: Collection[Point]) -> StepTime:
-    """The model that fits these points best, by the mean squared error of log seconds. The same points, the same model.
+    """Returns the model that fits these points best, by the mean squared error of log seconds.
 
     What the points do not tell is assumed as in Pollux, so that it is tried: with one worker only, more of them need no
     messages; with two at most, further ones add nothing to these; with one number of micro-batches only, half of the
@@ -74,7 +74,7 @@ def fit(points: Collection[Point]) -> StepTime:
     known_k, several, many = len(set(k)) > 1, bool((n > 1).any()), bool((n > 2).any())
 
     def parameters(x: Array) -> tuple[Any, Any, Any, Any]:
-        """constant, micro_batch, sync, more from the logarithms of those that are fitted: x [..., fitted]."""
+        """Returns constant, micro_batch, sync, more from the logarithms of the fitted ones: x [..., fitted]."""
         values = iter(np.moveaxis(mean * np.exp(x), -1, 0)[..., None])
         micro_batch = next(values)
         constant = next(values) if known_k else micro_batch * k[0]
@@ -99,7 +99,7 @@ def fit(points: Collection[Point]) -> StepTime:
 
 
 def _least_squares(residuals: Callable[[Array], Array], x: Array) -> tuple[Array, float]:
-    """The minimum of the sum of squares that Levenberg and Marquardt's steps from `x` reach, and that sum.
+    """Returns the minimum of the sum of squares that Levenberg and Marquardt's steps from `x` reach, and that sum.
 
     residuals: of one x [parameters], or of several at once [points, parameters].
     """

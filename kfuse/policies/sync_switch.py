@@ -9,12 +9,8 @@ class SyncSwitchPolicy(ConfiguredPolicy):
     """sma up to a step, ssgd from it on: KungFu's AdaptiveSGDOptimizer (Mai et al., OSDI 2020; lsds/KungFu,
     srcs/python/kungfu/tensorflow/optimizers/ada_sgd.py: its `change_step`).
 
-    Models of their own explore more at first and need no agreement of their gradients; synchronous SGD then converges
-    as one model. At the change all workers take the central model, and the mean of their optimizer states
-    (docs/synchronisation.md), where KungFu's take rank 0's model.
-
-    It asks once, so a mode that the script sets later stays. comm.reproducible=true and comm.state=sharded rule sma
-    out.
+    At the change all workers take the central model, and the mean of their optimizer states (docs/synchronisation.md),
+    where KungFu's take rank 0's model. It asks once, so a mode that the script sets later stays.
 
     step: the first step with ssgd; at least 1. From 4 on it is that step, below it is step 4: a decision takes so long.
 
@@ -22,6 +18,7 @@ class SyncSwitchPolicy(ConfiguredPolicy):
     """
 
     modes = ("sma", "ssgd")
+    owned_fields = ("sync",)
 
     def __init__(self, step: int) -> None:
         check_whole("policy.step", step, 1)
@@ -30,7 +27,6 @@ class SyncSwitchPolicy(ConfiguredPolicy):
         """The step on whose signals it has asked for ssgd."""
 
     def initial(self) -> Decision:
-        """Returns sma."""
         return Decision(sync="sma")
 
     def decide(self, signals: Signals) -> Decision | None:
@@ -38,6 +34,3 @@ class SyncSwitchPolicy(ConfiguredPolicy):
         if self.asked_at is None and signals.in_force_at >= self.step:
             self.asked_at = signals.step
         return Decision(sync="ssgd") if self.asked_at == signals.step else None
-
-    def owned_fields(self) -> tuple[str, ...]:
-        return ("sync",)

@@ -240,11 +240,10 @@ def check(facts: Facts, shell: bool = False) -> None:
 
 def policy_facts(policy: Any) -> dict[str, Any]:
     """Returns what rules ask of a `kfuse.policies.BasePolicy`."""
-    accepts = policy.lr_settings()
     return {
         "policy": type(policy).__name__,
-        "policy.scaling": accepts.get("scaling"),
-        "policy.decay": accepts.get("decay"),
+        "policy.scaling": policy.lr_settings.get("scaling"),
+        "policy.decay": policy.lr_settings.get("decay"),
         "policy.modes": tuple(policy.modes),
         "policy.fisher": policy.fisher_every is not None,
     }
