@@ -294,9 +294,11 @@ def test_a_newcomer_applies_what_was_announced_before_it_came(tmp_path: Path) ->
     (decision,) = (event for event in job.of_kind("decision") if "batch_size" in event)
     after = [view for view in job.views if view["reason"] == "failure"]
     assert [len(view["workers"]) for view in after] == [3], job.told()
-    used = Counter(entry["step"] for entry in job.ledger if entry["step"] > decision["step"] for _ in entry["indices"])
+    # The lost worker may have been ahead of the step that the others then agreed on.
+    later = [entry for entry in job.ledger if entry["step"] > decision["step"] and entry["worker"] != 2]
+    used = Counter(entry["step"] for entry in later for _ in entry["indices"])
     assert used == {step: 9 for step in range(decision["step"] + 1, 45)}, job.told()
-    assert {entry["worker"] for entry in job.ledger if entry["step"] > decision["step"]} == {0, 1, 3}
+    assert {entry["worker"] for entry in later} == {0, 1, 3}
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
