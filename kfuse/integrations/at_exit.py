@@ -17,27 +17,23 @@ from torch import Tensor
 
 _callbacks: WeakSet[Callable[..., Tensor]] = WeakSet()
 """Those of futures that torch's threads still hold."""
-_LIMIT_S = 5.0
-"""For the callbacks, which Python sees being dropped."""
-_PAUSE_S = 0.1
-"""For the tensors of messages, which it does not see."""
 
 
 @cache
 def wait_at_exit() -> None:
-    """At exit Python waits until the callbacks are dropped, and a moment more. Asked for once."""
+    """Makes Python wait at exit until the callbacks are dropped, and a moment more."""
     atexit.register(_wait)
 
 
 def drop_before_exit(callback: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns `callback`, which is given to a future; at exit Python waits until torch has dropped it."""
+    """Returns `callback`, for a future; at exit Python waits until torch has dropped it."""
     wait_at_exit()
     _callbacks.add(callback)
     return callback
 
 
 def _wait() -> None:
-    end = time.monotonic() + _LIMIT_S
+    end = time.monotonic() + 5.0
     while _callbacks and time.monotonic() < end:
         time.sleep(0.001)
-    time.sleep(_PAUSE_S)
+    time.sleep(0.1)  # for the tensors of messages, which Python does not see being dropped

@@ -32,15 +32,11 @@ class OfOneModel:
         return self._act(first, bucket)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _does_nothing
+        return partial, (_does_nothing,)
 
 
 def _does_nothing(*arguments: Any) -> None:
-    """In a copy, the place of a hook."""
+    """Takes the place of a hook in a copy."""
 
 
 class BackwardWatch(ABC):
@@ -51,27 +47,19 @@ class BackwardWatch(ABC):
     """
 
     monitor: Monitor
-    handles: list[Any]
-    """The handles of all hooks."""
     kept: bool
     """Some parameter had a gradient when the backward under way began."""
     norms: list[Tensor]
     """The norms of the gradient of the backward under way, in blocks."""
-    _began: bool
-    """A backward is under way."""
     _measures: bool
-    """Its own gradient is measured by the parameters' hooks."""
+    """The gradient of the backward under way is measured by the parameters' hooks."""
     before: list[Any]
     """What `_marks` said as it began, and `after` when the latest one was over."""
     _conditions: list[Tensor]
     """Bool scalars on the device: this step's squares are known where all of them are true."""
-    _unknown: bool
-    """Something happened in this step that leaves its squares unknown."""
-    _forwards: int
-    """Forwards of this step so far; `_backwards` likewise."""
 
     def __init__(self, model: nn.Module, params: Sequence[Parameter], monitor: Monitor) -> None:
-        """params: the model's parameters whose `.grad` is watched. A subclass calls `watch` for what it measures."""
+        """params: those whose `.grad` is watched. A subclass calls `watch` for what it measures."""
         self.params, self.monitor = list(params), monitor
         self._began = self._measures = self.kept = False
         self.norms = []
@@ -80,24 +68,23 @@ class BackwardWatch(ABC):
         self.handles = [model.register_forward_pre_hook(OfOneModel(self.before_forward))]
 
     def watch(self, index: int, param: Tensor) -> Any:
-        """Sees the gradients of `param`, which stands for parameter `index`; returns the hook's handle."""
+        """Registers a hook on `param`, which stands for parameter `index`; returns the hook's handle."""
         handle = param.register_hook(partial(self.on_gradient, index))  # type: ignore[no-untyped-call]
         self.handles.append(handle)
         return handle
 
     def begin_step(self) -> None:
-        """The next backward is the first of a step."""
+        """Makes the next backward the first of a step."""
         self._conditions, self._unknown = [], False
         self._forwards = self._backwards = 0
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
-        """The model's forward begins."""
         if torch.is_grad_enabled():
             self._forwards += 1
             self._began = False  # also where the last backward raised, and never ended
 
     def on_gradient(self, index: int, grad: Tensor) -> None:
-        """A backward has computed the gradient of parameter `index`."""
+        """Takes in what a backward has computed for parameter `index`."""
         if not self._began:
             self._begin()
         if self._measures:
@@ -121,17 +108,17 @@ class BackwardWatch(ABC):
         self._measures = self.begins()
 
     def only_where(self, condition: Tensor, why: str) -> None:
-        """This step's squares are known only where `condition` (a bool scalar on the device) is true."""
+        """Makes this step's squares unknown unless `condition`, a bool scalar on the device, is true."""
         self._conditions.append(condition)
         self.monitor.explain(why, perhaps=True)
 
     def unknown(self, why: str) -> None:
-        """This step's squares are unknown."""
+        """Makes this step's squares unknown."""
         self._unknown = True
         self.monitor.explain(why)
 
     def square(self) -> Tensor | float:
-        """|s_j|^2 of the backward under way or just over, or NaN where it is unknown.
+        """Returns |s_j|^2 of the backward under way or just over, or NaN where it is unknown.
 
         A backward that is one of several for a forward (losses with a backward each, or checkpoints with a backward
         inside a backward) is no micro-batch: its step is unknown.
@@ -152,10 +139,10 @@ class BackwardWatch(ABC):
             self.ended()
 
     def end_steps_with_updates(self) -> Any:
-        """Each step of an optimizer of torch that has some of the parameters ends a step; returns the hook's handle.
+        """Ends a step after each step of a torch optimizer that has some of the parameters; returns the hook's handle.
 
-        It ends after `optimizer.step(closure)`, whose closure has the step's last backward. torch keeps such hooks for
-        the whole process; this one does not keep the watch, and goes with it.
+        `optimizer.step(closure)` has the step's last backward in its closure. torch keeps such hooks for the whole
+        process; this one does not keep the watch, and goes with it.
         """
         watch, mine = weakref.ref(self), frozenset(map(id, self.params))
 
@@ -178,7 +165,7 @@ class BackwardWatch(ABC):
             self.finish_step()
 
     def finish_step(self) -> None:
-        """The step under way is over."""
+        """Ends the step under way."""
         self.end_step()
         self.begin_step()
 
@@ -193,7 +180,7 @@ class BackwardWatch(ABC):
         return grad._version
 
     def _marks(self) -> list[tuple[int, int] | None]:
-        """For each parameter what changes as its `.grad` is changed or replaced; None without one."""
+        """Returns for each parameter what changes as its `.grad` is changed or replaced; None without one."""
         grads = [param.grad for param in self.params]
         return [None if grad is None else (id(grad), self.version(grad)) for grad in grads]
 
@@ -202,12 +189,12 @@ class BackwardWatch(ABC):
         return False
 
     def begins(self) -> bool:
-        """A backward begins. Returns whether the parameters' hooks shall measure its gradient."""
+        """Called as a backward begins. Returns whether the parameters' hooks shall measure its gradient."""
         return True
 
     @abstractmethod
     def ended(self) -> None:
-        """A backward is over: its gradients are in `.grad`, but DDP's last ones."""
+        """Called as a backward is over: its gradients are in `.grad`, but DDP's last ones."""
 
     @abstractmethod
     def end_step(self) -> None:

@@ -32,7 +32,7 @@ def ddp_hook(
     samples, accumulate, scaler, name: as of `kf.monitor`.
 
     Raises TypeError for another model; ValueError for a value out of range, and for parameters on several devices;
-    RuntimeError for a model that has a communication hook. `join()` and sparse gradients raise it in training.
+    torch's RuntimeError for a model that has a communication hook. `join()` and sparse gradients raise it in training.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
@@ -41,8 +41,6 @@ def ddp_hook(
         )
     if model._delay_all_reduce_params:
         raise RuntimeError("kf.ddp_hook: delay_all_reduce_named_params: their reduction never reaches a hook")
-    if model._comm_hooks:
-        raise RuntimeError("kf.ddp_hook: the model has a communication hook already, and DDP takes one")
     return _Hook(model, Options(samples, accumulate, scaler, name)).monitor
 
 
@@ -53,8 +51,8 @@ class _Hook(BackwardWatch):
     """
 
     _divides: bool
-    """Where a gradient lies decides how DDP without a hook averages it. It multiplies by 1 / n as it copies a gradient
-    into its bucket, and divides by n one that lies there already; for powers of two there is no difference."""
+    """Without a hook DDP multiplies a gradient by 1 / n as it copies it into its bucket, and divides by n one that lies
+    there already. For powers of two there is no difference."""
     _places: dict[int, int]
     """By id of the parameter, the address of the memory that its gradient was in before this backward."""
     _syncs: bool
@@ -75,10 +73,7 @@ class _Hook(BackwardWatch):
         self._divides = ddp.gradient_as_bucket_view and self._workers & (self._workers - 1) != 0
         self._places, self._means = {}, []
         self._syncs = self._of_buckets = self._reduced = False
-        try:
-            ddp.register_comm_hook(None, OfOneModel(self._reduce))
-        except RuntimeError as error:
-            raise RuntimeError(f"kf.ddp_hook: DDP refuses a communication hook: {error}") from error
+        ddp.register_comm_hook(None, OfOneModel(self._reduce))
         super().__init__(ddp, params, Monitor(device, options, workers=self._workers, rank=self._rank))
         for index, param in enumerate(params):
             self.watch(index, param)
@@ -94,7 +89,7 @@ class _Hook(BackwardWatch):
             )
 
     def begins(self) -> bool:
-        """The gradient is measured parameter by parameter where buckets will hold another."""
+        """The gradient is measured parameter by parameter where the buckets will hold another one."""
         self._means, self._reduced = [], False
         self._of_buckets = self._syncs and not self.kept
         if self._divides:
@@ -132,14 +127,13 @@ class _Hook(BackwardWatch):
                 view.mul_(1.0 / self._workers)
 
     def ended(self) -> None:
-        """DDP has queued its wait for the last buckets behind this call."""
-        if self._reduced:
+        if self._reduced:  # DDP has queued its wait for the last buckets behind this call
             at_the_end_of_backward(self.finish_step)
         else:
             self.monitor.micro_batch(self.square())
 
     def end_step(self) -> None:
-        """All buckets are reduced: each worker measures its share of the mean gradient; all figures are summed."""
+        """Sums all workers' figures, with those of each one's share of the mean gradient, which is reduced by now."""
         message = self.monitor.message(total_square(map(self._share, self._means)))
         self._means = []
         self.monitor.step(message, dist.all_reduce(message, group=self._group, async_op=True))

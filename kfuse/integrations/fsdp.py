@@ -6,33 +6,25 @@ workers and adds this worker's shard of the mean to the sharded parameter's `.gr
 `Tensor.register_hook` on the gathered parameters, so it sees each micro-batch by itself in either case, and the second
 when a backward is over. It takes part in none of FSDP2's messages, so the parameters are bitwise those of plain FSDP2.
 
-`FSDPModule.set_custom_reduce_scatter` is the other place where a micro-batch's gradient could be seen. It is not called
-for one worker, sees only the sum of micro-batches without sync, does not work beside symmetric memory or with
-several groups of parameters in a unit, and there is one only, which users may need themselves.
+`FSDPModule.set_custom_reduce_scatter` is no place to see it: it is not called for one worker, and sees only the sum of
+micro-batches without sync.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
 
 from kfuse.integrations.backward import CHANGED, BackwardWatch
 from kfuse.integrations.measure import Monitor, Options, one_device, total_square
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-_MONITORED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def fsdp_monitor(
@@ -54,25 +46,15 @@ def fsdp_monitor(
     samples, accumulate, scaler, name: as of `kf.monitor`.
 
     Raises TypeError for another model; ValueError for a value out of range, and for parameters that are on the meta
-    device, not sharded, sharded by tensor parallelism too, or on several meshes; RuntimeError for a model that has a
-    monitor. An optimizer that steps inside backward raises it in training.
+    device, not sharded, sharded by tensor parallelism too, or on several meshes. An optimizer that steps inside
+    backward raises RuntimeError in training.
     """
-    _refuse_other_models(model)
-    if model in _MONITORED:
-        raise RuntimeError("kf.fsdp_monitor: the model has a monitor already: close() that one first")
-    return _Sharded(model, Options(samples, accumulate, scaler, name)).monitor
-
-
-def _refuse_other_models(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise TypeError("kf.fsdp_monitor: the model is wrapped in DistributedDataParallel: use kf.ddp_hook(model)")
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise TypeError("kf.fsdp_monitor: the model is wrapped in FullyShardedDataParallel (FSDP1): use fully_shard")
     if not isinstance(model, FSDPModule):
         raise TypeError(
             f"kf.fsdp_monitor: the model is a {type(model).__name__}: must be sharded by fully_shard(model) as a "
             "whole, after its parts (kf.monitor measures one process, kf.ddp_hook DDP)"
         )
+    return _Sharded(model, Options(samples, accumulate, scaler, name)).monitor
 
 
 class _Sharded(BackwardWatch):
@@ -104,8 +86,7 @@ class _Sharded(BackwardWatch):
             monitor.low_precision()
         for place in self._places:
             self.handles.append(place.register_forward_pre_hook(self._before_unit))  # FSDP2 has gathered by then
-        for handle in (*self.handles, self.end_steps_with_updates(), _Claim(model)):
-            monitor.attach(handle)
+        monitor.handles += [*self.handles, self.end_steps_with_updates()]
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         if torch.is_grad_enabled() and self._began:
@@ -117,7 +98,7 @@ class _Sharded(BackwardWatch):
             param = getattr(owner, attribute)
             if param is not self._gathered.get(index) and param.requires_grad and not isinstance(param, DTensor):
                 self._gathered[index] = param
-                self.monitor.attach(self.watch(index, param))
+                self.monitor.handles.append(self.watch(index, param))
 
     def on_gradient(self, index: int, grad: Tensor) -> None:
         super().on_gradient(index, grad)
@@ -161,7 +142,7 @@ class _Sharded(BackwardWatch):
             self.unknown("the step before ended with a gradient that FSDP2 had not reduced, and adds to this one")
 
     def gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients."""
+        """Returns this rank's shards of the gradients."""
         with torch.no_grad():
             return [_local(param.grad) for param in self.params if param.grad is not None]
 
@@ -171,7 +152,7 @@ class _Sharded(BackwardWatch):
             return grad._version + _local(grad)._version
 
     def _divisor(self) -> float:
-        """What FSDP2 divides the sum of the workers' gradients by.
+        """Returns what FSDP2 divides the sum of the workers' gradients by.
 
         Raises ValueError where that is not one number, or where a hook may average over more workers than the mesh has.
         """
@@ -194,7 +175,7 @@ class _Sharded(BackwardWatch):
 def _trained(
     model: nn.Module,
 ) -> tuple[list[tuple[str, nn.Parameter]], dict[nn.Module, list[tuple[nn.Module, str, int]]]]:
-    """Names and parameters to be trained, and where each unit finds them: see `_Sharded`."""
+    """Returns names and parameters to be trained, and where each unit finds them: see `_Sharded`."""
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     index_of = {id(param): index for index, (_, param) in enumerate(named)}
     places: dict[nn.Module, list[tuple[nn.Module, str, int]]] = {}
@@ -212,7 +193,7 @@ def _trained(
 
 
 def _mesh(named: Sequence[tuple[str, nn.Parameter]]) -> DeviceMesh:
-    """The workers whose gradients FSDP2 averages. Raises ValueError for parameters that it does not average alone."""
+    """Returns the workers whose gradients FSDP2 averages. Raises ValueError for what it does not average alone."""
     one_device("kf.fsdp_monitor", [param for _, param in named])
     meshes = []
     for name, param in named:
@@ -232,32 +213,19 @@ def _mesh(named: Sequence[tuple[str, nn.Parameter]]) -> DeviceMesh:
     return meshes[0]
 
 
-def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    """FSDP2's settings of a unit's parameters. They have public setters, and no getters."""
-    groups: list[FSDPParamGroup] | None = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)
+def _param_groups(unit: FSDPModule) -> list[Any]:
+    """Returns FSDP2's settings of a unit's parameters. They have public setters, and no getters."""
+    groups: list[Any] | None = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None)
     if groups is None or not all(hasattr(group, "gradient_divide_factor") for group in groups):
         raise RuntimeError(f"kf.fsdp_monitor: torch {torch.__version__} has another FSDP2 than 2.13, which it measures")
     return groups
 
 
-def _reduced_in_16_bits(group: FSDPParamGroup) -> bool:
+def _reduced_in_16_bits(group: Any) -> bool:
     policy, param = group.mp_policy, group.fsdp_params[0].sharded_param
     return (policy.reduce_dtype or policy.param_dtype or param.dtype) in (torch.bfloat16, torch.float16)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard. Under no_grad, it is the tensor itself and no view."""
+    """Returns this rank's shard. Under no_grad, it is the tensor itself and no view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class _Claim:
-    """Keeps a model from getting a second monitor until it is removed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        _MONITORED.add(model)
-
-    def remove(self) -> None:
-        """The model may get another monitor."""
-        if (model := self._model()) is not None:
-            _MONITORED.discard(model)

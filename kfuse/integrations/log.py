@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any
 
 FIGURES = (
     "step",
@@ -22,23 +21,11 @@ FIGURES = (
 )
 """A record's figures, in order: those of `kfuse.statistics.figures.METRICS` that a monitor knows."""
 
-
-class Writer(Protocol):
-    """What `kf.log_to` uses of TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Writes one value under `tag` at `global_step`."""
-
-    def flush(self) -> None:
-        """Writes out what is buffered."""
-
-
 Target = Callable[[dict[str, Any]], object]
-
 _targets: list[Target] = []
 
 
-def log_to(*targets: Target | Writer | str | os.PathLike[str]) -> None:
+def log_to(*targets: Any) -> None:
     """Sends each step's figures of every monitor (`kf.ddp_hook`, `kf.fsdp_monitor`, `kf.monitor`) to these targets.
 
     They replace those of an earlier call; `log_to()` sends them nowhere. Only rank 0 sends. A step's figures are sent
@@ -56,44 +43,31 @@ def log_to(*targets: Target | Writer | str | os.PathLike[str]) -> None:
 
 
 def targets() -> tuple[Target, ...]:
-    """The targets of the latest `log_to`."""
+    """Returns the targets of the latest `log_to`."""
     return tuple(_targets)
 
 
-def _target(target: Target | Writer | str | os.PathLike[str]) -> Target:
-    if isinstance(target, str | os.PathLike):
-        return _Folder(Path(target))
-    if hasattr(target, "add_scalar"):
-        return _Scalars(cast(Writer, target))
-    if callable(target):
-        return target
-    raise TypeError(f"log_to target={target!r}: must be a folder, a TensorBoard SummaryWriter or a callable")
+def _target(target: Any) -> Target:
+    if isinstance(target, str | os.PathLike) or hasattr(target, "add_scalar"):
+        return _Scalars(target)
+    if not callable(target):
+        raise TypeError(f"log_to target={target!r}: must be a folder, a TensorBoard SummaryWriter or a callable")
+    given: Target = target
+    return given
 
 
 class _Scalars:
     """Writes a record's known figures to a SummaryWriter."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Any) -> None:
+        """writer: a SummaryWriter, or a folder. Ranks that send nothing leave no files there."""
         self._writer = writer
 
-    def __call__(self, record: Mapping[str, Any]) -> None:
+    def __call__(self, record: dict[str, Any]) -> None:
+        if isinstance(self._writer, str | os.PathLike):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._writer))
         for name in FIGURES[1:]:
             if record[name] is not None:
                 self._writer.add_scalar(f"{record['monitor']}/{name}", record[name], record["step"])
-
-
-class _Folder:
-    """Makes a SummaryWriter at the first record: so ranks that send nothing leave no files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._scalars: _Scalars | None = None
-
-    def __call__(self, record: Mapping[str, Any]) -> None:
-        if self._scalars is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ImportError(f"log_to {self._folder}: a folder needs the package tensorboard") from error
-            self._scalars = _Scalars(cast(Writer, SummaryWriter(str(self._folder))))
-        self._scalars(record)

@@ -39,7 +39,7 @@ _LOG = logging.getLogger("kfuse")
 
 
 def block_norms(values: Tensor) -> list[Tensor]:
-    """The norms of `values` (any shape, floating-point) in blocks of BLOCK elements: tensors [k] of fp32, or of fp64.
+    """Returns the norms of `values` (any shape) in blocks of BLOCK elements: tensors [k] of fp32, or of fp64.
 
     Blocks keep the rounding error that of one, some tens of 2^-24, whatever the size: S is a difference of such sums.
     """
@@ -55,12 +55,12 @@ def block_norms(values: Tensor) -> list[Tensor]:
 
 
 def sum_squares(norms: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all `norms` (tensors [k], at least one): float64 scalar on their device."""
+    """Returns the sum of squares of all `norms` (tensors [k], at least one): float64 scalar on their device."""
     return torch.cat(list(norms)).double().square().sum()
 
 
 def total_square(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of squares of all `tensors`, at least one: float64 scalar on their device, without a wait."""
+    """Returns the sum of squares of all `tensors`, at least one: float64 scalar on their device, without a wait."""
     return sum_squares([norms for values in tensors for norms in block_norms(values)])
 
 
@@ -82,7 +82,7 @@ class Options:
 
 
 def one_device(who: str, params: Sequence[Tensor]) -> torch.device:
-    """The parameters' device. Raises ValueError where there is none or several, or one is not of real numbers."""
+    """Returns the parameters' device. Raises ValueError for none or several, and for complex parameters."""
     if not params:
         raise ValueError(f"{who}: the model has no parameter that requires a gradient")
     devices = {param.device for param in params}
@@ -94,7 +94,6 @@ def one_device(who: str, params: Sequence[Tensor]) -> torch.device:
 
 
 def check_samples(samples: float | None) -> None:
-    """Raises ValueError unless `samples` is None or a number of at least 1."""
     if samples is not None and not (isinstance(samples, int | float) and 1 <= samples < math.inf):
         raise ValueError(f"samples={samples!r}: must be at least 1")
 
@@ -119,36 +118,23 @@ class Monitor:
     """Of these, the sum of 1 / b_j."""
     _pending: tuple[Tensor, dist.Work | None] | None
     """The finished step's message that is still travelling, and what says that it has arrived."""
-    _statistics: Statistics
-    """Copies finished steps to the host, and has the running noise scale."""
     _steps: int
     """Steps whose message has arrived."""
     _seen: float
     """Samples of the steps that `log_to` was there for."""
-    _rank: int
-    """This worker's; only rank 0 sends to `log_to`."""
-    _samples: float | None
-    """Samples of each micro-batch: see `samples`."""
-    _divisor: float
-    """What the loop divides each loss by: `accumulate`."""
-    _scaler: Any
-    """The loop's GradScaler, or None."""
     _why: str
-    """Why figures of the step under way are unknown: the first reason that was given."""
-    _perhaps: str
-    """The first reason that only the device knows to apply or not."""
+    """Why figures of the step under way are unknown: the first reason that was given; `_perhaps`: the first one that
+    only the device knows to apply or not."""
     _whys: deque[tuple[int, str]]
-    """The newest finished steps' reasons, for those that had one."""
-    _told: set[str]
-    """The reasons that were logged."""
-    _handles: list[Any]
-    """Of all hooks, which `close` removes."""
+    """The newest finished steps' reasons, for those that had one; `_told`: those that were logged."""
 
     def __init__(self, device: torch.device, options: Options, *, workers: int = 1, rank: int = 0) -> None:
         self.name, self.device, self.workers, self._rank = options.name, device, workers, rank
         self._samples, self._divisor, self._scaler = options.samples, float(options.accumulate), options.scaler
         self._statistics = Statistics()
-        self._handles, self._whys, self._told = [], deque(maxlen=16), set()
+        self.handles: list[Any] = []
+        """Of hooks, which `close` removes."""
+        self._whys, self._told = deque(maxlen=16), set[str]()
         self._steps, self._seen, self._pending = 0, 0.0, None
         if workers > 1:
             wait_at_exit()
@@ -218,7 +204,7 @@ class Monitor:
         return {"steps": self._steps, "samples": self._seen, "noise_scale": self._statistics.noise_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Takes over what `state_dict` returned."""
         self._statistics.noise_scale.load_state_dict(state["noise_scale"])
         self._steps, self._seen = state["steps"], state["samples"]
 
@@ -226,15 +212,11 @@ class Monitor:
         """Sends the last step's figures to `kf.log_to`, and removes hooks (not DDP's, which torch cannot remove)."""
         self._settle()
         self._send(lag=0)
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
 
     # -- for the integrations, in the order in which a step calls them -----------------------------------------------
-
-    def attach(self, handle: Any) -> None:
-        """Keeps a removable handle of a hook until `close`."""
-        self._handles.append(handle)
 
     def explain(self, why: str, perhaps: bool = False) -> None:
         """Says why figures of the step under way are unknown. perhaps: they may be; only the device knows."""
@@ -250,9 +232,9 @@ class Monitor:
         self._inverse_samples += 1.0 / (self._samples or 1.0)
 
     def message(self, total: Tensor) -> Tensor:
-        """This worker's sums of the step: float64 [MESSAGE_SLOTS] on the device. To be summed over the workers.
+        """Returns the step's sums, which are emptied, to be summed over the workers: float64 [MESSAGE_SLOTS].
 
-        total: of this worker's part of t, the squares as seen; the parts make up t. The step's sums are emptied.
+        total: of this worker's part of t, the squares as seen; the parts make up t.
         """
         message = torch.zeros(MESSAGE_SLOTS, dtype=torch.float64, device=self.device)
         message[SQUARES] = self._squares
@@ -298,15 +280,14 @@ class Monitor:
         self._send(lag=int(devices.of(self.device).asynchronous))
 
     def low_precision(self) -> None:
-        """Gradients travel between workers in 16 bits: S has the rounding error of bf16."""
+        """Tells that gradients travel between workers in 16 bits: S has the rounding error of bf16."""
         self._statistics.bf16_wire = True
 
     def _unscale(self) -> Tensor | float:
-        """1 / (loss scale)^2, on the device."""
+        """Returns 1 / (loss scale)^2, on the device."""
         if self._scaler is None:
             return 1.0
-        one = torch.ones((), dtype=torch.float32, device=self.device)
-        scale: Tensor = self._scaler.scale(one)
+        scale: Tensor = self._scaler.scale(torch.ones((), dtype=torch.float32, device=self.device))
         return scale.double() ** -2
 
     def _send(self, lag: int) -> None:

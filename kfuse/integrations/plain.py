@@ -33,7 +33,7 @@ def monitor(
     name: names these figures where `kf.log_to` sends them.
 
     Raises TypeError for a model in DistributedDataParallel or sharded by FSDP; ValueError for a value out of range, and
-    for a model without parameters to train, or with parameters on several devices. A model that is wrapped later raises
+    for a model without parameters to train, or with parameters on several devices. A model that DDP wraps later raises
     RuntimeError in its first forward.
     """
     if isinstance(model, DistributedDataParallel):
@@ -55,8 +55,7 @@ class _Plain(BackwardWatch):
         super().__init__(model, params, Monitor(one_device("kf.monitor", params), options))
         for index, param in enumerate(params):
             self.watch(index, param)
-        for handle in (self.end_steps_with_updates(), *self.handles):
-            self.monitor.attach(handle)
+        self.monitor.handles += [self.end_steps_with_updates(), *self.handles]
 
     def before_forward(self, module: nn.Module, arguments: object) -> None:
         super().before_forward(module, arguments)
@@ -66,9 +65,6 @@ class _Plain(BackwardWatch):
                 "the wrapped model (Accelerate: what accelerator.prepare returns; transformers.Trainer: "
                 "trainer.model_wrapped in on_train_begin; Lightning: trainer.model in on_train_start)"
             )
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            raise RuntimeError("kf.monitor: the model was sharded afterwards: call kf.fsdp_monitor(model) instead")
 
     def ended(self) -> None:
         square = self._total = self.square()
