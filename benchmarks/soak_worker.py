@@ -40,8 +40,6 @@ class Obedient(BasePolicy):
     asked: how often a topology was asked for. pace_s: a step takes at least so long.
     """
 
-    grows_when_input_bound = True  # the benchmark says how many workers there are
-
     def __init__(self, requests: str | None = None, pace_s: float = 0.0) -> None:
         self._requests, self._pace_s = None if requests is None else Path(requests), pace_s
         self._adapts = GNSPolicy(every=5)

@@ -40,8 +40,6 @@ class Orders(kf.BasePolicy):
     collective: tries one at that step. hang: worker 1 makes no further step from there on, while its heartbeats go on.
     """
 
-    grows_when_input_bound = True  # the test says how many workers there are
-
     def __init__(
         self, orders: Sequence[Mapping[str, Any]] = (), collective: int | None = None, hang: int | None = None
     ) -> None:

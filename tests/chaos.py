@@ -104,8 +104,6 @@ class Chaos(BasePolicy):
     message with state. overwrites: a bug, as a receiver of state would have it: half a state counts as the one before.
     """
 
-    grows_when_input_bound = True  # the test says how many workers there are
-
     def __init__(
         self,
         directory: str,

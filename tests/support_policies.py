@@ -27,7 +27,6 @@ class Choice(NamedTuple):
     scaling: str = "sqrt"
     decay: str = "none"
     micro_batches: str = "as at first"
-    change: str = "at once"
     scheduler: str = "none"
     optimizer: str = "adamw"
     sync: str = "ssgd"
@@ -61,7 +60,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "scaling": ("none", "linear", "sqrt", "adascale"),
     "decay": ("none", "constant", "cosine", "linear", "wsd"),
     "micro_batches": ("as at first", "grow"),
-    "change": ("at once", "warm-up"),
     "scheduler": ("none", "torch's"),
     **{name: support.AXES[name] for name in ("optimizer", "sync", "state", "schedule")},
     "workers": ("fixed", "elastic, mirror"),
@@ -103,7 +101,6 @@ def _settings(choice: Choice) -> dict[str, Any]:
     return {
         "lr.scaling": choice.scaling,
         "lr.decay": choice.decay,
-        "lr.change_warmup_steps": 4 if choice.change == "warm-up" else 0,
         "batch.size": BATCH,
         "batch.micro": support.MICRO,
         "batch.min": support.MICRO,
@@ -119,7 +116,6 @@ def _arguments(choice: Choice, opt: Any) -> dict[str, Any]:
         "hook": kf.Hook(policy(choice.policy)),
         "lr_scaling": given["lr.scaling"],
         "lr_decay": given["lr.decay"],
-        "lr_change_warmup_steps": given["lr.change_warmup_steps"],
         "batch_micro_max": given["batch.micro_max"],
         "batch_max": given["batch.max"],
         "scheduler": torch.optim.lr_scheduler.StepLR(opt, 3, 0.5) if choice.scheduler == "torch's" else None,

@@ -63,16 +63,3 @@ def test_a_fourth_worker_that_does_not_pay_is_tried_and_given_back(tmp_path: Pat
     assert [goal for goal, _ in itertools.groupby(goals)] == [3, 4, 3] and policy.direction == 0
     assert set(policy.rates) == {"3", "4"}
     assert 3 * (policy.rates["4"] / policy.rates["3"] - 1) <= policy.threshold
-
-
-def test_a_job_that_waits_for_data_is_not_grown(tmp_path: Path) -> None:
-    """It waits a third of a second for each step's samples, many times as long as the step itself takes."""
-    data = ["data._target_=slow_data.split", "+data.wait_s=0.02", "batch.size=16", "batch.micro=8", "batch.max=16"]
-    workers = ["workers.count=1", "workers.min=1", "workers.max=2", "train.steps=40"]
-    scaling = ["policy=autoscale", "policy.window=10", "policy.patience_s=1"]
-    with command_line(tmp_path / "run", [*data, *workers, *scaling]) as (process, job):
-        assert process.wait(DEADLINE_S) == 0, job.told()
-    assert [len(view["workers"]) for view in job.views] == [1], job.told()
-    [said] = job.of_kind("input_bound")
-    assert said["workers"] == [1, 2] and said["waiting"] >= 0.5
-    assert not job.of_kind("clipped")

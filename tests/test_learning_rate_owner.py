@@ -178,58 +178,6 @@ def test_fit_scales_the_rate_where_a_policy_changes_the_batch(lr_scaling: str | 
     assert summary is not None and summary["lr"] == pytest.approx(0.1 * expected)
 
 
-def test_fit_warms_up_and_decays() -> None:
-    class Rates(kf.BasePolicy):
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def decide(self, signals: kf.Signals) -> kf.Decision | None:
-            self.seen.append(signals.lr)
-            return None
-
-    net, policy = network(), Rates()
-    kf.fit(
-        net,
-        problem(),
-        make("fused", net),
-        kf.Hook(policy),
-        batch_size=4,
-        lr_warmup_steps=4,
-        lr_decay="cosine",
-        train_steps=16,
-    )
-    expected = [0.025, 0.05, 0.075, 0.1, *(0.05 * (1 + math.cos(math.pi * (s - 4) / 12)) for s in range(4, 16))]
-    assert policy.seen == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("length", [{"train_steps": 16}, {"train_epochs": 4}], ids=str)
-@pytest.mark.parametrize("scaling", ["none", "linear", "adascale"])
-def test_a_decay_ends_with_the_run_though_the_batch_grows(length: dict[str, int], scaling: Any) -> None:
-    class Growing(kf.BasePolicy):
-        def __init__(self) -> None:
-            self.seen: list[tuple[int, int]] = []
-
-        def decide(self, signals: kf.Signals) -> kf.Decision | None:
-            self.seen.append((signals.step, signals.samples))
-            return kf.Decision(batch_size=12) if signals.step == 3 else None
-
-    class Rates(Growing):
-        def before_step(self) -> None:
-            factors.append(opt.lr_factor)
-
-    factors: list[float] = []
-    net, policy = network(), Rates()
-    opt = make("fused", net)
-    kf.fit(net, problem(), opt, kf.Hook(policy), batch_size=4, lr_decay="linear", lr_scaling=scaling, **length)
-    steps, samples = policy.seen[-1][0] + 1, policy.seen[-1][1]
-    before_last = policy.seen[-2][1]
-    left = 1 / steps if "train_steps" in length else 1 - before_last / samples
-    gain = {"none": 1.0, "linear": 3.0}.get(scaling)
-    if gain is not None:
-        assert factors[-1] == pytest.approx(gain * left)
-    assert 0 < factors[-1] <= 3 * left * (1 + 1e-9)
-
-
 def test_fit_clips() -> None:
     net = network()
     before = [p.detach().clone() for p in net.parameters()]

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.full, pytest.mark.jobs]
 
 TRAINING = words(
     "model=mlp data=digits model.hidden=[24] batch.size=16 batch.micro=4 batch.max=64 train.eval_every=1000",
-    "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 lr.change_warmup_steps=60 workers.max=4 workers.min=2",
+    "comm=reproducible comm.bucket_mb=0.002 lr.base=0.003 workers.max=4 workers.min=2",
     "elastic.max_failures=8",
 )
 PHASES: list[dict[str, Any]] = [

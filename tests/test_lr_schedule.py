@@ -1,4 +1,6 @@
-"""The learning rate is scaled, warmed up and decayed as configured."""
+"""The learning rate is scaled, warmed up and decayed as configured; its schedule ends with the run, whatever the batch
+size does.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import network, problem
 
+import kfuse as kf
 from kfuse.settings import rules
 from kfuse.settings.tree import AT_SHELL
 from kfuse.train.lr_schedule import LRSchedule, gain
@@ -18,29 +23,36 @@ batch = st.integers(1, 1 << 20)
 moment = st.one_of(st.none(), st.floats(-1e12, 1e12))
 
 
-def factor(schedule: LRSchedule, step: float) -> float:
-    """The factor at this step of the base batch size, if the batch size never changes."""
-    return schedule.factor(step, schedule.done(step, step * schedule.base_batch_size), schedule.base_batch_size)
-
-
-def test_gain_by_rule() -> None:
-    assert gain("none", 512, 128) == 1.0
-    assert gain("linear", 512, 128) == 4.0
-    assert gain("sqrt", 512, 128) == 2.0
-
-
-def test_adascale_known_answer() -> None:
-    # sigma2 = 256 / 128 = 2, mu2 = 1, s = 4: (2 + 1) / (2 / 4 + 1)
-    assert gain("adascale", 512, 128, mean_grad_sq=1.0, mean_grad_variance=256.0) == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("scaling", "sizes", "statistics", "expected"),
+    [
+        ("none", (512, 128), (), 1.0),
+        ("linear", (512, 128), (), 4.0),
+        ("sqrt", (512, 128), (), 2.0),
+        ("adascale", (512, 128), (1.0, 256.0), 2.0),  # sigma2 = 256 / 128, mu2 = 1, s = 4: (2 + 1) / (2 / 4 + 1)
+        ("adascale", (512, 128), (1.0, 0.0), 1.0),
+        ("adascale", (512, 128), (1.0, -5.0), 1.0),
+        ("adascale", (512, 128), (-0.5, 3.0), 4.0),
+        ("adascale", (128, 128), (1.0, 3.0), 1.0),
+        ("adascale", (512, 128), (), 1.0),  # cautious while the statistics are unknown
+        ("adascale", (32, 128), (1.0,), 0.25),
+        ("adascale", (32, 128), (-1.0, 0.0), 0.25),
+        # fairscale's (grad_var + grad_sqr) / (grad_var / scale + grad_sqr); its grad_var is of the base batch's mean
+        ("adascale", (32, 16), (1.0, 16 * 2.0), 1.5),
+        ("adascale", (8 * 16, 16), (1.0, 16 * 4.0), 10 / 3),
+        ("adascale", (32 * 16, 16), (0.0, 16 * 4.0), 32.0),
+    ],
+)
+def test_gain_by_rule(scaling: str, sizes: tuple[int, int], statistics: tuple[float, ...], expected: float) -> None:
+    assert gain(scaling, *sizes, *statistics) == pytest.approx(expected, rel=1e-12)
 
 
 @given(batch, batch, moment, moment)
 def test_adascale_lies_between_one_and_the_ratio(
     batch_size: int, base: int, grad_sq: float | None, variance: float | None
 ) -> None:
-    ratio = batch_size / base
     r = gain("adascale", batch_size, base, grad_sq, variance)
-    assert min(1.0, ratio) <= r <= max(1.0, ratio)
+    assert min(1.0, batch_size / base) <= r <= max(1.0, batch_size / base)
 
 
 @given(batch, st.integers(1, 64), st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
@@ -50,49 +62,46 @@ def test_adascale_grows_with_batch_and_noise(base: int, s: int, grad_sq: float, 
     assert gain("adascale", base * s, base, grad_sq, variance * 2) >= r * (1 - 1e-12)
 
 
-def test_adascale_limits() -> None:
-    assert gain("adascale", 512, 128, mean_grad_sq=1.0, mean_grad_variance=0.0) == 1.0
-    assert gain("adascale", 512, 128, mean_grad_sq=1.0, mean_grad_variance=-5.0) == 1.0
-    assert gain("adascale", 512, 128, mean_grad_sq=-0.5, mean_grad_variance=3.0) == 4.0
-    assert gain("adascale", 128, 128, mean_grad_sq=1.0, mean_grad_variance=3.0) == 1.0
+def test_fairscales_figures() -> None:
+    """Micro-batches with the gradients 1, 3, 2 and 6, four times the base batch. fairscale 0.4's adascale.py has
 
-
-@pytest.mark.parametrize(("batch_size", "expected"), [(512, 1.0), (128, 1.0), (32, 0.25)])
-def test_adascale_without_statistics_is_cautious(batch_size: int, expected: float) -> None:
-    assert gain("adascale", batch_size, 128) == expected
-    assert gain("adascale", batch_size, 128, mean_grad_sq=1.0) == expected
-    assert gain("adascale", batch_size, 128, mean_grad_sq=-1.0, mean_grad_variance=0.0) == expected
-
-
-def test_warmup_then_constant() -> None:
-    schedule = LRSchedule(warmup_steps=4)
-    rates = [schedule.factor(progress, 0.0, 1) for progress in range(6)]
-    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
-
-
-def test_cosine_from_the_end_of_warmup_to_zero() -> None:
-    schedule = LRSchedule(warmup_steps=10, decay="cosine", steps=110)
-    assert factor(schedule, 10) == pytest.approx(1.0)
-    assert factor(schedule, 60) == pytest.approx(0.5)
-    assert factor(schedule, 110) == pytest.approx(0.0, abs=1e-15)
-    assert factor(schedule, 1_000_000) == pytest.approx(0.0, abs=1e-15)
+    grad_var = 50 * (4 / 4) / 3 - 9 * 4 / 3 = 4.6667,  grad_sqr = 9 - grad_var / 4 = 7.8333,  gain = 12.5 / 9
+    """
+    w = torch.nn.Parameter(torch.zeros(()))
+    opt = kf.FusedSGD([w], lr=0.0)
+    for j, slope in enumerate((1.0, 3.0, 2.0, 6.0)):
+        with opt.micro_batch(samples=8, last=j == 3):
+            (w * slope).backward()
+    opt.step()
+    assert opt.stats is not None and opt.stats.grad_variance is not None
+    assert opt.stats.grad_variance / 8 == pytest.approx(14 / 3, rel=1e-6)
+    assert opt.stats.grad_sq == pytest.approx(47 / 6, rel=1e-6)
+    assert gain("adascale", 32, 8, opt.stats.grad_sq, opt.stats.grad_variance) == pytest.approx(12.5 / 9, rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("decay", "options", "expected"),
+    ("options", "steps", "expected"),
     [
-        ("none", {}, [1, 1, 1, 1, 1]),
-        ("constant", {}, [1, 1, 1, 1, 1]),
-        ("linear", {}, [1, 0.75, 0.5, 0.25, 0]),
-        ("cosine", {}, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
-        ("wsd", {"decay_fraction": 0.5}, [1, 1, 1, 1 - math.sqrt(0.5), 0]),
-        ("wsd", {"decay_fraction": 1.0}, [1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0]),
-        ("wsd", {"decay_fraction": 0.01}, [1, 1, 1, 1, 0]),
+        ({"warmup_steps": 4}, (0, 1, 2, 3, 4, 5), [0.25, 0.5, 0.75, 1, 1, 1]),
+        ({"steps": 40}, (0, 20, 40), [1, 1, 1]),
+        ({"decay": "constant", "steps": 40}, (0, 20, 40), [1, 1, 1]),
+        ({"decay": "linear", "steps": 40}, (0, 10, 20, 30, 40), [1, 0.75, 0.5, 0.25, 0]),
+        ({"decay": "cosine", "steps": 40}, (0, 10, 20, 40, 10**6), [1, (1 + math.sqrt(0.5)) / 2, 0.5, 0, 0]),
+        ({"decay": "cosine", "steps": 110, "warmup_steps": 10}, (4, 10, 60, 110), [0.5, 1, 0.5, 0]),
+        ({"decay": "wsd", "steps": 40, "decay_fraction": 0.5}, (0, 20, 30, 40), [1, 1, 1 - math.sqrt(0.5), 0]),
+        ({"decay": "wsd", "steps": 40, "decay_fraction": 1.0}, (0, 10, 40), [1, 0.5, 0]),
+        ({"decay": "wsd", "steps": 40, "decay_fraction": 0.01}, (0, 30, 40), [1, 1, 0]),
     ],
 )
-def test_decays_have_known_values(decay: Any, options: dict[str, float], expected: list[float]) -> None:
-    schedule = LRSchedule(decay=decay, steps=40, **options)
-    assert [factor(schedule, step) for step in (0, 10, 20, 30, 40)] == pytest.approx(expected, abs=1e-12)
+def test_warm_up_and_decays_have_known_values(options: Any, steps: tuple[int, ...], expected: list[float]) -> None:
+    schedule = LRSchedule(**options)
+    found = [schedule.factor(step, schedule.done(step, step), 1) for step in steps]
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_factors_multiply() -> None:
+    schedule = LRSchedule(scaling="linear", warmup_steps=4, base_batch_size=32)
+    assert schedule.factor(1, 0.0, 64, lr_scale=0.5) == pytest.approx((2 / 4) * 2 * 0.5)
 
 
 @given(
@@ -117,27 +126,6 @@ def test_a_decay_ends_with_the_run_whatever_the_batch_does(
     assert all(before >= after > 0 for before, after in itertools.pairwise(decays))
     assert schedule.done(len(sizes), samples) == 1.0
     assert schedule.factor(progress, 1.0, sizes[-1]) == pytest.approx(0.0, abs=1e-12)
-
-
-@given(
-    progress=st.floats(0, 2e4),
-    more=st.floats(0, 100),
-    warmup=st.floats(0, 1e3),
-    length=st.floats(1, 1e4),
-)
-def test_schedule_rises_then_falls(progress: float, more: float, warmup: float, length: float) -> None:
-    schedule = LRSchedule(warmup_steps=warmup, decay="cosine", samples=warmup + length)
-    now, later = factor(schedule, progress), factor(schedule, progress + more)
-    assert 0 <= now <= 1
-    if progress >= warmup:
-        assert later <= now
-    elif progress + more + 1 < warmup:
-        assert later >= now > 0
-
-
-def test_factors_multiply() -> None:
-    schedule = LRSchedule(scaling="linear", warmup_steps=4, base_batch_size=32)
-    assert schedule.factor(1, 0.0, 64, lr_scale=0.5) == pytest.approx((2 / 4) * 2 * 0.5)
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
@@ -171,3 +159,88 @@ def test_a_decay_needs_room_after_the_warm_up(
 ) -> None:
     facts = {"lr.decay": decay, "lr.warmup_steps": warmup_steps, **rules.run_facts(total, decay, 0.1)}
     assert [rule.key for rule in rules.broken(facts)] == ([] if key is None else [key])
+
+
+# -- in a training ----------------------------------------------------------------------------------------------------
+
+BASE = 16
+
+
+class Sizes(kf.BasePolicy):
+    """Asks for batch sizes: {step that is measured: samples}. Notes what each step had."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        self.sizes = sizes
+        self.seen: list[kf.Signals] = []
+
+    def decide(self, signals: kf.Signals) -> kf.Decision | None:
+        self.seen.append(signals)
+        return kf.Decision(batch_size=self.sizes[signals.step]) if signals.step in self.sizes else None
+
+
+def decayed(decay: str, done: float, start: float) -> float:
+    """The decay by its formula. start: the part of the run at which it begins."""
+    part = max(0.0, (done - start) / (1 - start))
+    formulas = {"cosine": 0.5 + 0.5 * math.cos(math.pi * part), "linear": 1 - part, "wsd": 1 - math.sqrt(part)}
+    return formulas[decay]
+
+
+@pytest.mark.parametrize(
+    ("decay", "scaling", "by_steps", "sizes", "warmup"),
+    [
+        ("cosine", "none", True, {2: 64}, 0),
+        ("cosine", "sqrt", False, {15: 48}, 4),
+        ("linear", "linear", True, {2: 4}, 4),
+        ("linear", "adascale", False, {2: 64}, 0),
+        ("wsd", "adascale", True, {15: 48}, 0),
+        ("wsd", "linear", False, {2: 4}, 0),
+    ],
+)
+def test_a_training_ends_where_its_schedule_does(
+    decay: Any, scaling: Any, by_steps: bool, sizes: dict[int, int], warmup: int
+) -> None:
+    """Each step's rate, as recorded, is that of the formulas; the first rate that would be 0 is that after the end."""
+    length: Any = {"train_steps": 24} if by_steps else {"train_epochs": 2}
+    net, policy, epoch = network(), Sizes(sizes), 200
+    opt = kf.FusedSGD(net.parameters(), lr=0.5)
+    given: Any = {"lr_scaling": scaling, "lr_decay": decay, "lr_warmup_steps": warmup, **length}
+    kf.fit(net, problem(epoch), opt, kf.Hook(policy), batch_size=BASE, batch_micro=2, **given)
+    start = 0.9 if decay == "wsd" else warmup / (24 if by_steps else 2 * epoch / BASE)
+    progress, samples, done, gains = 0.0, 0, [], []
+    for step, seen in enumerate(policy.seen):
+        done.append((progress if scaling == "adascale" else step) / 24 if by_steps else samples / (2 * epoch))
+        warm = min(1.0, (progress + 1) / warmup) if warmup else 1.0
+        gains.append(seen.lr / 0.5 / min(warm, decayed(decay, done[-1], start)))
+        used, samples = seen.samples - samples, seen.samples
+        progress += gains[-1] if scaling == "adascale" else used / BASE
+        k = seen.batch_size / BASE
+        low, high = {"none": (1, 1), "linear": (k, k), "sqrt": (k**0.5, k**0.5)}.get(scaling, (min(1, k), max(1, k)))
+        assert low - 1e-9 <= gains[-1] <= high + 1e-9, step
+        assert seen.lr > 0
+    assert {seen.batch_size for seen in policy.seen} == {BASE, *sizes.values()}
+    assert [seen.done for seen in policy.seen] == pytest.approx([*done[1:], 1.0])  # what policies see
+    if not by_steps:
+        assert samples == 2 * epoch and done[-1] < 1
+    elif scaling == "adascale":  # it ends with the first step that reaches the planned count
+        assert progress - gains[-1] < 24 <= progress + 1e-9
+    else:
+        assert len(policy.seen) == 24
+
+
+def test_adascales_steps_are_those_of_the_base_batch() -> None:
+    """At the base batch size as many as planned, also where epochs end with smaller steps; at 4 times it fewer."""
+    torch.manual_seed(0)
+    data = (problem(72)[0], torch.randint(0, 3, (72,)))  # noise: large batches pay
+    steps = {}
+    for scaling, sizes in itertools.product(("adascale", "linear"), ({}, {0: 64})):
+        net, policy = network(), Sizes(sizes)
+        opt = kf.FusedSGD(net.parameters(), lr=0.05)
+        given: Any = {"train_steps": 60, "batch_size": BASE, "batch_micro": 2, "lr_scaling": scaling}
+        summary = kf.fit(net, data, opt, kf.Hook(policy), **given)
+        assert summary is not None and summary["exit_reason"] == "steps"
+        steps[scaling, len(sizes)] = summary["steps"]
+        if scaling == "adascale" and sizes:
+            gains = [seen.lr / 0.05 for seen in policy.seen]
+            assert gains[:4] == [1.0] * 4 and max(gains) <= 4
+            assert sum(gains[:-1]) < 60 <= sum(gains) + 1e-9
+    assert 15 < steps.pop(("adascale", 1)) < 60 and set(steps.values()) == {60}

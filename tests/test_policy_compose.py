@@ -18,7 +18,6 @@ from kfuse.policies import (
     CurvaturePolicy,
     GNSPolicy,
     NoPolicy,
-    SchedulePolicy,
     SeesawPolicy,
     SyncSwitchPolicy,
 )
@@ -128,11 +127,7 @@ def test_compose_is_built_of_the_options_of_its_parts() -> None:
 
 
 def test_what_each_policy_needs_of_the_training_is_needed_by_all_of_them() -> None:
-    """Whether input-bound training is grown is said by the owner of the worker count."""
-    named, gns = SchedulePolicy([{"step": 5, "workers": 2}]), GNSPolicy()
-    assert ComposePolicy(named, gns).grows_when_input_bound and not ComposePolicy(gns, named).grows_when_input_bound
-    assert not ComposePolicy(BasePolicy(), SchedulePolicy([{"step": 5, "lr_scale": 2}])).grows_when_input_bound
     curved = ComposePolicy(CurvaturePolicy(every=6), CurvaturePolicy(every=4), SyncSwitchPolicy(step=9))
     assert (curved.fisher_every, curved.modes) == (2, ("sma", "ssgd"))
-    plain = ComposePolicy(gns, NoPolicy())
+    plain = ComposePolicy(GNSPolicy(), NoPolicy())
     assert (plain.fisher_every, plain.modes) == (None, ())

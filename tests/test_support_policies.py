@@ -116,13 +116,6 @@ def test_with_ssgd_they_do() -> None:
         assert decisions(name, seen), name
 
 
-def test_a_warm_up_after_a_change_has_no_effect_on_a_rate_that_does_not_follow_the_batch() -> None:
-    still, follows = (Choice(policy="schedule", scaling=scaling) for scaling in ("none", "sqrt"))
-    choices = [still, still._replace(change="warm-up"), follows, follows._replace(change="warm-up")]
-    plain, warm, followed, followed_warm = ask_scripts(choices).values()
-    assert plain == warm and followed != followed_warm
-
-
 def test_autoscale_has_no_effect_on_a_fixed_number_of_workers() -> None:
     plain, scaled = ask_scripts([Choice(), Choice(policy="autoscale")]).values()
     assert plain == scaled

@@ -40,8 +40,6 @@ class ComposePolicy(BasePolicy):
         self.fisher_every = math.gcd(*every) if every else None
         self.modes = tuple(mode for part in self._parts.values() for mode in part.modes)
         self.owned_fields = tuple(dict.fromkeys(name for part in self._parts.values() for name in part.owned_fields))
-        owners = [part for part in self._parts.values() if "workers" in part.owned_fields]
-        self.grows_when_input_bound = bool(owners) and owners[0].grows_when_input_bound
 
     def _call(self, hook: str) -> None:
         for part in self._parts.values():

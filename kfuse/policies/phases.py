@@ -44,8 +44,6 @@ class SchedulePolicy(BasePolicy):
     Raises ValueError for phases that are not of that form.
     """
 
-    grows_when_input_bound = True
-
     def __init__(self, phases: str | Sequence[Mapping[str, Any]]) -> None:
         given = _parse_text(phases) if isinstance(phases, str) else phases
         if not isinstance(given, Sequence):

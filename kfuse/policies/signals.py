@@ -182,9 +182,6 @@ class BasePolicy:
     has no side effects outside the policy, so it can be replayed offline.
     """
 
-    grows_when_input_bound: bool = False
-    """Whether requests for more workers are granted while training is input-bound (the leader waits for data at least
-    half of the time). Set it where the user chose the worker counts."""
     fisher_every: int | None = None
     """Steps between those whose signals have `fisher_trace` and `fisher_max`; None: no step's have."""
     modes: tuple[str, ...] = ()

@@ -18,7 +18,6 @@ from typing import Annotated, Any, TypedDict, Union, get_args, get_origin
 from kfuse.comm.settings import CommSettings, Setting, declared
 
 BATCH_MAX, WORKERS_MAX = 2**24, 2**20
-_STEPS = "in steps of the first batch size"
 
 
 class ShownSettings(TypedDict, total=False):
@@ -138,7 +137,9 @@ class LoopSettings(ShownSettings, total=False):
             choices=("none", "linear", "sqrt", "adascale"),
         ),
     ]
-    lr_warmup_steps: Annotated[int, Setting(0, f"length of the linear warm-up, {_STEPS}; 0: none", at_least=0)]
+    lr_warmup_steps: Annotated[
+        int, Setting(0, "length of the linear warm-up, in steps of the first batch size; 0: none", at_least=0)
+    ]
     lr_decay: Annotated[
         str,
         Setting(
@@ -150,15 +151,6 @@ class LoopSettings(ShownSettings, total=False):
     ]
     lr_decay_fraction: Annotated[
         float, Setting(0.1, "part of the run in which lr.decay=wsd lowers the rate", above=0, at_most=1)
-    ]
-    lr_change_warmup_steps: Annotated[
-        int,
-        Setting(
-            0,
-            "after a change of the batch size that raises the rate: length of a linear warm-up from the rate before, "
-            f"{_STEPS}; 0: none",
-            at_least=0,
-        ),
     ]
     train_epochs: Annotated[
         int | None,

@@ -244,10 +244,8 @@ class Decisions:
         if not announced:
             return
         at = self._progress
-        batch_size, lr, gain, scale = at.batch_size, self.rate.scheduled(), self.rate.gain(), at.lr_scale
+        batch_size, lr, scale = at.batch_size, self.rate.scheduled(), at.lr_scale
         at.batch_size = announced.get("batch_size", batch_size)
-        if at.batch_size != batch_size and self._settings.lr_change_warmup_steps:
-            at.batch_change = (at.schedule, gain)
         at.lr_scale = announced.get("lr_scale", scale)
         if "lr" in announced:
             dropped = f"set_lr {announced['lr']} dropped: the learning rate is 0 in this step, which no factor changes"

@@ -6,7 +6,6 @@ import math
 
 from kfuse.policies.signals import FP32_MAX, FP32_MIN, FP32_RANGE
 from kfuse.train.context import TrainContext
-from kfuse.train.lr_schedule import BatchChange
 
 
 class LearningRate:
@@ -31,26 +30,16 @@ class LearningRate:
         """steps: optimizer steps before the one that it is for."""
         at = self._progress
         done = self._schedule.done(at.counted(self._settings, steps), at.samples)
-        known = at.mean_grad_sq, at.mean_grad_variance
-        return self._schedule.factor(at.schedule, done, at.batch_size, lr_scale, *known, self._batch_change)
-
-    def gain(self) -> float:
-        """Returns the part of the factor that follows the batch size."""
-        at = self._progress
-        known = at.mean_grad_sq, at.mean_grad_variance
-        return self._schedule.gain(at.schedule, at.batch_size, *known, self._batch_change)
-
-    @property
-    def _batch_change(self) -> BatchChange | None:
-        return None if self._progress.batch_change is None else BatchChange(*self._progress.batch_change)
+        return self._schedule.factor(at.schedule, done, at.batch_size, lr_scale, *at.means)
 
     def refusal(self, lr_scale: float) -> str | None:
         """Returns why the optimizer's rates cannot have this factor; None if they can. A rate of 0 can have any.
 
         The gain for the batch size counts too. Warm-up and decay do not: they may well lead to 0.
         """
+        at = self._progress
         for rate in filter(None, self._opt.base_rates()):
-            scaled = rate * self.gain() * lr_scale
+            scaled = rate * self._schedule.gain(at.batch_size, *at.means) * lr_scale
             if not FP32_MIN <= abs(scaled) <= FP32_MAX:
                 return f"a learning rate of {rate} would become {scaled:.3g}, out of fp32's range, {FP32_RANGE}"
         return None
@@ -68,14 +57,12 @@ class LearningRate:
             raise ValueError(f"kf.set_lr({lr}): {why}")
 
     def reach(self, lr: float) -> bool:
-        """The coming step gets this rate, whatever its batch size is. What is left of a change's warm-up is dropped.
-
-        Returns False where the rate is 0 in that step, which no factor changes.
+        """The coming step gets this rate, whatever its batch size is. Returns False where its rate is 0, which no
+        factor changes.
         """
         at = self._progress
         if self._schedule.done(at.counted(self._settings, at.step + 1), at.samples) >= 1:
             return True  # no step comes
-        at.batch_change = None
         rate = self._opt.base_lr * self._factor(at.step + 1, 1.0)
         if rate > 0:
             at.lr_scale = lr / rate
@@ -85,8 +72,8 @@ class LearningRate:
         """The step's update, with `samples` samples, is made: the schedule advances."""
         at = self._progress
         # Apart, each worker has statistics of its own; but all must be over at one step.
-        known = (None, None) if at.is_apart else (at.mean_grad_sq, at.mean_grad_variance)
-        at.schedule = self._schedule.advance(at.schedule, samples, at.batch_size, *known, self._batch_change)
+        means = (None, None) if at.is_apart else at.means
+        at.schedule = self._schedule.advance(at.schedule, samples, at.batch_size, *means)
 
     def done(self, samples: int) -> float | None:
         """Returns the part of the run that is over after the step under way, whose update is counted, and so many

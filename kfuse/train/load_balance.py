@@ -1,7 +1,7 @@
-"""How fast the workers are: which are stragglers, what share of a step each gets, how long training waits for data.
+"""How fast the workers are: which are stragglers, and what share of a step each gets.
 
-Throughput and waiting are exponentially weighted means. Every worker computes the same values, from the times in the
-steps' tails, so all find the same shares. (Micro-batches in proportion to speed: VirtualFlow, Or et al. 2022; the
+Throughput is an exponentially weighted mean. Every worker computes the same values, from the times in the steps' tails,
+so all find the same shares. (Micro-batches in proportion to speed: VirtualFlow, Or et al. 2022; the
 straggler's threshold: Or et al. 2020.)
 """
 
@@ -25,14 +25,9 @@ WARM = 10  # steps that a worker is measured in before its throughput is used
 _SHARE_STEPS = 16  # a share is a multiple of 1/16 of the median's: small changes of speed change no share
 _SMALLEST_SHARE = 2  # sixteenths: the slowest worker too gets micro-batches, else its speed could not be measured
 _IDLE_RECOVERY = 0.02  # a step: a worker without a micro-batch is assumed to close this part of its gap to the median
-_WAITING_DECAY = 0.95  # of the means of times, a step: they follow about the last 20 steps
-_BEGINS = 0.5  # part of the time that the leader waits for data: from here on training is input-bound
-_ENDS = 0.4  # below it training is no longer input-bound: lower, so that noise does not switch it back and forth
 
 Throughput = dict[int, tuple[float, int]]
 """Worker: (mean micro-batches of the first size a second, steps it was measured in)."""
-Waiting = tuple[float, float, int]
-"""Means of a step's seconds and of the seconds of it that the leader waited for data; steps that were measured."""
 
 
 def running_mean(mean: float, value: float, steps: int, decay: float) -> float:
@@ -85,27 +80,6 @@ def stragglers(workers: Sequence[int], relative: Sequence[float | None], before:
     )
 
 
-def waiting_after(known: Waiting, step_time_s: float | None, data_wait_s: float | None) -> Waiting:
-    """The means after another step. None: the step was not measured, and the means stay."""
-    if step_time_s is None or data_wait_s is None:
-        return known
-    time, wait, steps = known
-    mean_time = running_mean(time, step_time_s, steps, _WAITING_DECAY)
-    return mean_time, running_mean(wait, data_wait_s, steps, _WAITING_DECAY), steps + 1
-
-
-def waiting_fraction(known: Waiting) -> float | None:
-    """The part of the time that the leader waits for data; None while too few steps are measured."""
-    time, wait, steps = known
-    return wait / time if steps >= WARM and time > 0 else None
-
-
-def is_input_bound(known: Waiting, before: bool) -> bool:
-    """Whether training waits for data for much of the time, so that more workers bring little. before: it did."""
-    part = waiting_fraction(known)
-    return part is not None and part >= (_ENDS if before else _BEGINS)
-
-
 def take_measured(training: TrainContext, stats: StepStats, context: StepContext) -> None:
     """Writes what a step measured into `Progress`. Reports interference, and each worker that becomes a straggler.
 
@@ -113,9 +87,6 @@ def take_measured(training: TrainContext, stats: StepStats, context: StepContext
     """
     at, session, workers = training.progress, training.session, context.members
     at.mean_grad_sq, at.mean_grad_variance, at.loss = stats.mean_grad_sq, stats.mean_grad_variance, stats.loss
-    at.waiting = waiting_after(at.waiting, stats.previous_step_time_s, stats.previous_data_wait_s)
-    at.input_bound = is_input_bound(at.waiting, at.input_bound)
-    at.held_back = at.held_back and at.input_bound
     if session.group.size == 1 and not session.elastic:
         return
     unit = training.settings.batch_micro

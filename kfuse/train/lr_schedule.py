@@ -2,7 +2,6 @@
 
     factor = min(warm-up, decay) * gain(batch size, statistics) * the policies' lr_scale
 
-After a change of the batch size the gain may have a warm-up of its own.
 The rate itself, group["lr"], is the user's: set by hand, by the configuration's lr.base, or by a torch scheduler, which
 `UserSchedule` steps.
 """
@@ -11,22 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kfuse.optim import DistributedOptimizer
 
 Interval = Literal["step", "epoch"]
-
-
-class BatchChange(NamedTuple):
-    """The newest change of the batch size."""
-
-    progress: float
-    """Progress of the schedule when it came."""
-    gain: float
-    """The gain in force before it."""
 
 
 def gain(
@@ -64,16 +54,12 @@ def gain(
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The factor of a linear warm-up, and of a decay that reaches zero when the run ends.
+    """A linear warm-up, the gain, and a decay that reaches zero when the run ends.
 
     The warm-up follows `progress`, which counts steps of the base batch size. A step advances it by its samples over
     base_batch_size; with adascale by its gain, since there a step is worth that many base steps (Johnson et al. 2020,
-    "scale-invariant iterations"). The decay follows `done`, the part of the run that is over, in [0, 1]: of its samples
-    where its epochs end it, of its steps where those do. So neither a changed batch size nor the scaling moves the
-    decay's end.
-
-    With adascale the run's `steps` are scale-invariant ones, as in the paper: it ends once `progress` reaches them. At
-    the base batch size that is as many optimizer steps; with larger batches fewer, and more samples.
+    "scale-invariant iterations"), and the run ends once `progress` reaches `steps`. The decay follows `done`, the part
+    of the run that is over: so neither a changed batch size nor the scaling moves its end.
 
     With w = warmup_steps over the planned steps, and d from 0 at `done` = w to 1 at the end of the run:
 
@@ -85,12 +71,7 @@ class LRSchedule:
 
     Where the batch changes during the warm-up, warm-up and decay may overlap: then the smaller factor counts.
 
-    After a change of the batch size that raises the gain, the gain goes from the one before to the new one, linearly
-    over `change_warmup_steps`. A change during this warm-up begins from the gain reached by then. One that lowers the
-    gain counts at once: the higher rate is not meant for the smaller batch.
-
     base_batch_size: the batch size that the optimizer's learning rate is meant for; >= 1.
-    warmup_steps, change_warmup_steps: length of the warm-ups, in units of progress; >= 0.
     samples, steps: length of the run, whichever ends it first; None: not limited by it. A decay needs one of them.
     """
 
@@ -101,7 +82,6 @@ class LRSchedule:
     samples: float | None = None
     steps: float | None = None
     decay_fraction: float = 0.1
-    change_warmup_steps: float = 0.0
 
     @property
     def total(self) -> float | None:
@@ -125,29 +105,16 @@ class LRSchedule:
         lr_scale: float = 1.0,
         mean_grad_sq: float | None = None,
         mean_grad_variance: float | None = None,
-        change: BatchChange | None = None,
     ) -> float:
-        """The factor on the learning rate of the step that starts at `progress`, when `done` of the run is over.
-
-        change: the newest change of the batch size; None: there was none.
-        """
-        scale = self.gain(progress, batch_size, mean_grad_sq, mean_grad_variance, change)
-        return min(_risen(progress, self.warmup_steps), self._decay(done)) * scale * lr_scale
+        """The factor on the learning rate of the step that starts at `progress`, when `done` of the run is over."""
+        warmup = (progress + 1) / self.warmup_steps if progress + 1 < self.warmup_steps else 1.0
+        return min(warmup, self._decay(done)) * self.gain(batch_size, mean_grad_sq, mean_grad_variance) * lr_scale
 
     def gain(
-        self,
-        progress: float,
-        batch_size: int,
-        mean_grad_sq: float | None = None,
-        mean_grad_variance: float | None = None,
-        change: BatchChange | None = None,
+        self, batch_size: int, mean_grad_sq: float | None = None, mean_grad_variance: float | None = None
     ) -> float:
         """The part of `factor` that follows the batch size."""
-        goal = gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
-        if change is None or goal <= change.gain:
-            return goal
-        risen = _risen(progress - change.progress, self.change_warmup_steps)
-        return goal if risen == 1 else change.gain + (goal - change.gain) * risen
+        return gain(self.scaling, batch_size, self.base_batch_size, mean_grad_sq, mean_grad_variance)
 
     def advance(
         self,
@@ -156,7 +123,6 @@ class LRSchedule:
         batch_size: int,
         mean_grad_sq: float | None = None,
         mean_grad_variance: float | None = None,
-        change: BatchChange | None = None,
     ) -> float:
         """Progress after a step. samples: those that it used; batch_size: of which an epoch's last step may use fewer.
 
@@ -164,7 +130,7 @@ class LRSchedule:
         """
         if self.scaling != "adascale":
             return progress + samples / self.base_batch_size
-        return progress + self.gain(progress, batch_size, mean_grad_sq, mean_grad_variance, change)
+        return progress + self.gain(batch_size, mean_grad_sq, mean_grad_variance)
 
     def _decay(self, done: float) -> float:
         """In [0, 1]."""
@@ -175,11 +141,6 @@ class LRSchedule:
         if self.decay == "wsd":
             return 1 - math.sqrt(part)
         return 1 - part if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * part))
-
-
-def _risen(progress: float, length: float) -> float:
-    """How far a warm-up is in the step that starts at `progress`, in (0, 1]. The first step is 1 / length, not 0."""
-    return (progress + 1) / length if progress + 1 < length else 1.0
 
 
 class UserSchedule:

@@ -22,7 +22,7 @@ from kfuse.statistics.figures import Measured, StepContext, StepSettings
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions
-from kfuse.train.load_balance import relative_throughput, waiting_fraction
+from kfuse.train.load_balance import relative_throughput
 
 _KILLED_S = 5.0
 
@@ -140,7 +140,7 @@ class PolicyCalls:
             decision = replace(decision, workers=None)
         decision = self._clip(decision)
         workers = decision.workers
-        if workers is not None and not self._is_held_back(workers) and workers != decisions.workers_requested:
+        if workers is not None and workers != decisions.workers_requested:
             decisions.request(workers=workers)
         if (rank := decision.replace) is not None:
             granted = elastic and rank in range(size)
@@ -169,18 +169,3 @@ class PolicyCalls:
             if getattr(asked, name) is not None:
                 self._decisions.report_if_clipped(name, by_name.get(name))
         return decision
-
-    def _is_held_back(self, workers: int) -> bool:
-        """Whether a request for more workers is refused: training is input-bound, and they would wait too.
-
-        An event records the first refusal; the next one comes after training was not input-bound for a while. Batch
-        sizes are never refused here: they change the trained model, and the model must not depend on timing.
-        """
-        at, now = self._progress, self._session.group.size
-        if not at.input_bound or workers <= now or self.policy.grows_when_input_bound:
-            return False
-        if not at.held_back:
-            part = waiting_fraction(at.waiting)
-            self._reporter.event(at.step, "input_bound", workers=[now, workers], waiting=part)
-        at.held_back = True
-        return True

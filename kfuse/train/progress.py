@@ -10,7 +10,7 @@ from typing import Any
 
 from kfuse.comm.sync import Sync
 from kfuse.statistics.figures import StepContext
-from kfuse.train.load_balance import Throughput, Waiting
+from kfuse.train.load_balance import Throughput
 from kfuse.train.settings import Settings
 
 STOP_REASONS = ("", "interrupted", "terminated")
@@ -59,8 +59,6 @@ class Progress:
     """The policies' factor on the learning rate."""
     schedule: float = 0.0
     """Progress of the learning-rate schedule, in steps of the base batch size."""
-    batch_change: tuple[float, float] | None = None
-    """The newest change of the batch size, where a warm-up follows it: see `lr_schedule.BatchChange`."""
     mean_grad_sq: float | None = None
     mean_grad_variance: float | None = None
     throughput: Throughput = field(default_factory=dict)
@@ -69,12 +67,6 @@ class Progress:
     """Numbers of the workers that were reported as stragglers."""
     interference: bool | None = None
     """Whether something else slows the workers' messages down; None: unknown."""
-    waiting: Waiting = (0.0, 0.0, 0)
-    """How long steps take, and how long they wait for data: see `load_balance`."""
-    input_bound: bool = False
-    """The leader waits for data for much of the time."""
-    held_back: bool = False
-    """A policy's request for more workers was refused since training became input-bound."""
     corrupt: tuple[int, ...] = ()
     """Numbers of the workers that audits have found to compute wrong gradients."""
     accuracy: float | None = None
@@ -107,6 +99,11 @@ class Progress:
     def is_apart(self) -> bool:
         """Whether each worker of several makes steps of its own (pair averaging), in the coming step."""
         return Sync.parse(self.sync).mode == "pair"
+
+    @property
+    def means(self) -> tuple[float | None, float | None]:
+        """The running means of G2 and S; None while they are unknown."""
+        return self.mean_grad_sq, self.mean_grad_variance
 
     @property
     def epoch_samples(self) -> int | None:

@@ -32,7 +32,6 @@ class Settings:
     lr_warmup_steps: int
     lr_decay: str
     lr_decay_fraction: float
-    lr_change_warmup_steps: int
     train_epochs: int | None
     train_steps: int | None
     train_clip_norm: float | None
@@ -104,7 +103,6 @@ class Settings:
             length,
             self.train_steps,
             self.lr_decay_fraction,
-            self.lr_change_warmup_steps,
         )
 
 

@@ -149,9 +149,9 @@ def test_what_the_run_had_decided_does_not_reach_the_branches(tmp_path: Path) ->
 
 
 def test_the_rate_is_held_where_it_was(tmp_path: Path) -> None:
-    """In a decay, after a warm-up, and in the warm-up that follows a change of the batch size: the run's next rate."""
+    """In a decay, after a warm-up and a change of the batch size: the run's next rate."""
     words = ["policy=schedule", "policy.phases=[{step: 42, batch_size: 32}]", "lr.scaling=adascale"]
-    words += ["lr.decay=cosine", "lr.warmup_steps=20", "lr.change_warmup_steps=100"]
+    words += ["lr.decay=cosine", "lr.warmup_steps=20"]
     run = trained(tmp_path / "run", *words, steps=60, every=50)
     done = kfuse("cbs", f"run={run}", "steps=[50]", "factors=[1,2]", "repetitions=2", "samples=256", "tolerance=0.5")
     assert done.returncode == 0, done.stderr

@@ -225,10 +225,10 @@ def test_damaged_configurations_are_refused(run: Path, tmp_path: Path, capsys: C
 def test_what_a_command_does_not_need_may_be_missing(run: Path) -> None:
     """A setting that the run's version did not have is none that damages it."""
     file = run / ".hydra" / "config.yaml"
-    file.write_text(file.read_text().replace("  change_warmup_steps: 0\n", ""))
-    assert "change_warmup_steps" not in read_config(run, ["lr.scaling"])["lr"]
-    with pytest.raises(ConfigError, match=r"config.yaml: lr.change_warmup_steps: missing: another version of kfuse"):
-        read_config(run, ["lr.change_warmup_steps"])
+    file.write_text(file.read_text().replace("  decay_fraction: 0.1\n", ""))
+    assert "decay_fraction" not in read_config(run, ["lr.scaling"])["lr"]
+    with pytest.raises(ConfigError, match=r"config.yaml: lr.decay_fraction: missing: another version of kfuse"):
+        read_config(run, ["lr.decay_fraction"])
     assert kfuse("replay", run, "plot=null") == 0
 
 

@@ -32,7 +32,7 @@ from kfuse.settings.instantiate import CLASS_GROUPS
 from kfuse.settings.tree import AT_SHELL, ConfigError, flat
 from kfuse.tools.cbs.estimate import Plan, Trace
 from kfuse.tools.run_files import config_path, read_config, read_metrics
-from kfuse.train.lr_schedule import BatchChange, LRSchedule, gain
+from kfuse.train.lr_schedule import LRSchedule, gain
 from kfuse.train.state import with_settings
 
 
@@ -89,7 +89,7 @@ class Run:
         batch["min"], batch["max"] = min(batch["min"], batch_size), max(batch["max"], batch_size)
         config["seed"] = seed
         config["policy"] = {"_target_": "kfuse.policies.NoPolicy"}
-        config["lr"] |= {"scaling": self.lr_scaling, "decay": "none", "warmup_steps": 0, "change_warmup_steps": 0}
+        config["lr"] |= {"scaling": self.lr_scaling, "decay": "none", "warmup_steps": 0}
         config["workers"] |= {"count": self.workers, "min": self.workers, "max": self.workers}
         config["train"] |= {"epochs": None, "steps": last_step, "target_accuracy": None, "eval_every": last_step}
         config["train"]["save_model"] = False
@@ -130,14 +130,12 @@ class Start:
                 None if train["epochs"] is None else train["epochs"] * self._length,
                 train["steps"],
                 lr["decay_fraction"],
-                lr["change_warmup_steps"],
             )
         except ValueError as error:  # of values that do not fit together
             raise ConfigError(f"{config_path(run.path)}: lr: {error}") from error
         done = schedule.done(at["schedule"] if lr["scaling"] == "adascale" else self.step, at["samples"])
-        change = None if at["batch_change"] is None else BatchChange(*at["batch_change"])
         means = at["mean_grad_sq"], at["mean_grad_variance"]
-        factor = schedule.factor(at["schedule"], done, self.batch_size, at["lr_scale"], *means, change)
+        factor = schedule.factor(at["schedule"], done, self.batch_size, at["lr_scale"], *means)
         self.lr: float = lr["base"] * factor
         """The run's learning rate at the checkpoint; 0 at the end of a decay."""
         # The branches' own schedule multiplies by gain(f, batch size): at k = 1 the rate is the checkpoint's.

@@ -64,8 +64,8 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
     trade_off = recorded.trade_off()
     report.print_report(console, request, result, trade_off)
     if request.events is not None:
-        first, with_rates = recorded.signals[0].step, request.rates_follow_at_once
-        report.say(console, compared(result.changes, request.gain, request.events, first, with_rates))
+        first = recorded.signals[0].step
+        report.say(console, compared(result.changes, request.gain, request.events, first))
     elif request.is_own:
         report.say(console, "not compared with the recorded decisions: there is no events.jsonl")
     if request.plot is not None:
@@ -131,7 +131,6 @@ def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -
         begin=begin,
         bounds=bounds,
         gain=lambda batch_size, *means: gain(scaling, batch_size, base, *means),
-        rates_follow_at_once=config is None or not config["lr"].get("change_warmup_steps"),
         sync=None if config is None else config["comm"]["sync"],
         plot=plot,
         notes=tuple(notes),

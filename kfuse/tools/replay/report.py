@@ -40,8 +40,6 @@ class ReplayRequest:
     bounds: Bounds
     gain: Gain
     """The learning rate's factor, by `lr.scaling` of the run."""
-    rates_follow_at_once: bool
-    """A change of the batch size changes the learning rate at once: there is no warm-up after it."""
     sync: str | None
     plot: Path | None
     """Where to draw; None: nowhere."""

@@ -160,12 +160,10 @@ def began_at(events: Iterable[Mapping[str, Any]]) -> int:
     return first["step"] if first is not None and first["kind"] == "resumed" else 0
 
 
-def compared(
-    changes: Sequence[Change], gain: Gain, events: Sequence[Mapping[str, Any]], first: int, with_rates: bool
-) -> str:
+def compared(changes: Sequence[Change], gain: Gain, events: Sequence[Mapping[str, Any]], first: int) -> str:
     """Compares what the run's own policy decides in a replay with what its events have, in a sentence.
 
-    first: the step of the first line of metrics.jsonl. with_rates: the changes of the learning rate are compared too.
+    first: the step of the first line of metrics.jsonl.
     """
     # Those announced before the first line were decided on steps that are not there.
     since = max(began_at(events), first + DECISION_LAG - 1 if first > 0 else 0)
@@ -176,9 +174,6 @@ def compared(
         settings = {name: [*pair] for name, pair in pairs.items() if pair[0] != pair[1]}
         others = ({name: value} for name, value in each.others.items() if name != "replace")
         replayed += [(each.step, fields) for fields in (settings, *others) if fields]
-    if not with_rates:
-        for _, changed in (*found, *replayed):
-            changed.pop("lr", None)
     for number, (ours, theirs) in enumerate(zip_longest(replayed, found), 1):
         if ours is None or theirs is None or not _same_decision(ours, theirs):
             return f"not as recorded from decision {number} on: replayed {ours}, recorded {theirs}"
