@@ -242,7 +242,7 @@ class Chaos(BasePolicy):
         from kfuse.comm.transports.library import AllReduce
         from kfuse.comm.transports.two_workers import TwoWorkers
         from kfuse.optim import base, sharding
-        from kfuse.train import audit, results, trainer
+        from kfuse.train import audit, evaluation, trainer
         from kfuse.train import state as training_state
         from kfuse.train.recovery import Recovery
 
@@ -313,8 +313,8 @@ class Chaos(BasePolicy):
         after(sharding, "regroup", here("resharded"))
         before(audit.Audit, "_gather", digests)
         after(audit.Audit, "_gather", here("audited"))
-        before(results, "evaluate", here("evaluation"))
-        after(results, "evaluate", here("evaluated"))
+        before(evaluation, "evaluate", here("evaluation"))
+        after(evaluation, "evaluate", here("evaluated"))
         before(_HashedFile, "sync", here("checkpoint_write"))
         before(training_state, "share", share)
         after(training_state, "share", shared)

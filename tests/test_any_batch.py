@@ -202,11 +202,8 @@ X, Y = torch.randn(12, 4), torch.randint(0, 3, (12,))
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        ([("a", "b")] * 12, {}, "has no tensor"),
-        ([(X[0], 1, 2)] * 12, {}, r"the data: a batch is a list of 3: it must be an \(input, target\) pair"),
-        ({"inputs": X, "label": Y}, {}, r"cannot be called as model\(\*\*input\) with a dict of inputs, label"),
-        ({"inputs": X, "labels": Y}, {"loss_fn": F.cross_entropy}, r"loss_fn\(output, target\) needs an .* pair"),
-        ({"inputs": X, "labels": Y}, {"heldout": {"inputs": X}}, r"heldout.*\['labels'\] is missing in heldout"),
+        ([(X[0], 1, 2)] * 12, {}, r"a batch is a list of 3: it must be an \(input, target\) pair"),
+        ({"inputs": X, "labels": Y}, {"loss_fn": F.cross_entropy}, r"loss_fn needs an \(input, target\) pair"),
     ],
 )
 def test_wrong_batches_are_refused_in_one_line_before_the_first_update(

@@ -52,9 +52,9 @@ def test_map_data_collates_samples():
 
 
 def test_samples_that_cannot_become_a_loss_are_refused():
-    for samples in [[torch.zeros(2)] * 3, [(1, 2, 3)] * 3, [{"x": 1}] * 3, [(1, {"y": 2})] * 3]:
+    for samples in [[torch.zeros(2)] * 3, [(1, 2, 3)] * 3]:
         model = torch.nn.Linear(2, 1)
-        with pytest.raises(TypeError, match=r"\(input, target\) pair|cannot be called as"):
+        with pytest.raises(TypeError, match=r"\(input, target\) pair"):
             kf.fit(model, MapData(samples), kf.FusedSGD(model.parameters(), lr=0.1), batch_size=2)
 
 

@@ -14,7 +14,6 @@ from distributed import run_workers
 from torch import Tensor, nn
 
 import kfuse as kf
-from kfuse.comm.options import CommOptions
 from kfuse.train import state as training_state
 
 
@@ -107,58 +106,8 @@ def test_an_embedding_that_renormalises_in_forward_is_refused_for_several_worker
     embedding(1.0)  # one worker does it as torch does
 
 
-def warnings_of(caplog: Any, net: nn.Module, data: Any, comm: CommOptions | None = None, **arguments: Any) -> list[str]:
-    kf.init(**(comm or CommOptions()).named())
-    kf.fit(net, data, kf.FusedSGD(net.parameters(), lr=0.1), batch_size=12, batch_micro=3, **arguments)
-    return [record.getMessage() for record in caplog.records if record.name == "kfuse"]
-
-
-REPRODUCIBLE = CommOptions(reproducible=True)
-
-
-def test_a_changing_buffer_is_named(caplog: Any) -> None:
-    [said] = warnings_of(caplog, networks("running_mean"), Augmented())
-    assert "buffer 0.mean changes in forward" in said and "averaged" in said
-
-
-def test_a_counter_that_is_not_kept_the_same_is_named(caplog: Any) -> None:
-    class Counting(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 3)
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x)
-
-    [said] = warnings_of(caplog, Counting(), Augmented(), REPRODUCIBLE)
-    assert "buffer calls changes in forward and is not kept the same on all workers" in said
-
-
-def test_a_buffer_that_forward_replaces_is_named(caplog: Any) -> None:
-    """What is averaged is the tensor that the optimizer knows, not the one that takes its place."""
-
-    class Replacing(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 3)
-            self.register_buffer("mean", torch.zeros(4))
-            self.register_buffer("cache", torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-            self.cache = torch.ones(1)  # the same value again: no harm
-            return super().forward(x - self.mean)
-
-    [said] = warnings_of(caplog, Replacing(), Augmented(), REPRODUCIBLE)
-    assert "buffer mean is replaced in forward and is not kept the same on all workers" in said
-
-
-def test_batch_norm_and_plain_models_are_silent(caplog: Any) -> None:
-    assert warnings_of(caplog, networks("batch_norm"), Augmented(), REPRODUCIBLE) == []
-
-
 def test_a_loop_that_plans_nothing_is_warned_of(caplog: Any) -> None:
-    kf.init(**REPRODUCIBLE.named())
+    kf.init(comm_reproducible=True)
     net = nn.Linear(4, 3)
     opt = kf.FusedSGD(net.parameters(), lr=0.1)
     for _ in range(3):

@@ -118,6 +118,8 @@ REFUSED: list[dict[str, Any]] = [
     {"train.target_accuracy": 0.9, "heldout": False},
     {"train.target_accuracy": 0.9, "step_fn": True},
     {"train.eval_every": 5, "heldout": False},
+    {"metrics": "top", "heldout": False},
+    {"metrics": "top", "step_fn": True},
     {"checkpoint.every_steps": 5},
     {"checkpoint.resume": "auto"},
     {"train.save_model": True},

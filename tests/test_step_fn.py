@@ -1,4 +1,4 @@
-"""`step_fn`, its figures, and users' metrics: training as by hand, evaluation the same on any number of workers."""
+"""Losses, `step_fn`, its figures, users' metrics: training as by hand; evaluation the same on any number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from problems import network, problem
 from torch import Tensor, nn
 
 import kfuse as kf
+from kfuse.comm.group import Group
+from kfuse.data import TensorData
 from kfuse.observe.run_dir import RunDirectory
+from kfuse.train.evaluation import evaluate
+from kfuse.train.loss import Objective, default_loss
 from kfuse.train.reporter import Reporter
 
 COUNT = 600  # held-out samples: three chunks, the last one smaller
@@ -42,20 +46,81 @@ def train(step_fn: Any = two_losses, **arguments: Any) -> tuple[dict[str, Any], 
     return summary, model
 
 
-def test_a_step_function_is_the_loop_by_hand_and_its_figures_are_evaluated() -> None:
-    summary, ours = train()
-    theirs = network()
-    opt = torch.optim.SGD(theirs.parameters(), lr=0.5)
-    for _ in range(2):
-        opt.zero_grad()
-        two_losses(theirs, rows())[0].backward()
-        opt.step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    loss, figures = two_losses(ours, rows(COUNT))
-    assert summary["eval_loss"] == pytest.approx(loss.item(), rel=1e-5) and summary["eval_accuracy"] is None
-    expected = {"loss": figures["loss"].item(), "size": figures["size"], "hits": figures["hits"].mean().item()}
-    assert summary["eval_metrics"] == pytest.approx(expected, rel=1e-5)
+# -- the default loss -------------------------------------------------------------------------------------------------
+
+
+def test_default_losses_have_known_values() -> None:
+    logits = torch.tensor([[0.0, math.log(3)], [0.0, math.log(3)], [math.log(3), 0.0]])
+    for dtype in (torch.uint8, torch.int32, torch.int64):
+        loss = default_loss(logits, torch.tensor([1, 0, 0], dtype=dtype))
+        assert loss.item() == pytest.approx((2 * math.log(4 / 3) + math.log(4)) / 3)
+    sequences = default_loss(logits.expand(2, 3, 2), torch.tensor([[1, 0, 0]] * 2))
+    assert sequences.item() == pytest.approx(loss.item())
+    output, target = torch.randn(5, 2), torch.randn(5, 2, dtype=torch.float64)
+    squared = default_loss(output, target)
+    assert squared.dtype == torch.float32 and squared.item() == pytest.approx(((output - target) ** 2).mean().item())
+    low = torch.randn(8, 100).bfloat16().requires_grad_()
+    assert torch.equal(default_loss(low, torch.arange(8)), F.cross_entropy(low.float(), torch.arange(8)))
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "message"),
+    [
+        (torch.zeros(4, 1), torch.zeros(4), "needs equal shapes"),
+        (torch.zeros(4, 10), torch.zeros(5, dtype=torch.int64), "one dimension of classes"),
+        (torch.zeros(4, 10), torch.zeros(4, 6, dtype=torch.int64), "one dimension of classes"),
+        (torch.zeros(4, 10), torch.zeros(4, dtype=torch.bool), "torch.bool"),
+    ],
+)
+def test_nothing_is_broadcast(output: Tensor, target: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        default_loss(output, target)
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class Fixed(nn.Module):
+    """Returns a part of its input."""
+
+    def __init__(self, pick: Any) -> None:
+        super().__init__()
+        self.pick = pick
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pick(x)
+
+
+@pytest.mark.parametrize(
+    ("pick", "expected"),
+    [
+        (lambda x: x[:, 0], None),  # one score a sample: no argmax over the batch
+        (lambda x: x[:, :1], None),  # one column: its argmax is always 0
+        (lambda x: {"scores": x[:, 0]}, None),
+        (lambda x: torch.stack([-x[:, 0], x[:, 0]], 1), 1.0),
+        (lambda x: torch.stack([-x[:, 0], x[:, 0].clamp(max=0.5)], 1).roll(1, 1), 0.0),
+    ],
+)
+def test_accuracy_needs_a_score_for_each_class(pick: Any, expected: float | None) -> None:
+    target = torch.arange(300) % 2
+    x = (2.0 * target - 1.0).unsqueeze(1)  # a perfect classifier's scores
+
+    def loss(output: Any, target: Tensor) -> Tensor:
+        output = output["scores"] if isinstance(output, dict) else output
+        return output.sum() * 0 + target.float().mean()
+
+    result = evaluate(Fixed(pick), TensorData(x, target), Objective(loss), Group())
+    assert (result.accuracy, result.loss) == (expected, pytest.approx(0.5))
+
+
+def test_accuracy_of_sequences_counts_tokens() -> None:
+    target = torch.arange(40).view(10, 4) % 3
+    scores = F.one_hot(target, 3).float()
+    scores[:5, 0] = torch.tensor([0.0, 0.0, 5.0]).where(target[:5, :1] != 2, torch.tensor([5.0, 0.0, 0.0]))
+    model = Fixed(lambda index: scores[index])
+    assert evaluate(model, TensorData(torch.arange(10), target), Objective(), Group()).accuracy == pytest.approx(
+        35 / 40
+    )
 
 
 def by_metrics(_: int = 0) -> dict[str, float]:
@@ -66,9 +131,8 @@ def by_metrics(_: int = 0) -> dict[str, float]:
         "mean": lambda output, target: F.cross_entropy(output, target).item(),
         "top": lambda output, target: (output.topk(2).indices == target[:, None]).any(1),
     }
-    summary = kf.fit(
-        model, problem(), opt, heldout=problem(COUNT), metrics=metrics, batch_size=64, batch_micro=16, train_steps=1
-    )
+    given: Any = {"batch_size": 64, "batch_micro": 16, "train_steps": 1}
+    summary = kf.fit(model, problem(), opt, heldout=problem(COUNT), metrics=metrics, **given)
     assert summary is not None
     return {**summary["eval_metrics"], "loss": summary["eval_loss"]}
 
@@ -94,31 +158,24 @@ def test_evaluation_does_not_depend_on_the_number_of_workers(evaluated: Any) -> 
         assert found == evaluated()
 
 
-def other_figures(extra: int) -> str:
-    """Figures of two kinds of held-out batches. On two workers each kind is another's."""
-
-    def step_fn(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        loss = model(batch["x"]).mean()
-        if torch.is_grad_enabled() or torch.equal(batch["x"], rows(COUNT)["x"][:256]):
-            return loss, {"a": 1.0}
-        return loss, {"b": 100.0, **({"a": 1.0} if extra else {})}
-
-    with pytest.raises(ValueError, match="step_fn returned the figures") as caught:
-        train(step_fn, train_steps=1, heldout={name: part[:512] for name, part in rows(COUNT).items()})
-    return str(caught.value)
+# -- a step function --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extra", [0, 1])
-def test_held_out_batches_with_other_figures_are_refused_on_one_worker_and_two(extra: int) -> None:
-    """Sums are added by place: a figure would get another's values."""
-    for said in (other_figures(extra), *run_workers(2, other_figures, extra)):
-        assert "of heldout, and" in said and "for another: must be the same" in said
-
-
-def test_figures_are_in_the_evaluations_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[dict[str, Any]] = []
-    monkeypatch.setattr(Reporter, "event", lambda self, step, kind, **fields: events.append({"kind": kind, **fields}))
-    train()
+def test_a_step_function_is_the_loop_by_hand_and_its_figures_are_evaluated(tmp_path: Path) -> None:
+    summary, ours = train(run_dir=tmp_path)
+    theirs = network()
+    opt = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    for _ in range(2):
+        opt.zero_grad()
+        two_losses(theirs, rows())[0].backward()
+        opt.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    loss, figures = two_losses(ours, rows(COUNT))
+    assert summary["eval_loss"] == pytest.approx(loss.item(), rel=1e-5) and summary["eval_accuracy"] is None
+    expected = {"loss": figures["loss"].item(), "size": figures["size"], "hits": figures["hits"].mean().item()}
+    assert summary["eval_metrics"] == pytest.approx(expected, rel=1e-5)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     evaluations = [event for event in events if event["kind"] == "evaluation"]
     assert len(evaluations) == 2 and set(evaluations[0]["metrics"]) == {"loss", "size", "hits"}
 
@@ -147,8 +204,7 @@ def test_figures_of_a_step_are_means_over_its_samples_on_one_worker_and_two() ->
         loss, figures = two_losses(model, rows())
         loss.backward()
         opt.step()
-        values = {name: value.mean().item() if isinstance(value, Tensor) else value for name, value in figures.items()}
-        expected.append(values)
+        expected.append({k: v.mean().item() if isinstance(v, Tensor) else v for k, v in figures.items()})
     for found in (reported(), *run_workers(2, reported, 0)):
         assert len(found) == 4
         for step, figures in enumerate(found):
@@ -156,25 +212,12 @@ def test_figures_of_a_step_are_means_over_its_samples_on_one_worker_and_two() ->
 
 
 def test_figures_are_in_the_run_directorys_metrics(tmp_path: Path) -> None:
-    record = {"step": 0, "loss": 1.0, "figures": {"kl": 0.5, "size": math.nan}}
     run = RunDirectory(tmp_path, tensorboard=True)
-    run.metrics(record)
+    run.metrics({"step": 0, "loss": 1.0, "figures": {"kl": 0.5, "size": math.nan}})
     run.metrics({"step": 1, "loss": 1.0})
     run.close()
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first["figures"] == {"kl": 0.5, "size": None} and "figures" not in second
-
-
-def vector(model: nn.Module, batch: Any) -> Any:
-    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-
-
-def detached(model: nn.Module, batch: Any) -> Any:
-    return model(batch["x"]).mean().detach()
-
-
-def unnamed(model: nn.Module, batch: Any) -> Any:
-    return model(batch["x"]).mean(), 0.5
 
 
 def changing(model: nn.Module, batch: Any) -> Any:
@@ -182,24 +225,19 @@ def changing(model: nn.Module, batch: Any) -> Any:
     return model(batch["x"]).mean(), {"b" if model.calls == 3 else "a": 1}
 
 
-def seventeen(model: nn.Module, batch: Any) -> Any:
-    return model(batch["x"]).mean(), {f"f{i}": i for i in range(17)}
-
-
-def words(model: nn.Module, batch: Any) -> Any:
-    return model(batch["x"]).mean(), {"a": "much"}
+def mean(figures: Any) -> Any:
+    return lambda model, batch: (model(batch["x"]).mean(), figures)
 
 
 @pytest.mark.parametrize(
     ("step_fn", "message"),
     [
         (lambda model, batch: None, "step_fn returned NoneType: must return the mean loss, a scalar tensor"),
-        (vector, r"step_fn returned a loss of shape \[16\]: must be its mean"),
-        (detached, "step_fn returned a loss without a gradient"),
+        (lambda model, batch: model(batch["x"]), r"step_fn returned a loss of shape \[16, 3\]: must be its mean"),
         (changing, r"step_fn returned the figures \['b'\], and \['a'\] before"),
-        (seventeen, "step_fn returned 17 figures: must be at most 16"),
-        (words, "step_fn's figure 'a' is a str: must be a number"),
-        (unnamed, r"step_fn returned \(loss, float\): must be"),
+        (mean({f"f{i}": i for i in range(17)}), "step_fn returned 17 figures: must be at most 16"),
+        (mean({"a": "much"}), "step_fn's figure 'a' is a str: must be a number"),
+        (mean(0.5), r"step_fn returned \(loss, float\): must be"),
     ],
 )
 def test_a_step_function_without_a_loss_is_refused_before_an_update(step_fn: Any, message: str) -> None:
@@ -212,39 +250,32 @@ def test_a_step_function_without_a_loss_is_refused_before_an_update(step_fn: Any
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def broken(output: Tensor, target: Tensor) -> Tensor:
-    raise KeyError("logits")
-
-
 def one_score(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output[:, 0], target)
+    return F.mse_loss(output[:, 0], target.float())
+
+
+TOP = {"top": lambda output, target: output}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"loss_fn": F.cross_entropy}, "loss_fn= and step_fn=: pass one of them"),
-        ({"train_target_accuracy": 0.9}, r"train_target_accuracy=0\.9: must be None with step_fn="),
-        ({"metrics": {"top": broken}}, r"metrics\['top'\] with step_fn="),
-        (
-            {"step_fn": None, "train_target_accuracy": 0.9, "loss_fn": one_score},
-            r"target_accuracy=0\.9: the accuracy is unk",
-        ),
-        ({"step_fn": None, "metrics": {"top": broken}, "heldout": None}, r"metrics\['top'\]: pass heldout="),
-        ({"step_fn": None, "metrics": {"top": broken}}, r"metrics\['top'\] raised KeyError: 'logits'"),
-        ({"step_fn": None, "metrics": {"top": lambda o, t: o}}, r"metrics\['top'\] is of shape \[64, 3\] for 64"),
-        ({"step_fn": lambda m, b: (m(b["x"]).mean(), {"a": b["x"]})}, "step_fn's figure 'a' is of shape"),
+        ({"step_fn": two_losses, "loss_fn": one_score}, "loss_fn= and step_fn=: pass one of them"),
+        ({"step_fn": two_losses, "train_target_accuracy": 0.9}, r"train_target_accuracy=0\.9: must be None with step_"),
+        ({"step_fn": two_losses, "metrics": TOP}, "metrics=top: must be None with step_fn="),
+        ({"step_fn": mean({"a": torch.zeros(63)}), "heldout": rows()}, "heldout's 'a' is of shape"),
+        ({"step_fn": two_losses, "weight_fn": lambda batch: 0}, "weight_fn returned 0.0: must be a number above 0"),
+        ({"train_target_accuracy": 0.9, "loss_fn": one_score}, r"target_accuracy=0\.9: the accuracy is unk"),
+        ({"metrics": TOP, "heldout": None}, "metrics=top: must be None with heldout="),
+        ({"metrics": TOP}, r"heldout's 'top' is of shape \[64, 3\] for 64"),
+        ({"metrics": {"top": 3}}, r"metrics\['top'\]=3: must be a function"),
     ],
 )
 def test_wrong_metrics_are_named(arguments: dict[str, Any], message: str) -> None:
     model = network()
-    opt = kf.FusedSGD(model.parameters(), lr=0.5)
-    arguments = {"step_fn": two_losses, "heldout": problem(), **arguments}
-    data: Any = problem()
-    if arguments.get("loss_fn") is one_score:
-        data = arguments["heldout"] = (data[0], data[1].float())
-    if arguments["step_fn"] is not None:
-        data = arguments["heldout"] = rows()
+    x, y = problem()
+    data: Any = rows() if "step_fn" in arguments else (x, y.float() if "loss_fn" in arguments else y)
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message) as caught:
-        kf.fit(model, data, opt, batch_size=64, **arguments)
+        opt = kf.FusedSGD(model.parameters(), lr=0.5)
+        kf.fit(model, data, opt, **{"heldout": data, "batch_size": 64, **arguments})
     assert "\n" not in str(caught.value)

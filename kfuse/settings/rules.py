@@ -10,6 +10,7 @@ A rule is asked of `Facts`: settings by key ("comm.sync"), and what the settings
     policy.modes          what it sets comm.sync to
     optimizer.shards_state, .tells_fisher    as the class declares them
     data                  "data set" | "stream"; heldout, step_fn, scaler: whether there is one
+    metrics               their names, or None
     run.steps             length of the run in steps of the first batch size; run.warmup_most: of its warm-up, at most
 
 A rule that needs a fact that is not known is passed over: it is asked again where it is.
@@ -209,6 +210,8 @@ RULES = (
     Rule("train.target_accuracy", Is(None), {"heldout": Is(False)}, "it is the accuracy on heldout="),
     Rule("train.target_accuracy", Is(None), {"step_fn": Is(True)}, "a step function gives no accuracy"),
     Rule("train.eval_every", Is(None), {"heldout": Is(False)}, "heldout= is what is evaluated"),
+    Rule("metrics", Is(None), {"heldout": Is(False)}, "heldout= is what they are computed on"),
+    Rule("metrics", Is(None), {"step_fn": Is(True)}, "a step function keeps its output; let it return (loss, figures)"),
     Rule("checkpoint.every_steps", Is(None), {"checkpoint.dir": Is(None)}, "there is no folder to write to"),
     Rule("checkpoint.resume", IsNot("auto"), {"checkpoint.dir": Is(None)}, "there is no folder to look in"),
     Rule(

@@ -34,7 +34,7 @@ from kfuse.data.fetching import random_key
 from kfuse.data.streams import IterableStream
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
-from kfuse.train.forward import Forward
+from kfuse.train.precision import Forward
 from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter
 from kfuse.train.step import Step, StepSamples, generators_restored

@@ -19,7 +19,7 @@ from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import WORKERS_MAX, flat
 from kfuse.train.context import TrainContext
-from kfuse.train.model_checks import log_remarks
+from kfuse.train.output import log_remarks
 from kfuse.train.precision import cast_parameters
 from kfuse.train.settings import Settings
 from kfuse.train.trainer import Trainer

@@ -16,8 +16,7 @@ from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.settings import rules
 from kfuse.settings.tree import by_key
-from kfuse.train.evaluation import Metric, check_metrics
-from kfuse.train.loss import Objective
+from kfuse.train.loss import Metric, Objective
 from kfuse.train.lr_schedule import LRSchedule, UserSchedule, has_scheduler
 from kfuse.train.progress import Progress
 from kfuse.train.reporter import Reporter
@@ -67,7 +66,9 @@ class TrainContext:
 
     def __post_init__(self) -> None:
         settings, opt, scheduler = self.settings, self.opt, self.scheduler
-        self.metrics = check_metrics(self.metrics, self.objective, self.heldout)
+        for name, metric in (self.metrics or {}).items():
+            if not callable(metric):
+                raise TypeError(f"metrics[{name!r}]={metric!r}: must be a function(output, target)")
         if isinstance(self.data, Stream):
             self.sampler = StreamSampler(settings.seed)
         else:
@@ -76,6 +77,8 @@ class TrainContext:
             raise ValueError("scheduler_interval=epoch: must be step with data=stream (a stream has no epochs)")
         self.schedule = settings.schedule(self.samples_an_epoch)
         self.session = current()
+        if self.has_several_workers or self.session.comm.reproducible:
+            _refuse_uneven_embeddings(self.model)
         inner = type(getattr(opt, "inner", opt)).__name__
         of_loop = "stepped in the loop's body" if has_scheduler(opt) else None
         rules.check(
@@ -87,6 +90,7 @@ class TrainContext:
             | {"scheduler": of_loop if scheduler is None else type(scheduler.scheduler).__name__}
             | {"data": "stream" if self.samples_an_epoch is None else "data set"}
             | {"heldout": self.heldout is not None, "step_fn": self.objective.step_fn is not None}
+            | {"metrics": ", ".join(self.metrics or ()) or None}
         )
         began_with = {
             "batch_size": settings.batch_size,
@@ -120,3 +124,13 @@ class TrainContext:
             self.reporter.loader_lost(self.progress.step, pid, how)
 
         return Feeder(self.data, self.sampler, loading, self.session.group.device, report)
+
+
+def _refuse_uneven_embeddings(model: nn.Module) -> None:
+    """Raises ValueError for an embedding that renormalises its weights in forward: each worker would change others."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"module {name or type(model).__name__}: {type(module).__name__}(max_norm={module.max_norm}) changes "
+                "its weights in forward, each worker differently; use max_norm=None and clip weights after opt.step()"
+            )

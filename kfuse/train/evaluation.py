@@ -1,10 +1,10 @@
-"""Held-out loss, accuracy and the user's metrics over all workers, and the parameters' fingerprint."""
+"""What a training results in: evaluations on the held-out data over all workers, and the content of summary.json."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,13 @@ from kfuse.comm.group import Group
 from kfuse.data import Dataset
 from kfuse.data.batch import describe, to_device
 from kfuse.data.fetching import random_key, seed_host
-from kfuse.train.loss import Objective, Outcome
+from kfuse.train.context import TrainContext
+from kfuse.train.loss import Metric, Objective, Outcome
 from kfuse.train.precision import forward
 from kfuse.train.step import generators_restored, seed_forward
+from kfuse.train.synchronisation import Synchronisation
 
 _CHUNK = 256  # samples; fixed, so that the result does not depend on the number of workers
-
-Metric = Callable[[Any, Any], Any]
-"""metric(output, target): a value for each sample, [B], or their mean, a scalar."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +36,41 @@ class Evaluation:
     """By name: the user's metrics, or the figures of the step function. Means over the samples."""
 
 
-def check_metrics(metrics: Mapping[str, Metric] | None, objective: Objective, heldout: object) -> dict[str, Metric]:
-    """The metrics as a dictionary. Raises TypeError or ValueError for what can give no values."""
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise TypeError(f"metrics={metrics!r}: must be a dictionary {{name: function(output, target)}}")
-    for name, metric in metrics.items():
-        if not callable(metric):
-            raise TypeError(f"metrics[{name!r}]={metric!r}: must be a function(output, target)")
-    if metrics and objective.step_fn is not None:
-        raise ValueError(
-            f"metrics[{next(iter(metrics))!r}] with step_fn=: a metric needs (output, target), which a step function "
-            "keeps to itself; let it return (loss, {name: value}), or pass loss_fn="
+def evaluation_is_due(training: TrainContext, epoch_is_over: bool) -> bool:
+    """Whether the model is evaluated after the step under way."""
+    every = training.settings.train_eval_every
+    return (training.progress.step + 1) % every == 0 if every else epoch_is_over
+
+
+def evaluate_once(training: TrainContext, synchronisation: Synchronisation, steps: int) -> None:
+    """Evaluates on the held-out data after `steps` steps, unless that has been done.
+
+    Raises ValueError where training is to end at an accuracy, and the model has none.
+    """
+    at, settings, model = training.progress, training.settings, training.model
+    if training.heldout is None or at.evaluated == steps:
+        return
+    with synchronisation.shown():
+        result = evaluate(
+            model,
+            training.heldout,
+            training.objective,
+            training.session.group,
+            settings.train_precision,
+            training.metrics,
         )
-    if metrics and heldout is None:
-        raise ValueError(f"metrics[{next(iter(metrics))!r}]: pass heldout=, the data that it is computed on")
-    return dict(metrics)
+        is_best = at.take_evaluation(result.accuracy, result.loss, result.metrics, steps)
+        if training.scheduler is not None:
+            training.scheduler.after_evaluation(result.loss)
+        if is_best and training.saved_model is not None:
+            training.saved_model.save_best(model)
+    target = settings.train_target_accuracy
+    if target is not None and result.accuracy is None:
+        raise ValueError(
+            f"target_accuracy={target}: the accuracy is unknown, since the output has no score for each class of "
+            "an integer target"
+        )
+    training.reporter.event(at.step, "evaluation", **asdict(result))
 
 
 @torch.no_grad()
@@ -68,8 +85,8 @@ def evaluate(
     """Evaluates the model, in eval mode. Each worker takes every n-th chunk; every worker returns the same numbers.
 
     A chunk's sums come from one worker, so that adding zeros from the others is exact; chunks are summed in order. The
-    random numbers of a chunk are seeded by its place, and the user's generators are restored. Raises RuntimeError,
-    which names it, for a metric that raises, ValueError for one that is neither [B] nor a scalar.
+    random numbers of a chunk are seeded by its place, and the user's generators are restored. Raises ValueError for a
+    metric that is neither [B] nor a scalar.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -87,8 +104,8 @@ def evaluate(
                 done = forward(objective, model, batch, precision, group.device)
                 rows[c] = _sums(done, len(indices), weight, metrics or {})
         names = next(iter(rows.values()))[0]
-        if objective.step_fn is not None:
-            _refuse_other_names([(c, rows[c][0]) for c in mine], names, chunks, group)
+        if any(found != names for found, _ in rows.values()):
+            raise ValueError("step_fn returned other figures for some batches of heldout: must be the same")
         sums = torch.zeros(chunks, 2 + len(names), 2, dtype=torch.float64, device=group.device)
         for c in mine:
             sums[c] = rows[c][1]
@@ -102,19 +119,6 @@ def evaluate(
     return Evaluation(loss / weight, hits / targets if targets else None, means)
 
 
-def _refuse_other_names(found: list[tuple[int, list[str]]], names: list[str], chunks: int, group: Group) -> None:
-    """Raises ValueError, on every worker, unless all chunks have these figures: their sums are added by place."""
-    digests = torch.zeros(chunks, dtype=torch.float64, device=group.device)
-    for c, figures in found:
-        digests[c] = int.from_bytes(hashlib.sha256(repr(figures).encode()).digest()[:6], "big")  # exact in float64
-    group.all_reduce(digests, "evaluation").wait()
-    if len(set(digests.tolist())) > 1:
-        others = next((figures for _, figures in found if figures != names), "others")
-        raise ValueError(
-            f"step_fn returned the figures {names} for one batch of heldout, and {others} for another: must be the same"
-        )
-
-
 def _sums(done: Outcome, samples: int, weight: float, metrics: Mapping[str, Metric]) -> tuple[list[str], Tensor]:
     """The names of a chunk's metrics or figures, and its sums: float64 [2 + names, 2], of values and their weights.
 
@@ -124,15 +128,10 @@ def _sums(done: Outcome, samples: int, weight: float, metrics: Mapping[str, Metr
     if _are_classes(done.output, done.target):
         hits = (done.output.argmax(-1) == done.target).sum().double()
         rows[1] = torch.stack([hits, torch.full_like(hits, done.target.numel())])
-    for name, metric in metrics.items():
-        try:
-            value = metric(done.output, done.target)
-        except Exception as error:
-            raise RuntimeError(f"metrics[{name!r}] raised {type(error).__name__}: {error}") from error
-        rows.append(_row(f"metrics[{name!r}]", value, samples, weight))
-    figures = sorted(done.figures)
-    rows += [_row(f"step_fn's figure {name!r}", done.figures[name], samples, weight) for name in figures]
-    return [*metrics, *figures], torch.stack([row.to(done.loss.device) for row in rows])
+    values = {name: metric(done.output, done.target) for name, metric in metrics.items()}
+    values |= dict(sorted(done.figures.items()))
+    rows += [_row(f"heldout's {name!r}", value, samples, weight) for name, value in values.items()]
+    return [*values], torch.stack([row.to(done.loss.device) for row in rows])
 
 
 def _row(source: str, value: Any, samples: int, weight: float) -> Tensor:
@@ -143,9 +142,7 @@ def _row(source: str, value: Any, samples: int, weight: float) -> Tensor:
     try:
         values = torch.as_tensor(value).double()
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"{source} is a {describe(value)}: must be a tensor [B], a value for each sample, or their mean, a scalar"
-        ) from None
+        raise TypeError(f"{source} is a {describe(value)}: must be a tensor [B] or a scalar") from None
     if values.ndim and values.shape != (samples,):
         raise ValueError(
             f"{source} is of shape {list(values.shape)} for {samples} samples: must be [B], a value for each sample, "
@@ -168,6 +165,28 @@ def _are_classes(output: object, target: object) -> bool:
         and output.shape[:-1] == target.shape
         and output.shape[-1] > 1
     )
+
+
+def summary(training: TrainContext, lr: float, wall_s: float) -> dict[str, Any]:
+    """Writes the model, if one is to be saved, and returns the content of summary.json. lr: the last step's."""
+    at, saved = training.progress, training.saved_model
+    return {
+        "steps": at.step,
+        "epochs": at.epoch,
+        "samples": at.samples,
+        "wall_s": wall_s,
+        "loss": at.loss,
+        "eval_loss": at.eval_loss,
+        "eval_accuracy": at.accuracy,
+        "eval_metrics": at.eval_metrics,
+        **training.facts,
+        "batch_size": at.batch_size,
+        "lr": lr,
+        "workers": training.session.group.size,
+        "params_sha256": params_sha256(training.model),
+        "exit_reason": at.exit_reason(training.settings),
+        **({} if saved is None else saved.save_last(training.model, at.best is not None)),
+    }
 
 
 def params_sha256(model: nn.Module) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from kfuse.data import Dataset
 from kfuse.data.dataset import Collate
 from kfuse.data.given import TrainingData, heldout_data, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
@@ -15,11 +16,9 @@ from kfuse.policies import BasePolicy
 from kfuse.session import current
 from kfuse.settings.tree import LoopSettings, TrainSettings, resolved
 from kfuse.train.context import TrainContext
-from kfuse.train.evaluation import Metric
-from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
+from kfuse.train.loss import LossFunction, Metric, Objective, StepFunction, WeightFunction
 from kfuse.train.lr_schedule import Interval, UserSchedule, has_scheduler
-from kfuse.train.model_checks import log_remarks
-from kfuse.train.output import Output
+from kfuse.train.output import Output, log_remarks
 from kfuse.train.precision import check_parameters
 from kfuse.train.settings import Settings
 from kfuse.train.step import Step
@@ -55,86 +54,44 @@ def fit(
 ) -> dict[str, Any] | None:
     """Trains `model` on `data`; returns what summary.json holds (None on a worker that left before the end).
 
-    All workers start from rank 0's model, optimizer and scheduler. A model in eval mode is put into training mode; one
-    in training mode is left as it is, so modules of it that you put into eval mode stay so.
+    All workers start from rank 0's model, optimizer and scheduler. docs/promises.md and docs/data.md have the details.
 
-    What is trained
-
-    model: not wrapped (no DistributedDataParallel, no FSDP), on this worker's device.
-    data: tensors or arrays (x, y), a dictionary of them, a map-style torch data set or a kfuse one. Or a stream (a
-        `kfuse.data.Source` or a torch IterableDataset), with `train_steps`, as it has no epochs. Or a torch DataLoader
-        of shuffle=True: its data set, collate_fn and loading are taken where these are not arguments here, and its
-        batch_size becomes the global one. docs/data.md has the details.
-    opt: a kfuse optimizer of the model's parameters. kfuse never writes group["lr"]: an update multiplies it by factors
-        of the settings `lr_*`, and by the policy's lr_scale.
-    hook: `kf.Hook(policy)`.
-    scheduler: a torch scheduler made for `opt`, stepped here after each optimizer step, or after each epoch:
-        scheduler_interval, "step" or "epoch". It sets group["lr"].
-
-    Loss
-
-    A batch is what `collate_fn` makes of samples: any nested structure of tensors and plain values.
-
-    loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). The model is
-        called `model(input)`, `model(*input)` for a tuple or list, `model(**input)` for a mapping. Default: cross
-        entropy for integer targets, mean squared error for floating ones.
+    model: not wrapped (no DistributedDataParallel, no FSDP), on this worker's device. Modules in eval mode stay so.
+    data: tensors or arrays (x, y), a dictionary of them, a map-style torch data set, a stream (which needs
+        train_steps), or a torch DataLoader of shuffle=True, whose batch_size becomes the global one.
+    opt: a kfuse optimizer of the model's parameters. hook: `kf.Hook(policy)`.
+    loss_fn(output, target): the MEAN loss over a micro-batch, where a batch is a pair (input, target). Default: cross
+        entropy for integer targets, mean squared error for floating ones. Batches that are mappings: `model(**batch)`,
+        whose output has the loss as `.loss` or `["loss"]`.
     step_fn(model, batch): instead of loss_fn, for any batch. It returns the MEAN loss, or (loss, {name: number}) with
-        the same names each time, at most 16. These figures are averaged like the loss, over the step's samples and
-        workers, in the gradients' own messages, and written to metrics.jsonl as `figures`. Evaluation calls it too,
-        without gradients and in eval mode.
-    Neither, and batches that are mappings: `model(**batch)`, whose output has the loss as `.loss` or `["loss"]`, as
-        Hugging Face's models have.
+        the same names each time, at most 16; these figures are averaged like the loss, over samples and workers.
     weight_fn(batch): the weight of a micro-batch in the step's mean gradient and mean loss, a number above 0, such as
-        its target tokens. Default: its samples. It gets the batch as it was fetched, on the CPU. Held-out loss, figures
-        and metrics that are scalars are weighted likewise. Gradients are scaled after the reduction, by one more pass
-        over them. Statistics stay in units of samples: docs/promises.md.
-
-    Evaluation and loading
-
-    heldout: data as above, but no stream. Its batches must be like those of `data`: `collate_fn` makes both, while a
-        DataLoader's own one makes the batches of that DataLoader only.
-    metrics: {name: function(output, target)}, evaluated on heldout in batches of 256 samples. A function returns a
-        tensor [B], a value for each sample, or a scalar, the batch's mean; where the model computes the loss itself,
-        `target` is the whole batch. The means over all samples are in the summary, as `eval_metrics`, and in the
-        evaluation's event, beside the figures of step_fn. A scalar that is not a mean over samples (F1) becomes the
-        mean over the batches.
-    collate_fn(samples): makes a batch of a list of samples. Default: torch's default_collate.
-    worker_init_fn(number): called first in each loader process.
-
-    settings: `train_steps=100`, `batch_size=64`, ...: docs/reference.md lists them, and `kfuse --help` too, where
-        `batch_max` is called `batch.max`.
+        its target tokens. Default: its samples. It gets the batch as it was fetched, on the CPU.
+    scheduler, scheduler_interval: a torch scheduler made for `opt`, stepped here each "step" or "epoch".
+    heldout: data as above, but no stream. metrics: {name: function(output, target)}, evaluated on it in batches of 256
+        samples: a tensor [B], a value for each sample, or a scalar, the batch's mean.
+    collate_fn(samples): makes a batch. worker_init_fn(number): called first in each loader process.
+    settings: `train_steps=100`, `batch_size=64`, ...: docs/reference.md, and `kfuse --help`: there `batch.size`.
 
     Raises TypeError for an optimizer that is not kfuse's, data of an unknown kind or an unknown setting, ValueError for
     what is out of range, for settings that exclude each other, and for a model that cannot be trained so.
     """
     if hook is not None and not isinstance(hook, Hook):
         raise TypeError(f"kf.fit takes kf.Hook(policy), not {type(hook).__name__}")
-    objective = Objective(loss_fn, step_fn, weight_fn)
     given = training_data(data, collate_fn, worker_init_fn)
-    if scheduler is None and isinstance(opt, DistributedOptimizer) and has_scheduler(opt):
-        raise ValueError(
-            "a torch scheduler was made for this optimizer, and kf.fit would not step it: pass scheduler=, or make a "
-            "new optimizer to train without it"
-        )
-    _check_arguments("kf.fit", model, opt, scheduler)
-    values = resolved("kf.fit", TrainSettings, {**given.of_loader, **settings})
-    check_parameters(model, values["train_precision"])
-    output = Output(current(), values)
-    training = TrainContext(
+    trainer, output = _trainer(
+        "kf.fit",
         model,
-        given.data,
         opt,
-        Settings.of(values, worker_init_fn=given.worker_init_fn),
-        policy=BasePolicy() if hook is None else hook.policy,
-        scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt, heldout is not None),
-        objective=objective,
+        given,
+        resolved("kf.fit", TrainSettings, {**given.of_loader, **settings}),
+        scheduler,
+        scheduler_interval,
+        policy=None if hook is None else hook.policy,
+        objective=Objective(loss_fn, step_fn, weight_fn),
         heldout=None if heldout is None else heldout_data(heldout, collate_fn),
         metrics=metrics,
-        checkpoints=output.checkpoints,
-        saved_model=output.saved_model,
-        output=output,
     )
-    trainer = Trainer(training)
     _log_remarks(given, model, settings)
     with output.recorded():
         return trainer.run()
@@ -186,24 +143,19 @@ class DataLoader:
         if policy is not None and not isinstance(policy, BasePolicy):
             raise TypeError(f"kf.DataLoader takes policy= a kf.BasePolicy, not {type(policy).__name__}")
         given = training_data(data, collate_fn, worker_init_fn)
-        _check_arguments("kf.DataLoader", model, opt, scheduler)
-        values = resolved("kf.DataLoader", LoopSettings, {**given.of_loader, **settings})
-        self._output = Output(current(), values)
-        training = TrainContext(
+        self._trainer, self._output = _trainer(
+            "kf.DataLoader",
             model,
-            given.data,
             opt,
-            Settings.of(values, worker_init_fn=given.worker_init_fn),
-            policy=policy or BasePolicy(),
-            scheduler=None if scheduler is None else UserSchedule(scheduler, scheduler_interval, opt, evaluates=False),
+            given,
+            resolved("kf.DataLoader", LoopSettings, {**given.of_loader, **settings}),
+            scheduler,
+            scheduler_interval,
+            policy=policy,
             objective=Objective(weight_fn=weight_fn),
-            checkpoints=self._output.checkpoints,
-            saved_model=self._output.saved_model,
-            output=self._output,
             user_loop=True,
             several_backwards=several_backwards,
         )
-        self._trainer = Trainer(training)
         _log_remarks(given, model, settings)
         self._begun = False
 
@@ -247,16 +199,48 @@ class DataLoader:
         return self._trainer.progress.step
 
 
-def _check_arguments(caller: str, model: nn.Module, opt: Any, scheduler: Any) -> None:
-    """Raises TypeError for an optimizer that is not kfuse's, ValueError for a wrapped model or a scheduler left out."""
+def _trainer(
+    caller: str,
+    model: nn.Module,
+    opt: Any,
+    given: TrainingData,
+    values: Mapping[str, Any],
+    scheduler: Any,
+    interval: Interval,
+    *,
+    policy: BasePolicy | None,
+    heldout: Dataset | None = None,
+    **more: Any,
+) -> tuple[Trainer, Output]:
+    """Returns a script's training, and its files and display. values: the settings. more: fields of `TrainContext`.
+
+    Raises TypeError for an optimizer that is not kfuse's, ValueError for a wrapped model or a scheduler left out.
+    """
     if not isinstance(opt, DistributedOptimizer):
         raise TypeError(f"{caller} takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
     refuse_wrapped(model)
-    if current().elastic and scheduler is None and has_scheduler(opt):
+    user_loop, session = more.get("user_loop", False), current()
+    if scheduler is None and has_scheduler(opt) and (session.elastic or not user_loop):
         raise ValueError(
-            "a torch scheduler was made for this optimizer: in an elastic job pass it as scheduler= and do not step it "
-            "yourself, so that workers that join have its state and a step that is redone counts once"
+            "a torch scheduler was made for this optimizer: kf.fit would not step it, and in an elastic job a worker "
+            "that joins would not have its state: pass it as scheduler= and do not step it yourself"
         )
+    check_parameters(model, values.get("train_precision", "fp32"))
+    output = Output(session, values)
+    training = TrainContext(
+        model,
+        given.data,
+        opt,
+        Settings.of(values, worker_init_fn=given.worker_init_fn),
+        policy=policy or BasePolicy(),
+        scheduler=None if scheduler is None else UserSchedule(scheduler, interval, opt, heldout is not None),
+        heldout=heldout,
+        checkpoints=output.checkpoints,
+        saved_model=output.saved_model,
+        output=output,
+        **more,
+    )
+    return Trainer(training), output
 
 
 def _log_remarks(given: TrainingData, model: nn.Module, settings: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,18 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfuse.data import batch as batches
+from kfuse.data.batch import describe
 
 LossFunction = Callable[[Any, Any], Tensor]
 """loss_fn(output, target): the MEAN loss over a micro-batch, a scalar."""
 WeightFunction = Callable[[Any], Any]
 """weight_fn(batch): a micro-batch's weight in the mean, such as its target tokens: a number above 0."""
+Metric = Callable[[Any, Any], Any]
+"""metric(output, target): a value for each sample, [B], or their mean, a scalar."""
 StepFunction = Callable[[nn.Module, Any], Any]
 """step_fn(model, batch): the MEAN loss over a micro-batch, or (loss, {name: scalar tensor or number})."""
 
 
 def default_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return cross entropy for integer targets and mean squared error for floating ones, a mean, fp32 scalar.
+    """Returns cross entropy for integer targets and mean squared error for floating ones, a mean, fp32 scalar.
 
     Classes are the last dimension of `output`: `[B, C]` with targets `[B]`, or `[B, T, V]` with `[B, T]`,
     where the mean is over all tokens. Raises ValueError for shapes that do not match (nothing is broadcast).
@@ -32,20 +33,17 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
             f"output of type {type(output).__name__} for a target of type {type(target).__name__}: the default loss "
             "takes two tensors; pass loss_fn= or step_fn="
         )
-    if target.is_floating_point():
-        if output.shape != target.shape:
-            raise ValueError(
-                f"output of shape {tuple(output.shape)} for floating targets of shape {tuple(target.shape)}: "
-                "mean squared error needs equal shapes"
-            )
-        return F.mse_loss(output.float(), target.float())
+    floating = target.is_floating_point()
     if target.dtype == torch.bool or target.is_complex():
         raise ValueError(f"targets of {target.dtype}: they must be integers (classes) or floating")
-    if output.shape[:-1] != target.shape:
+    if target.shape != (output.shape if floating else output.shape[:-1]):
+        needs = "equal shapes" if floating else "the targets' shape and one dimension of classes after it"
         raise ValueError(
-            f"output of shape {tuple(output.shape)} for integer targets of shape {tuple(target.shape)}: "
-            "cross entropy needs the targets' shape and one dimension of classes after it"
+            f"output of shape {tuple(output.shape)} for targets of {target.dtype} of shape {tuple(target.shape)}: "
+            f"{'mean squared error' if floating else 'cross entropy'} needs {needs}"
         )
+    if floating:
+        return F.mse_loss(output.float(), target.float())
     return F.cross_entropy(output.flatten(0, -2).float(), target.flatten().long())
 
 
@@ -78,7 +76,7 @@ class Outcome(NamedTuple):
             elif isinstance(value, (int, float)):
                 scalars.append(value)
             else:
-                raise TypeError(f"step_fn's figure {name!r} is a {batches.describe(value)}: must be a number")
+                raise TypeError(f"step_fn's figure {name!r} is a {describe(value)}: must be a number")
         return scalars
 
 
@@ -108,17 +106,28 @@ class Objective:
         if loss_fn is not None and step_fn is not None:
             raise ValueError("loss_fn= and step_fn=: pass one of them; a step function computes the loss by itself")
         self.loss_fn, self.step_fn, self.weight_fn = loss_fn, step_fn, weight_fn
-        self._loss_of_pair = loss_fn or default_loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Raises TypeError or ValueError for a batch that it cannot take, or a loss that is not a mean loss."""
         if self.step_fn is not None:
-            return self._by_step_function(model, batch)
-        if not is_pair(batch):
-            return self._by_the_model(model, batch)
-        inputs, target = batch
-        output = model(inputs) if isinstance(inputs, Tensor) else _call(model, inputs)
-        return Outcome(_checked("loss_fn", self._loss_of_pair(output, target)), output, target)
+            return _of_step_function(self.step_fn(model, batch))
+        if is_pair(batch):
+            inputs, target = batch
+            output = _call(model, inputs)
+            return Outcome(_checked("loss_fn", (self.loss_fn or default_loss)(output, target)), output, target)
+        if self.loss_fn is not None or not isinstance(batch, Mapping):
+            raise TypeError(
+                f"a batch is a {describe(batch)}: {'loss_fn needs' if self.loss_fn else 'it must be'} an (input, "
+                "target) pair of tensors or numbers; pass step_fn= for any other"
+            )
+        output = _call(model, batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise TypeError(
+                f"model(**batch) of a {describe(batch)} returned {describe(output)} without a loss: give the batch its "
+                "labels, or pass step_fn="
+            )
+        return Outcome(_checked("the model", loss), output, batch)
 
     def weight(self, batch: Any, samples: int) -> float:
         """The weight of a batch of `samples`, as it was fetched. Raises TypeError or ValueError for a wrong one."""
@@ -128,63 +137,10 @@ class Objective:
         try:
             weight = float(given)
         except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"weight_fn returned a {batches.describe(given)}: must be a number above 0") from None
+            raise TypeError(f"weight_fn returned a {describe(given)}: must be a number above 0") from None
         if not 0 < weight < math.inf:
             raise ValueError(f"weight_fn returned {weight}: must be a number above 0")
         return weight
-
-    def _by_step_function(self, model: nn.Module, batch: Any) -> Outcome:
-        assert self.step_fn is not None
-        result = self.step_fn(model, batch)
-        figures: Mapping[str, Tensor | float] = {}
-        if isinstance(result, tuple) and len(result) == 2:
-            result, figures = result
-            if not isinstance(figures, Mapping):
-                raise TypeError(
-                    f"step_fn returned (loss, {type(figures).__name__}): must be a loss, or (loss, {{name: value}})"
-                )
-        return Outcome(_checked("step_fn", result), figures=figures)
-
-    def _by_the_model(self, model: nn.Module, batch: Any) -> Outcome:
-        if not isinstance(batch, Mapping):
-            raise TypeError(_NOT_A_PAIR.format(batches.describe(batch)))
-        output = model(**batch)
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is None:
-            raise TypeError(
-                f"model(**batch) of a {batches.describe(batch)} returned {batches.describe(output)} without a loss: "
-                "give the batch its labels, or pass step_fn="
-            )
-        return Outcome(_checked("the model", loss), output, batch)
-
-    def check(self, model: nn.Module, batch: Any, source: str) -> None:
-        """Before the first forward: raises TypeError, which names `source`, for a batch that cannot become a loss.
-
-        The model is not run: its forward's signature is compared with what the batch would be passed as.
-        """
-        if not batches.tensors(batch) and not any(hasattr(leaf, "to") for leaf in batches.flatten(batch)[0]):
-            raise TypeError(f"a batch of {source} is a {batches.describe(batch)}: it has no tensor")
-        if self.step_fn is not None:
-            return
-        if is_pair(batch):
-            _check_call(model, batch[0], source)
-            if self.loss_fn is None and not isinstance(batch[1], Tensor):
-                raise TypeError(
-                    f"{source}: the target of a batch, an (input, target) pair, is a {batches.describe(batch[1])}: the "
-                    "default loss takes a tensor; pass loss_fn= or step_fn="
-                )
-        elif not isinstance(batch, Mapping):
-            raise TypeError(f"{source}: {_NOT_A_PAIR.format(batches.describe(batch))}")
-        elif self.loss_fn is not None:
-            raise TypeError(
-                f"a batch of {source} is a {batches.describe(batch)}: loss_fn(output, target) needs an (input, target) "
-                "pair; pass step_fn= instead, or neither where model(**batch) returns the loss"
-            )
-        else:
-            _check_call(model, batch, source)
-
-
-_NOT_A_PAIR = "a batch is a {}: it must be an (input, target) pair of tensors or numbers, or pass step_fn="
 
 
 def is_pair(batch: Any) -> bool:
@@ -192,50 +148,27 @@ def is_pair(batch: Any) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """How a model is called with `inputs`: its positional arguments and its keywords."""
-    if isinstance(inputs, Mapping):
-        return (), inputs
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
-
-
 def _call(model: nn.Module, inputs: Any) -> Any:
-    positional, keywords = _arguments(inputs)
-    return model(*positional, **keywords)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
-def _check_call(model: nn.Module, inputs: Any, source: str) -> None:
-    """Raises TypeError if the model's forward does not take these inputs, as far as its signature tells."""
-    positional, keywords = _arguments(inputs)
-    wrong = [key for key in keywords if not isinstance(key, str)]
-    if wrong:
-        raise TypeError(f"a batch of {source} has the key {wrong[0]!r}: model(**batch) needs names; pass step_fn=")
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a compiled or scripted forward may have none
-        return
-    try:
-        signature.bind(*positional, **keywords)
-    except TypeError as error:
-        way = "model(**input)" if keywords else "model(*input)" if isinstance(inputs, (tuple, list)) else "model(input)"
-        raise TypeError(
-            f"{type(model).__name__}{signature} cannot be called as {way} with a {batches.describe(inputs)} of "
-            f"{source}: {error}; pass step_fn="
-        ) from None
+def _of_step_function(result: Any) -> Outcome:
+    figures: Mapping[str, Tensor | float] = {}
+    if isinstance(result, tuple) and len(result) == 2:
+        result, figures = result
+        if not isinstance(figures, Mapping):
+            raise TypeError(
+                f"step_fn returned (loss, {type(figures).__name__}): must be a loss, or (loss, {{name: number}})"
+            )
+    return Outcome(_checked("step_fn", result), figures=figures)
 
 
 def _checked(source: str, loss: Any) -> Tensor:
-    """The loss. Raises TypeError or ValueError if it is not a scalar tensor with a gradient."""
+    """Returns the loss. Raises TypeError or ValueError if it is not a scalar tensor."""
     if not isinstance(loss, Tensor):
-        or_figures = ", or (loss, {name: number})" if source == "step_fn" else ""
-        raise TypeError(
-            f"{source} returned {type(loss).__name__}: must return the mean loss, a scalar tensor{or_figures}"
-        )
+        raise TypeError(f"{source} returned {type(loss).__name__}: must return the mean loss, a scalar tensor")
     if loss.numel() != 1:
         raise ValueError(f"{source} returned a loss of shape {list(loss.shape)}: must be its mean, a scalar")
-    if not loss.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{source} returned a loss without a gradient: it was detached, computed under torch.no_grad(), or does "
-            "not come from a parameter that is trained"
-        )
     return loss

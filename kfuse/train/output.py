@@ -9,7 +9,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from kfuse.checkpoint.manager import Checkpoints
 from kfuse.checkpoint.saved_model import SavedModel
 from kfuse.elastic.protocol import LOOP_LEFT
 from kfuse.membership import Session
+from kfuse.session import current
 from kfuse.settings import rules
 from kfuse.settings.tree import ConfigError, by_key
 
@@ -204,3 +205,11 @@ def _existing(resume: str) -> str:
     if resume not in ("auto", "never") and (not resume or not Path(resume).expanduser().exists()):
         raise ConfigError(f"checkpoint_resume={resume}: must be never, auto or a path that exists")
     return resume
+
+
+def log_remarks(remarks: Iterable[str]) -> None:
+    """Logs what the user must know of the data, as warnings, on one worker."""
+    session = current()
+    if session.worker == 0:
+        for remark in remarks:
+            _LOG.warning("%s", remark)

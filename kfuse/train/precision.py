@@ -1,8 +1,8 @@
-"""The precision of forward and backward: fp32, bf16 (autocast over fp32 parameters), or bf16-true (bf16 parameters).
+"""A micro-batch's forward, in the configured precision.
 
-What is fp32 with bf16-true: BatchNorm's parameters and running statistics, the loss that kfuse computes, gradients from
-their packing on (partial sums, messages unless comm.dtype=bf16, statistics), and the fused optimizers' master weights
-and moments.
+fp32, bf16 (autocast over fp32 parameters), or bf16-true (bf16 parameters). With the latter fp32 are: BatchNorm's
+parameters and running statistics, the loss that kfuse computes, gradients from their packing on (partial sums, messages
+unless comm.dtype=bf16, statistics), and the fused optimizers' master weights and moments.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from kfuse.data.batch import map_leaves
+from kfuse.optim import DistributedOptimizer
 from kfuse.train.loss import Objective, Outcome, is_pair
+from kfuse.train.step import Step
 
-PRECISIONS = ("fp32", "bf16", "bf16-true")
+MOST_FIGURES = 16
+"""Figures of a step function that each step averages: they have slots in the tail, whose size is known before."""
 
 
 def cast_parameters(model: nn.Module) -> None:
@@ -42,6 +45,34 @@ def check_parameters(model: nn.Module, precision: str) -> None:
                 f"precision='bf16-true': {name} is {p.dtype}, must be torch.bfloat16: call model.to(torch.bfloat16) "
                 "before making the optimizer"
             )
+
+
+class Forward:
+    """Runs the model and the loss on each micro-batch of kf.fit and the command line."""
+
+    def __init__(self, model: nn.Module, objective: Objective, opt: DistributedOptimizer, precision: str) -> None:
+        self._model, self._objective, self._precision = model, objective, precision
+        self._device, self._statistics = opt.engine.group.device, opt.statistics
+        opt.carry_figures(MOST_FIGURES if objective.step_fn is not None else 0)
+
+    def __call__(self, step: Step, batch: Any) -> Tensor:
+        """Returns the micro-batch's mean loss, and leaves what is to be averaged with it in `step`.
+
+        The first micro-batch decides the order of a step function's figures.
+        """
+        done = self.run(batch)
+        step.loss = done.loss
+        if self._objective.step_fn is not None:
+            if self._statistics.figure_names is None:
+                if len(done.figures) > MOST_FIGURES:
+                    raise ValueError(f"step_fn returned {len(done.figures)} figures: must be at most {MOST_FIGURES}")
+                self._statistics.figure_names = tuple(sorted(done.figures))
+            step.figures = done.scalars(self._statistics.figure_names)
+        return done.loss
+
+    def run(self, batch: Any) -> Outcome:
+        """Runs the model and the loss on a batch."""
+        return forward(self._objective, self._model, batch, self._precision, self._device)
 
 
 def forward(objective: Objective, model: nn.Module, batch: Any, precision: str, device: torch.device) -> Outcome:

@@ -19,13 +19,12 @@ from torch import Tensor
 from kfuse.checkpoint.saved_model import uncompiled
 from kfuse.comm.group import CommError
 from kfuse.statistics.figures import StepContext
-from kfuse.train import results, running
+from kfuse.train import evaluation, running
 from kfuse.train.context import TrainContext
 from kfuse.train.decisions import Decisions
-from kfuse.train.forward import Forward
 from kfuse.train.load_balance import take_measured
-from kfuse.train.model_checks import BufferWatch, refuse_uneven_embeddings
 from kfuse.train.policy_calls import PolicyCalls
+from kfuse.train.precision import Forward
 from kfuse.train.progress import Stage
 from kfuse.train.recovery import Recovery
 from kfuse.train.sampling import Sampling
@@ -49,18 +48,13 @@ class Trainer:
         model, opt, comm = training.model, training.opt, self.session.comm
         self._exits: Callable[[], contextlib.AbstractContextManager[None]]
         self._exits = running.exits_are_errors if training.exits_are_errors else contextlib.nullcontext
-        precision, device = self.settings.train_precision, self.session.group.device
-        self._forward = Forward(model, training.objective, opt, training.heldout, precision, device)
+        self._forward = Forward(model, training.objective, opt, self.settings.train_precision)
         reproducible = opt.engine.options.reproducible
         self._sampling = Sampling(self.session, self.settings, self.progress, self._sampler, reproducible)
         self._synchronisation = Synchronisation(training, self._new_pair)
         self.decisions = Decisions(training)
         self.calls = PolicyCalls(training, self.decisions)
-        may_differ = training.has_several_workers or comm.reproducible
-        if may_differ:
-            refuse_uneven_embeddings(model)
         opt.sync_buffers(model)
-        self._buffers = BufferWatch(model, opt.engine.averaged.tensors, may_differ)
         self._fetcher = training.new_fetcher()
         self._audit = None if comm.audit_every is None else self._new_audit(comm.audit_every)
         parts: dict[str, Stateful] = {
@@ -208,7 +202,6 @@ class Trainer:
         at, rank, objective = self.progress, self.session.group.rank, self._training.objective
         samples = self._sampling.of_next_step()
         self.decisions.rate.set()
-        self._buffers.before_step()
         if self._scheduler is not None:
             self._scheduler.before_step()
         self._synchronisation.before_step()
@@ -306,7 +299,6 @@ class Trainer:
         )
         if self._scheduler is not None:
             self._scheduler.after_step()
-        self._buffers.after_step(self.session.group.rank == 0)
         at.samples += count
         at.cursor += count
         if at.is_local:
@@ -330,7 +322,7 @@ class Trainer:
         at = self.progress
         over = at.is_last_step(self.settings, self._epoch_is_over)
         saves = at.is_apart and self._recovery.checkpoint_is_due(at.step + 1)
-        common = saves or self._epoch_is_over or results.evaluation_is_due(self._training, self._epoch_is_over)
+        common = saves or self._epoch_is_over or evaluation.evaluation_is_due(self._training, self._epoch_is_over)
         self._synchronisation.after_step(common, over)
 
     @property
@@ -338,8 +330,8 @@ class Trainer:
         return self.progress.cursor == self._sampler.length
 
     def _evaluate_when_due(self) -> None:
-        if results.evaluation_is_due(self._training, self._epoch_is_over):
-            results.evaluate_once(self._training, self._synchronisation, self.progress.step + 1)
+        if evaluation.evaluation_is_due(self._training, self._epoch_is_over):
+            evaluation.evaluate_once(self._training, self._synchronisation, self.progress.step + 1)
 
     def _after_epoch_when_over(self) -> None:
         if self._epoch_is_over:
@@ -355,12 +347,12 @@ class Trainer:
         """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
         self._synchronisation.finish()
         if not self.progress.stop:
-            results.evaluate_once(self._training, self._synchronisation, self.progress.step)
+            evaluation.evaluate_once(self._training, self._synchronisation, self.progress.step)
         self._recovery.save_last()
         if self._training.user_loop:  # its loader's state_dict may be called later
             self._recovery.keep_ended()
         self._report_and_decide(lag=0)
-        self.result = results.summary(self._training, self.decisions.rate.now, time.perf_counter() - self._started)
+        self.result = evaluation.summary(self._training, self.decisions.rate.now, time.perf_counter() - self._started)
         self._reporter.summary(self.result)
         self.over = self.session.finish()
         if not self.over:
