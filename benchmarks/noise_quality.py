@@ -65,7 +65,8 @@ class Problem:
 
 def digits() -> Problem:
     data = load_digits().train
-    return Problem("digits, MLP", "images", lambda: MLP((1, 8, 8), 10), data.x, data.y, batch=64, runs=6)
+    x, y = data.fetch(np.arange(len(data)))
+    return Problem("digits, MLP", "images", lambda: MLP((1, 8, 8), 10), x, y, batch=64, runs=6)
 
 
 def text(samples: int, length: int = 32) -> Problem:

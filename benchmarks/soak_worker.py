@@ -31,7 +31,7 @@ def blobs(samples: int = 1500, classes: int = 10) -> DataSplit:
     x = torch.randn(classes, 64, generator=generator)[y] + 2 * torch.randn(samples, 64, generator=generator)
     held = samples // 5
     spec: dict[str, Any] = {"input_shape": (64,), "num_classes": classes}
-    return DataSplit(TensorData(x[held:], y[held:]), TensorData(x[:held], y[:held]), spec)
+    return DataSplit(TensorData((x[held:], y[held:])), TensorData((x[:held], y[:held])), spec)
 
 
 class Obedient(BasePolicy):

@@ -84,7 +84,7 @@ class Digits(Problem):
 
     def data(self, seed: int) -> TensorData:
         (x, y), _ = self._digits
-        return TensorData(x[: self.samples], y[: self.samples])
+        return TensorData((x[: self.samples], y[: self.samples]))
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -114,7 +114,7 @@ class Text(Problem):
 
     def data(self, seed: int) -> TensorData:
         train = self._split.train
-        return TensorData(*train.fetch(np.linspace(0, len(train) - 1, self.samples).astype(np.int64)))
+        return TensorData(train.fetch(np.linspace(0, len(train) - 1, self.samples).astype(np.int64)))
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -153,7 +153,7 @@ class Quadratic(Problem):
     def data(self, seed: int) -> TensorData:
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.samples, len(self.h), generator=generator) / self.h.sqrt()
-        return TensorData(noise, torch.zeros(self.samples))
+        return TensorData((noise, torch.zeros(self.samples)))
 
     def model(self, seed: int) -> nn.Module:
         return _Point(self.h)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import kfuse as kf
-from kfuse.data import NestedData, as_dataset
+from kfuse.data import TensorData, as_dataset
 from kfuse.data.batch import names, to_device
 
 CPU = torch.device("cpu")
@@ -170,12 +170,12 @@ def test_nested_tensors_are_samples() -> None:
     rows = np.array([4, 1])
     for nested in (Columns(x, {"y": y}), {"x": x, "y": {"y": y}}, {"x": x.numpy(), "y": {"y": y}}):
         data = as_dataset(nested)
-        assert isinstance(data, NestedData) and len(data) == 5
+        assert isinstance(data, TensorData) and len(data) == 5
         got = data.fetch(rows)
         got = vars(got) if isinstance(got, Columns) else got
         assert torch.equal(got["x"], x[[4, 1]]) and got["y"]["y"].tolist() == [4, 1]
     for samples in ([(x, y), (x, y)], ((x, 1), (x, 2)), ((x, y), (x[:2], y[:2]))):
-        assert not isinstance(as_dataset(samples), NestedData)  # two samples
+        assert not isinstance(as_dataset(samples), TensorData)  # two samples
     with pytest.raises(ValueError, match=r"\(5, 2\), \(4,\): must have the same first dimension"):
         as_dataset({"x": x, "y": y[:4]})
 

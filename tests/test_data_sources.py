@@ -27,7 +27,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
     default_collate,
     default_convert,
     get_worker_info,
@@ -111,11 +110,6 @@ def test_a_number_means_the_same_sample_in_any_order_of_reading(lengths: list[in
     assert fetched(SourceStream(Shards(*lengths, block=block)), order) == [expected[n] for n in order]
 
 
-def test_a_pass_over_equal_shards_uses_each_sample_once() -> None:
-    samples = fetched(SourceStream(Shards(24, 24, 24, block=8)), range(72))
-    assert sorted(samples) == [(s, p) for s in range(3) for p in range(24)]
-
-
 # -- seeking -----------------------------------------------------------------------------------------------------------
 
 
@@ -173,16 +167,14 @@ def test_an_iterable_data_set_gives_each_number_its_sample(length: int, numbers:
     assert fetched(IterableStream(Letters(length)), numbers) == [n % length for n in numbers]
 
 
-def test_an_iterable_data_set_is_read_on_and_only_to_go_back_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_iterable_data_set_is_read_on_and_only_to_go_back_from_the_start() -> None:
     data = Letters(1000)
     stream = IterableStream(data)
     fetched(stream, range(8, 16))
     fetched(stream, range(24, 32))
-    assert data.read == 32 and not caplog.records
+    assert data.read == 32
     fetched(stream, range(16, 24))
     assert data.read == 32 + 24
-    [said] = [record.message for record in caplog.records]
-    assert said == "Letters: back from sample 32 to 16: the stream is read again from its start"
 
 
 def test_a_failure_while_reading_is_not_taken_for_the_end() -> None:
@@ -208,69 +200,50 @@ def test_a_failure_while_reading_is_not_taken_for_the_end() -> None:
 
 
 class Other:
-    """A source with these attributes."""
+    """A source with these shards, and an `open` that gives what is made."""
 
-    def __init__(self, shards: Any = 1, made: Any = None, **more: Any) -> None:
-        self.shards, self.made = shards, made
-        self.__dict__.update(more)
+    def __init__(self, shards: int = 1, made: Any = None, block: int = 16) -> None:
+        self.shards, self.made, self.block = shards, made, block
 
     def open(self, shard: int, position: int) -> Any:
-        return self.made(shard, position) if callable(self.made) else self.made
+        return self.made(shard, position)
 
 
-def test_a_wrong_source_is_refused_in_one_line() -> None:
+def test_what_is_no_stream_is_refused_or_left_alone() -> None:
     for source, kind, said in [
-        (Shards(0), DataError, "Shards: shard 0 is empty: each of 1 must have a sample"),
-        (Other(made=[1, 2, 3]), TypeError, r"Other.open\(0, 0\): must return an iterator, not list"),
-        (Other(made=None), TypeError, r"Other.open\(0, 0\): must return an iterator, not NoneType"),
-        (Other(shards=0), DataError, "Other.shards=0: must be at least 1"),
-        (Other(shards="many"), TypeError, "Other.shards='many': must be a whole number"),
-        (Other(shards=2, block=0.5), TypeError, "Other.block=0.5: must be a whole number"),
+        (Shards(0), DataError, "Shards: shard 0 gave no sample: each of 1 must have one"),
+        (Other(shards=0), DataError, "Other: shards=0, block=16: must be at least 1"),
+        (Other(block=0), DataError, "Other: shards=1, block=0: must be at least 1"),
         (iter([1, 2]), TypeError, "list_iterator: can be read once only"),
-        ((i for i in range(3)), TypeError, "generator: can be read once only"),
     ]:
-        with pytest.raises(kind, match=said) as caught:
+        with pytest.raises(kind, match=said):
             as_stream(source)
-        assert "\n" not in str(caught.value)
+    array = type("Array", (list,), {"shards": 1, "open": lambda self, shard, position: None})([1, 2])
+    for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None, array):
+        assert as_stream(data) is None
 
 
 def test_where_there_is_no_sample_it_is_said() -> None:
-    for stream, numbers, said in [
-        (lambda: SourceStream(Shards(9, 0, block=4)), range(9), "Shards: shard 1 is empty"),
-        (lambda: IterableStream(Letters(0)), range(2), "Letters: is empty"),
-    ]:
-        with pytest.raises(DataError, match=said) as caught:
-            fetched(stream(), numbers)
-        assert "\n" not in str(caught.value)
-
-
-def test_a_shard_that_changes_is_refused() -> None:
-    asked: list[int] = []
-
-    def made(shard: int, position: int) -> Iterator[int]:
-        asked.append(position)
-        return iter(range(position, 3)) if len(asked) < 3 else iter(())
-
-    with pytest.raises(DataError, match=r"Other.open\(0, 0\): gave no sample, and the shard has 3"):
-        fetched(SourceStream(Other(made=made)), range(4))
-
-
-def test_an_iteration_that_begins_only_once_is_refused_at_its_end() -> None:
     class Once(IterableDataset):
-        def __init__(self) -> None:
-            self.samples = iter(range(3))
+        samples = iter(range(3))
 
         def __iter__(self) -> Iterator[int]:
             return self.samples
 
-    with pytest.raises(DataError, match="Once: gave 3 samples, and another iteration none"):
-        fetched(IterableStream(Once()), range(4))
+    asked: list[int] = []
 
+    def changing(shard: int, position: int) -> Iterator[int]:
+        asked.append(position)
+        return iter(range(position, 3)) if len(asked) < 3 else iter(())
 
-def test_other_data_is_no_stream() -> None:
-    array = type("Array", (list,), {"shards": 1, "open": lambda self, shard, position: None})([1, 2])
-    for data in ((torch.zeros(2), torch.zeros(2)), [(1, 2)], random, None, array):
-        assert as_stream(data) is None
+    for stream, said in [
+        (lambda: SourceStream(Shards(9, 0, block=4)), "Shards: shard 1 gave no sample"),
+        (lambda: SourceStream(Other(made=changing)), "Other: shard 0 gave no sample"),
+        (lambda: IterableStream(Letters(0)), "Letters: an iteration gave no sample, after 0 of those before"),
+        (lambda: IterableStream(Once()), "Once: an iteration gave no sample, after 3 of those before"),
+    ]:
+        with pytest.raises(DataError, match=said):
+            fetched(stream(), range(9))
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -352,9 +325,8 @@ def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
     source = Regression(30, 50, 20)
     model, opt = linear()
     signals = Recorder()
-    summary = kf.fit(
-        model, source, opt, kf.Hook(signals), train_steps=12, batch_size=16, batch_micro=4, lr_decay="cosine"
-    )
+    how: dict[str, Any] = {"batch_size": 16, "batch_micro": 4, "lr_decay": "cosine"}
+    summary = kf.fit(model, source, opt, kf.Hook(signals), train_steps=12, **how)
     assert summary is not None
     got = {name: summary[name] for name in ("steps", "epochs", "samples", "exit_reason")}
     assert got == {"steps": 12, "epochs": 0, "samples": 192, "exit_reason": "steps"}
@@ -364,17 +336,8 @@ def test_a_stream_is_trained_on_as_its_samples_in_order_are() -> None:
 
     rows = [next(Regression(30, 50, 20).open(*at)) for at in source.seen[1:]]
     by_hand, plain = linear()
-    everything = TensorDataset(*(torch.stack(c) for c in zip(*rows, strict=True)))
-
-    class InOrder:
-        def __len__(self) -> int:
-            return 192
-
-        def fetch(self, indices: np.ndarray, generator: Any = None) -> Any:
-            return everything[indices]
-
     with patch("kfuse.data.sampler.permutation", lambda length, seed, epoch: np.arange(length)):
-        kf.fit(by_hand, InOrder(), plain, train_epochs=1, batch_size=16, batch_micro=4, lr_decay="cosine")
+        kf.fit(by_hand, rows, plain, train_epochs=1, **how)
     assert params_sha256(by_hand) == summary["params_sha256"]
 
 
@@ -422,16 +385,14 @@ def test_a_scheduler_by_the_epoch_is_refused_for_a_stream() -> None:
 
 def test_a_loop_of_ones_own_takes_a_stream() -> None:
     model, opt = linear()
-    steps = 0
     loop = kf.DataLoader(Regression(30, 30), model, opt, train_steps=5, batch_size=8)
-    for step in loop:
-        assert (len(loop), loop.epoch, loop.step) == (5, 0, steps)
+    for number, step in enumerate(loop):
+        assert (len(loop), loop.epoch, loop.step) == (5, 0, number)
         for x, y in step:
             torch.nn.functional.mse_loss(model(x), y).backward()
         opt.step()
         opt.zero_grad()
-        steps += 1
-    assert steps == 5
+    assert number == 4
 
 
 # -- a torch DataLoader given as data ----------------------------------------------------------------------------------
@@ -481,10 +442,10 @@ def test_what_a_data_loader_holds_is_taken_over() -> None:
     def init(worker: int) -> None:
         pass
 
-    loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, pin_memory=True, worker_init_fn=init)
+    loader = DataLoader(pairs(), 9, True, num_workers=2, prefetch_factor=3, worker_init_fn=init)
     given = training_data(loader)
     assert isinstance(given.data, MapData) and given.data.dataset is loader.dataset
-    assert given.of_loader == {"batch_size": 9, "data_workers": 2, "data_prefetch": 3, "data_pin_memory": True}
+    assert given.of_loader == {"batch_size": 9, "data_workers": 2, "data_prefetch": 3}
     assert (given.worker_init_fn, given.remarks) == (init, ())
     assert training_data(loader, None, print).worker_init_fn is print
     remarks = training_data(DataLoader(pairs(), 9, True, drop_last=True, generator=torch.Generator())).remarks
@@ -506,63 +467,23 @@ class Pairs(DataLoader):
         return iter(())
 
 
-def accelerated() -> DataLoader:
-    """As accelerator.prepare() makes one: of a class of Accelerate's."""
-    return type("DataLoaderShard", (DataLoader,), {"__module__": "accelerate.data_loader"})(pairs(), 4, shuffle=True)
-
-
-ragged = [(torch.zeros(n), 0) for n in range(1, 40)]
+ORDER, OWN = r"DataLoader\(sampler=.*make it with shuffle=True", "makes its own batches"
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (DataLoader(pairs(), 4), {}, DataError, r"DataLoader\(shuffle=False\): .*make it with shuffle=True"),
-    (
-        DataLoader(pairs(), 4, sampler=WeightedRandomSampler([1.0] * 48, 48)),
-        {},
-        DataError,
-        r"DataLoader\(sampler=WeightedRandomSampler\): kfuse uses each sample once an epoch",
-    ),
-    (
-        DataLoader(pairs(), 4, sampler=RandomSampler(pairs(), num_samples=10)),
-        {},
-        DataError,
-        r"DataLoader\(sampler=RandomSampler\): kfuse uses each sample once an epoch",
-    ),
-    (
-        DataLoader(pairs(), 4, sampler=RandomSampler(range(20))),
-        {},
-        DataError,
-        r"DataLoader\(sampler=RandomSampler\): kfuse uses each sample once an epoch",
-    ),
-    (
-        DataLoader(pairs(), 4, sampler=DistributedSampler(pairs(), 2, 0)),
-        {},
-        DataError,
-        r"DataLoader\(sampler=DistributedSampler\): kfuse distributes the samples over its workers",
-    ),
-    (
-        DataLoader(pairs(), batch_sampler=BatchSampler(RandomSampler(pairs()), 4, False)),
-        {},
-        DataError,
-        r"DataLoader\(batch_sampler=\) makes its own batches",
-    ),
-    (DataLoader(pairs(), batch_size=None), {}, DataError, r"DataLoader\(batch_size=None\) makes its own batches"),
-    (DataLoader(Rows(), batch_size=None), {"train_steps": 3}, DataError, r"DataLoader\(batch_size=None\) makes"),
+    (DataLoader(pairs(), 4), {}, DataError, ORDER),
+    (DataLoader(pairs(), 4, sampler=RandomSampler(pairs(), num_samples=10)), {}, DataError, ORDER),
+    (DataLoader(pairs(), 4, sampler=RandomSampler(pairs(), replacement=True)), {}, DataError, ORDER),
+    (DataLoader(pairs(), 4, sampler=DistributedSampler(pairs(), 2, 0)), {}, DataError, ORDER),
+    (DataLoader(pairs(), batch_sampler=BatchSampler(RandomSampler(pairs()), 4, False)), {}, DataError, OWN),
+    (DataLoader(Rows(), batch_size=None), {"train_steps": 3}, DataError, OWN),
     (Pairs(pairs(), 4, shuffle=True), {}, DataError, "Pairs iterates in its own way"),
-    (accelerated(), {}, DataError, "prepared by Accelerate: pass the one that was given to"),
     (iter(DataLoader(pairs(), 4)), {}, TypeError, "_SingleProcessDataLoaderIter: can be read once only"),
-    ((pair for pair in pairs()), {}, TypeError, "generator: can be read once only"),
     (Rows(), {}, ValueError, "train_epochs=1"),
     (Rows(), {"train_epochs": 2, "train_steps": 5}, ValueError, "train_epochs=2"),
-    (Shards(0), {"train_steps": 5}, DataError, "Shards: shard 0 is empty"),
-    (Letters(0), {"train_steps": 5}, DataError, "Letters: is empty"),
-    (Other(made=[1]), {"train_steps": 5}, TypeError, "must return an iterator, not list"),
+    (Letters(0), {"train_steps": 5}, DataError, "Letters: an iteration gave no sample"),
     ([torch.zeros(3), torch.zeros(4)], {}, ValueError, "must have the same first dimension"),
-    (ragged, {}, TypeError, "samples of list need collate_fn=, the default fails .*equal size"),
-    (pairs(), {"collate_fn": "pad"}, TypeError, "collate_fn='pad': must be a function"),
-    (Rows(), {"collate_fn": "pad", "train_steps": 3}, TypeError, "collate_fn='pad': must be a function"),
+    ([(torch.zeros(n), 0) for n in range(1, 40)], {}, RuntimeError, "stack expects each tensor to be equal size"),
     ((torch.zeros(3, 3), torch.zeros(3)), {"collate_fn": list}, TypeError, "collate_fn= with tuple, whose samples are"),
-    (ragged, {"data_workers": 1}, TypeError, "samples of list need collate_fn=, the default fails"),
     (DataLoader(Rows(), 4, num_workers=2), {"train_steps": 3}, DataError, "data_workers=2 with Rows, which cannot"),
-    (pairs(), {"heldout": Rows()}, DataError, "heldout=Rows: a stream has no length"),
     (pairs(), {"heldout": Regression(9)}, DataError, "heldout=Regression: a stream has no length"),
     (
         pairs(),
@@ -602,18 +523,15 @@ def test_several_workers_are_told_whose_batch_it_is() -> None:
     assert second == []
 
 
-@pytest.mark.parametrize("train", [["train.epochs=2", "train.steps=9"], ["train.epochs=2"]])
-def test_the_command_line_refuses_epochs_of_a_stream(train: list[str]) -> None:
+def test_the_command_line_refuses_epochs_of_a_stream_and_names_the_wrong_part(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"train\.epochs=2: must be null"):
-        compose([*train, "data._target_=streams.split", "model=mlp"])
-    assert compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])["train"]["steps"] == 9
-
-
-def test_the_command_line_names_the_part_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+        compose(["train.epochs=2", "data._target_=streams.split", "model=mlp"])
+    endless = ["train.epochs=null", "train.steps=9", "data._target_=streams.split"]
+    assert compose(endless)["train"]["steps"] == 9
     wrong = DataSplit(streams.Digits(), streams.Digits())
     monkeypatch.setattr(streams, "split", lambda: wrong)
     with pytest.raises(ConfigError, match="heldout: heldout=Digits: a stream has no length"):
-        compose(["train.epochs=null", "train.steps=9", "data._target_=streams.split"])
+        compose(endless)
 
 
 def test_the_example_of_the_documentation_reads_its_files(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import resource
@@ -105,13 +104,6 @@ def test_any_plan_fetches_the_same_batches(
                     epoch, cursor = epoch + 1, 0
 
 
-def test_only_what_is_asked_for_in_order_is_given() -> None:
-    with (fed := feeder()).running():
-        fed.expect(plan(0, 0))
-        with pytest.raises(AssertionError, match="is asked for, and Task"):
-            fed.fetch(Task(0, 4, 4))
-
-
 def test_results_that_fit_a_changed_plan_are_not_fetched_again(tmp_path: Path) -> None:
     class Counting(Noise):
         def __getitem__(self, i: int) -> tuple[Tensor, int]:
@@ -121,17 +113,15 @@ def test_results_that_fit_a_changed_plan_are_not_fetched_again(tmp_path: Path) -
 
     with (fed := feeder(Counting(), workers=1, prefetch=4)).running():
         fed.expect(plan(0, 0))
-        first = fed.fetch(Task(0, 0, 4))
-        fed.fetch(Task(0, 4, 4))
+        for cursor in (0, 4):
+            fed.fetch(Task(0, cursor, 4))
         wait_until("four more to be fetched", lambda: len((tmp_path / "fetched").read_text().split()) >= 24)
-        fed.expect(plan(0, 8, batch=16))  # the same micro-batches, in larger steps
-        for cursor in range(8, LENGTH, 4):
-            if cursor == 24:
-                fed.expect(plan(0, 24, batch=16))
+        for cursor in range(8, LENGTH, 4):  # the same micro-batches, in larger steps
+            if cursor in (8, 24):
+                fed.expect(plan(0, cursor, batch=16))
             fed.fetch(Task(0, cursor, 4))
         epoch = (tmp_path / "fetched").read_text().split()[:LENGTH]
     assert sorted(map(int, epoch)) == list(range(LENGTH))
-    assert_equal(first, Task(0, 0, 4))
 
 
 def noise_seen(**loading: Any) -> tuple[dict[int, list[float]], list[float]]:
@@ -157,29 +147,20 @@ def test_training_has_the_same_bits_with_any_number_of_loader_processes() -> Non
 
 
 def test_many_requests_and_large_replies_do_not_wait_for_each_other() -> None:
-    """Neither fits into a pipe."""
+    """The replies do not fit into a pipe. What cannot be pickled is fetched, too."""
 
     class Words(Noise):
+        lock, function = threading.Lock(), lambda x: x
+
         def __getitem__(self, i: int) -> Any:
             return "word " * 50_000
 
-    with (fed := feeder(Words(), prefetch=1000)).running():
+    with (fed := feeder(Words(), prefetch=32)).running():
         for cursor in (0, 8, 16):
-            for batch in (8, 9, 16, 8):  # each another plan: requests are dropped, and others sent
+            for batch in (8, 9, 16, 8):  # each another plan, whose other tasks are not needed
                 fed.expect(plan(0, cursor, batch=batch, micro=2))
             for at in range(cursor, cursor + 8, 2):
                 assert list(fed.fetch(Task(0, at, 2))) == ["word " * 50_000] * 2
-    assert children() == set()
-
-
-def test_a_data_set_that_cannot_be_pickled_works() -> None:
-    class Local(Noise):
-        def __init__(self) -> None:
-            self.lock, self.function = threading.Lock(), lambda x: x
-
-    with (fed := feeder(Local())).running():
-        fed.expect(plan(0, 0))
-        assert_equal(fed.fetch(Task(0, 0, 4)), Task(0, 0, 4))
 
 
 def test_the_data_set_sees_a_loader_process_as_torchs() -> None:
@@ -209,18 +190,15 @@ class Broken(Noise):
         raise KeyError(f"sample {i} is damaged")
 
 
-def place_of(index: int) -> int:
-    return EpochSampler(LENGTH, SEED).indices(0, 0, LENGTH).tolist().index(index)
-
-
 def test_an_exception_in_the_data_set_is_raised_at_the_step_that_needs_it() -> None:
+    needed = EpochSampler(LENGTH, SEED).indices(0, 0, LENGTH).tolist().index(7) // 4 * 4
     with (fed := feeder(Broken(), workers=2, prefetch=8)).running():
-        for cursor in range(0, place_of(7) // 4 * 4, 4):
+        for cursor in range(0, needed, 4):
             fed.expect(plan(0, cursor, batch=4))
             fed.fetch(Task(0, cursor, 4))
-        fed.expect(plan(0, place_of(7) // 4 * 4, batch=4))
+        fed.expect(plan(0, needed, batch=4))
         with pytest.raises(KeyError, match="sample 7 is damaged") as caught:
-            fed.fetch(Task(0, place_of(7) // 4 * 4, 4))
+            fed.fetch(Task(0, needed, 4))
     [note] = caught.value.__notes__
     assert "in loader process" in note and "in open" in note and note.endswith("KeyError: 'sample 7 is damaged'")
 
@@ -230,35 +208,38 @@ class Unpicklable(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def test_an_exception_that_cannot_be_sent_keeps_its_text() -> None:
-    class Raising(Noise):
-        def __getitem__(self, i: int) -> Any:
-            raise Unpicklable(1, 2)
+class Raising(Noise):
+    def __getitem__(self, i: int) -> Any:
+        raise Unpicklable(1, 2)
 
-    with (fed := feeder(Raising())).running():
+
+class Derived(Noise):
+    def fetch(self, indices: np.ndarray, generator: Any = None) -> Any:
+        return torch.zeros(len(indices)), torch.zeros(len(indices), requires_grad=True) * 2
+
+
+class Leaving(Noise):
+    def __getitem__(self, i: int) -> Any:
+        os._exit(5)
+
+
+def no_file(number: int) -> None:
+    raise OSError(f"no file for loader {number}")
+
+
+@pytest.mark.parametrize(
+    ("data", "init", "kind", "said"),
+    [
+        (MapData(Raising()), None, RuntimeError, "Unpicklable: 1 and 2"),  # an exception that cannot be sent
+        (Derived(), None, RuntimeError, "requires_grad"),  # a batch that cannot be sent
+        (MapData(Noise()), no_file, OSError, "no file for loader 0"),
+        (MapData(Leaving()), None, LoaderError, r"\d \(pid \d+\) ended with exit status 5.*the second one lost"),
+    ],
+)
+def test_what_fails_in_a_loader_process_is_said(data: Any, init: Any, kind: type[Exception], said: str) -> None:
+    with (fed := Feeder(data, EpochSampler(LENGTH, SEED), Loading(1, init=init), CPU)).running():
         fed.expect(plan(0, 0))
-        with pytest.raises(RuntimeError, match="Unpicklable: 1 and 2"):
-            fed.fetch(Task(0, 0, 4))
-
-
-def test_a_batch_that_cannot_be_sent_says_so() -> None:
-    class Derived(Noise):
-        def fetch(self, indices: np.ndarray, generator: Any = None) -> Any:
-            return torch.zeros(len(indices)), torch.zeros(len(indices), requires_grad=True) * 2
-
-    with (fed := Feeder(Derived(), EpochSampler(LENGTH, SEED), Loading(1), CPU)).running():
-        fed.expect(plan(0, 0))
-        with pytest.raises(RuntimeError, match="requires_grad"):
-            fed.fetch(Task(0, 0, 4))
-
-
-def test_an_exception_of_worker_init_fn_is_raised() -> None:
-    def init(number: int) -> None:
-        raise OSError(f"no file for loader {number}")
-
-    with (fed := feeder(init=init)).running():
-        fed.expect(plan(0, 0))
-        with pytest.raises(OSError, match="no file for loader 0"):
+        with pytest.raises(kind, match=said):
             fed.fetch(Task(0, 0, 4))
 
 
@@ -298,34 +279,8 @@ def test_a_loader_process_that_is_killed_is_restarted(caplog: pytest.LogCaptureF
                 os.kill(first[0], signal.SIGKILL)
             for task in tasks_of_step(plan(0, cursor)):
                 assert_equal(fed.fetch(task), task)
-        assert len(lost) == 1 and lost[0][0] == first[0] and "SIGKILL" in lost[0][1]
-        [said] = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert f"(pid {first[0]}) was ended by SIGKILL" in said.getMessage()
-        assert "another takes its place" in said.getMessage()
-
-
-def test_a_loader_process_that_exits_is_named() -> None:
-    class Leaving(Noise):
-        def __getitem__(self, i: int) -> Any:
-            os._exit(5)
-
-    with (fed := feeder(Leaving())).running():
-        fed.expect(plan(0, 0))
-        with pytest.raises(LoaderError, match=r"\d \(pid \d+\) ended with exit status 5.*the second one lost"):
-            fed.fetch(Task(0, 0, 4))
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "said"),
-    [
-        ({"data_workers": -1}, ValueError, "data_workers=-1"),
-        ({"data_workers": 1, "worker_init_fn": 3}, TypeError, "worker_init_fn=3: must be a function"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_training(given: dict[str, Any], kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        noise_seen(**given)
-    assert children() == set()
+    [(pid, how)] = lost
+    assert pid == first[0] and "SIGKILL" in how and f"(pid {pid}) was ended by SIGKILL" in caplog.text
 
 
 # -- none is left -------------------------------------------------------------------------------------------------
@@ -357,14 +312,12 @@ def test_loader_processes_live_as_long_as_the_loop() -> None:
     assert not any(is_alive(pid) for pid in seen)
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_busy_loader_process_keeps_no_training_from_ending(busy: bool) -> None:
-    class Slow(Noise):
+def test_a_busy_loader_process_keeps_no_training_from_ending() -> None:
+    class Stuck(Noise):
         def __getitem__(self, i: int) -> Any:
-            signal.pause() if busy else None
-            return super().__getitem__(i)
+            signal.pause()
 
-    with (fed := feeder(Slow(), workers=2)).running():
+    with (fed := feeder(Stuck(), workers=2)).running():
         fed.expect(plan(0, 0))
     assert children() == set()
 
@@ -422,13 +375,11 @@ def test_loader_processes_are_killed_with_their_training_worker() -> None:
     process.communicate()
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError(), BrokenPipeError(), EOFError(), ValueError("a defect")])
-def test_a_loader_process_tells_no_news_of_a_script_that_ends(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loader_process_tells_no_news_of_a_script_that_ends(capsys: pytest.CaptureFixture[str]) -> None:
     """A script that ends as it receives a tensor closes the connection, at any of its messages."""
-    _silent_without_parent(type(error), error, None)
-    assert capsys.readouterr().err == ("ValueError: a defect\n" if isinstance(error, ValueError) else "")
+    for error in (ConnectionResetError(), BrokenPipeError(), EOFError(), ValueError("a defect")):
+        _silent_without_parent(type(error), error, None)
+    assert capsys.readouterr().err == "ValueError: a defect\n"
 
 
 @pytest.mark.full
@@ -436,11 +387,8 @@ def test_a_loader_process_tells_no_news_of_a_script_that_ends(
     ("act", "sent", "status", "said"),
     [
         ("pass", signal.SIGKILL, -signal.SIGKILL, ""),
-        ("pass", signal.SIGTERM, -signal.SIGTERM, ""),
         ("pass", signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt"),
-        ("break", None, 0, ""),
         ("sys.exit(4)", None, 4, ""),
-        ("1 / 0", None, 1, "ZeroDivisionError"),
         ("step.trainer = (step, sys.exc_info()); raise SystemExit(6)", None, 6, ""),
     ],
 )

@@ -86,10 +86,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return undisturbed_job(tmp_path_factory.mktemp("undisturbed"), TRAINING)
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(
-    number: int, undisturbed: Job, tmp_path: Path
-) -> None:
+def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(undisturbed: Job, tmp_path: Path) -> None:
+    number = 3
     seen: set[int] = set()
 
     async def disturb(supervisor: Supervisor, job: Job) -> None:
@@ -119,42 +117,35 @@ def test_a_worker_and_a_loader_process_are_killed_and_the_job_is_resized(
 
 def test_a_lost_workers_loader_processes_do_not_delay_the_others(undisturbed: Job, tmp_path: Path) -> None:
     """They have its connections open. The others notice its end by those, long before the job's timeouts."""
-    held: list[list[int]] = []
+    held: list[int] = []
 
     async def kill(supervisor: Supervisor, job: Job) -> None:
         await until("steps", lambda: len(job.metrics) > 10)
         assert supervisor.job.view is not None
         pid = supervisor.job.view.members[1].pid
-        held.append(loaders(pid))
+        held.extend(loaders(pid))
         os.kill(pid, signal.SIGKILL)
-        await until("the loader processes' end", lambda: not any(map(is_alive, held[0])))
+        await until("the loader processes' end", lambda: not any(map(is_alive, held)))
 
-    pauses = {}
-    for number in (0, 3):
-        held.clear()
-        settings = [*TRAINING, "workers.count=2", "comm.timeout_s=600", "elastic.heartbeat_timeout_s=600"]
-        policy = chaos(tmp_path / str(number), pace_s=0.02)
-        job = run_job(tmp_path / f"run{number}", [*settings, f"data.workers={number}", *policy], kill)
-        assert_same_training(job, undisturbed)
-        assert len(held[0]) == number
-        [view] = [view for view in job.views if view["reason"] == "failure"]
-        lost, again = (event["time"] for event in (job.of_kind("failure")[0], view))
-        pauses[number] = again - lost
-    print("from the loss to the next view:", pauses)
+    settings = [*TRAINING, "workers.count=2", "comm.timeout_s=600", "elastic.heartbeat_timeout_s=600"]
+    job = run_job(tmp_path / "run", [*settings, "data.workers=3", *chaos(tmp_path, pace_s=0.02)], kill)
+    assert_same_training(job, undisturbed)
+    assert len(held) == 3
+    [view] = [view for view in job.views if view["reason"] == "failure"]
+    assert view["time"] - job.of_kind("failure")[0]["time"] < 60
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_run_that_is_killed_resumes_with_the_same_bits(number: int, undisturbed: Job, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_resumes_with_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
     settings = [*TRAINING, "checkpoint.every_steps=7", "checkpoint.resume=auto", "workers.count=2"]
     paced = chaos(tmp_path, pace_s=0.02)
-    with command_line(tmp_path / "run", [*settings, f"data.workers={number}", *paced]) as (process, job):
+    with command_line(tmp_path / "run", [*settings, "data.workers=3", *paced]) as (process, job):
         wait_until("a checkpoint", lambda: len(job.metrics) > 20)
         held = [pid for view in job.views for worker in view["workers"] for pid in loaders(worker["pid"])]
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert len(held) == 2 * number
+    assert len(held) == 6
     wait_until("all to end", lambda: not any(map(is_alive, held)))
-    job = run_job(tmp_path / "run", [*settings, f"data.workers={3 - number}", *chaos(tmp_path / "again")])
+    job = run_job(tmp_path / "run", [*settings, *chaos(tmp_path / "again")])
     assert job.error is None, job.told()
     assert job.summary["params_sha256"] == undisturbed.summary["params_sha256"]
 
@@ -177,19 +168,19 @@ def test_a_stopped_job_ends_in_order(sent: signal.Signals, tmp_path: Path) -> No
     wait_until("all to end", lambda: not any(map(is_alive, held)))
 
 
-def test_a_damaged_sample_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    settings = [*TRAINING, "workers.count=2", "data.workers=2", "+data.broken=77"]
-    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path)]) as (process, job):
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["workers.count=2", "data.workers=2"], "ValueError: sample 77 is damaged"),
+        (["data.workers=1", "+data.dies=true", "elastic.max_failures=2"], "the second one lost"),
+    ],
+)
+def test_a_sample_that_cannot_be_had_ends_the_job_and_says_why(settings: list[str], said: str, tmp_path: Path) -> None:
+    with command_line(tmp_path / "run", [*TRAINING, "+data.broken=77", *settings, *chaos(tmp_path)]) as (process, job):
         assert process.wait() == 1
-    assert "ValueError: sample 77 is damaged" in job.lines[-1], job.lines[-5:]
-    assert any(line.strip().startswith("File") and "__getitem__" in line for line in job.lines)
-
-
-def test_a_loader_process_that_dies_at_a_sample_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    settings = [*TRAINING, "data.workers=1", "+data.broken=77", "+data.dies=true", "elastic.max_failures=2"]
-    with command_line(tmp_path / "run", [*settings, *chaos(tmp_path)]) as (process, job):
-        assert process.wait() == 1
-    assert "the second one lost" in job.lines[-1], job.lines[-5:]
+    assert said in job.lines[-1], job.lines[-5:]
+    in_the_data_set = any(line.strip().startswith("File") and "__getitem__" in line for line in job.lines)
+    assert in_the_data_set == ("damaged" in said)
 
 
 def test_steps_and_data_are_timed_and_measured(tmp_path: Path) -> None:

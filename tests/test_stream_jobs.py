@@ -39,14 +39,6 @@ def undisturbed(seekable: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_a_fixed_number_of_workers(undisturbed: Job, seekable: str, workers: int, tmp_path: Path) -> None:
-    settings = [*TRAINING, f"+data.seekable={seekable}", f"workers.count={workers}", *chaos(tmp_path)]
-    job = run_job(tmp_path / "run", settings)
-    assert_numbers_in_order(job)
-    assert_same_steps(job, undisturbed)
-
-
 @pytest.mark.parametrize("loaders", [False, True], ids=["no-loaders", "loaders"])
 def test_a_loss_and_resizes(undisturbed: Job, seekable: str, loaders: bool, tmp_path: Path) -> None:
     """With loader processes: 2 of each worker where the source can seek, else 1."""

@@ -32,55 +32,51 @@ def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def map_leaves(act: Callable[[Any], Any], batch: Any) -> Any:
-    """A structure like `batch`, with `act(leaf)` in each leaf's place."""
+    """Returns a structure like `batch`, with `act(leaf)` in each leaf's place."""
     leaves, structure = flatten(batch)
     return pytree.tree_unflatten(map(act, leaves), structure)
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    """The tensors in `batch`."""
     if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
         return list(batch)  # most batches; torch's tree takes 4 us more
     return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
 
 
-def to_device(batch: Any, device: torch.device, pin: bool = True) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """Returns `batch` with its tensors on `device`; what is there already is not copied.
 
     A leaf that has a method `to` (a PackedSequence, a tokenizer's BatchEncoding) is moved by it. Other leaves stay.
-    pin: to a GPU by way of pinned memory, so that the host does not wait for the GPU: see `copy_to`.
     """
     there = devices.of(device)
-    if type(batch) is tuple and len(batch) == 2:
-        x, y = batch
-        if isinstance(x, Tensor) and isinstance(y, Tensor):  # most batches; torch's tree takes 4 us more
-            return copy_to(there, x, pin), copy_to(there, y, pin)
+    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
+        return tuple(copy_to(there, leaf) for leaf in batch)  # most batches; torch's tree takes 4 us more
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return copy_to(there, leaf, pin)
+            return copy_to(there, leaf)
         return leaf.to(device) if hasattr(leaf, "to") and not isinstance(leaf, type) else leaf
 
     return map_leaves(move, batch)
 
 
-def copy_to(device: Device, tensor: Tensor, pin: bool) -> Tensor:
-    """The tensor on `device`; the tensor itself where it is there already. A copy to a GPU is enqueued.
+def copy_to(device: Device, tensor: Tensor) -> Tensor:
+    """Returns the tensor on `device`; the tensor itself where it is there already. A copy to a GPU is enqueued.
 
-    pin: a tensor of the host goes by pinned memory. From other memory CUDA copies once the GPU has come to that point,
-    and the host waits until then (CUDA Runtime API, "API synchronization behavior"); so the host could not run ahead of
-    the GPU. Pinned memory costs one copy on the host, which is faster than the bus. torch keeps it until it is read.
+    It goes by pinned memory. From other memory CUDA copies once the GPU has come to that point, and the host waits
+    until then (CUDA Runtime API, "API synchronization behavior"). Pinned memory costs one copy on the host, which is
+    faster than the bus. torch keeps it until it is read.
     """
-    pinned = pin and device.asynchronous and tensor.device.type == "cpu" and not device.holds(tensor)
-    if pinned and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_pinned():
+    from_host = device.asynchronous and tensor.device.type == "cpu" and not device.holds(tensor)
+    if from_host and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_pinned():
         tensor = pinned_copy(device, tensor)
     return tensor.to(device.name, non_blocking=True)
 
 
 def pinned_copy(device: Device, tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, with the same strides (channels_last), on which the bits of a model may depend.
+    """Returns a copy in pinned memory with the same strides, on which a model's bits may depend (channels_last).
 
-    The tensor itself where its memory is not dense: that one is copied without pinned memory.
+    Where the tensor's memory is not dense, returns the tensor itself: it is copied without pinned memory.
     """
     if tensor.is_contiguous():
         return device.pinned(tensor.shape, tensor.dtype).copy_(tensor)
@@ -90,14 +86,14 @@ def pinned_copy(device: Device, tensor: Tensor) -> Tensor:
 
 
 def names(batch: Any) -> set[str]:
-    """The places of the leaves, such as `['tokens']`; a place in a list or tuple is `[*]`, since lengths may differ."""
+    """Returns the leaves' places, such as `['tokens']`; in a list or tuple it is `[*]`, since lengths may differ."""
     flatten(batch)  # makes its dataclasses known
     paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
     return {"".join("[*]" if isinstance(key, pytree.SequenceKey) else str(key) for key in path) for path in paths}
 
 
 def describe(batch: Any) -> str:
-    """The batch in a few words for a message: `dict of input_ids, labels`, `tuple of 3`, `Tensor [16, 64]`."""
+    """Returns the batch in a few words: `dict of input_ids, labels`, `tuple of 3`, `Tensor [16, 64]`."""
     kind = type(batch).__name__
     if isinstance(batch, Tensor):
         return f"{kind} {list(batch.shape)}"

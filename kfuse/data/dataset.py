@@ -50,30 +50,6 @@ class DataSplit:
 
 
 class TensorData:
-    """Samples held in two tensors with the same first dimension. No augmentation.
-
-    Raises ValueError where the lengths differ or are zero.
-    """
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
-            raise ValueError(
-                f"x of shape {tuple(x.shape)} and y of shape {tuple(y.shape)}: "
-                "must have the same first dimension, at least 1"
-            )
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        """The number of samples."""
-        return len(self.x)
-
-    def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Returns `x[indices], y[indices]`."""
-        rows = torch.as_tensor(indices, dtype=torch.int64, device=self.x.device)
-        return self.x.index_select(0, rows), self.y.index_select(0, rows.to(self.y.device))
-
-
-class NestedData:
     """Samples held in a nested structure of tensors, all with the same first dimension. No augmentation.
 
     A batch is the same structure, with the batch's rows of each tensor. Raises ValueError where the lengths differ or
@@ -81,14 +57,14 @@ class NestedData:
     """
 
     def __init__(self, structure: Any) -> None:
-        leaves = flatten(structure)[0]
-        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        self._leaves, self._form = flatten(structure)
+        if not self._leaves or not all(isinstance(leaf, Tensor) for leaf in self._leaves):
             raise TypeError(f"{type(structure).__name__}: must hold tensors, and nothing else")
-        lengths = {len(leaf) if leaf.ndim else 0 for leaf in leaves}
+        lengths = {len(leaf) if leaf.ndim else 0 for leaf in self._leaves}
         if len(lengths) > 1 or 0 in lengths:
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in self._leaves)
             raise ValueError(f"tensors of shapes {shapes}: must have the same first dimension, at least 1")
-        self.structure, self._length = structure, lengths.pop()
+        self._length = lengths.pop()
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -97,39 +73,19 @@ class NestedData:
     def fetch(self, indices: np.ndarray, generator: torch.Generator | None = None) -> Any:
         """Returns the structure, with the rows `indices` of each tensor."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
-        return map_leaves(lambda leaf: leaf.index_select(0, rows.to(leaf.device)), self.structure)
+        return self._form.unflatten([leaf.index_select(0, rows.to(leaf.device)) for leaf in self._leaves])
 
 
 Collate = Callable[[list[Any]], Any]
 """collate_fn(samples): the batch, any nested structure."""
 
 
-# What torch says where samples cannot be stacked, the latter in a loader process.
-_OF_UNEQUAL_SIZES = ("equal size", "not resizable")
-
-
-def check_collate(collate_fn: object) -> None:
-    """Raises TypeError unless it is a function, or None."""
-    if collate_fn is not None and not callable(collate_fn):
-        raise TypeError(f"collate_fn={collate_fn!r}: must be a function of a list of samples")
-
-
-def collate(samples: list[Any], collate_fn: Collate | None, source: Any) -> Any:
+def collate(samples: list[Any], collate_fn: Collate | None) -> Any:
     """Makes a batch of samples: a pair (inputs, targets) as a tuple, anything else as it was collated.
 
-    collate_fn: None: `torch.utils.data.default_collate`. Raises TypeError, which names `source`, where that one fails.
+    collate_fn: None: `torch.utils.data.default_collate`.
     """
-    if collate_fn is not None:
-        batch = collate_fn(samples)
-    else:
-        try:
-            batch = default_collate(samples)
-        except (RuntimeError, TypeError) as error:
-            if isinstance(error, RuntimeError) and not any(text in str(error) for text in _OF_UNEQUAL_SIZES):
-                raise  # shared memory is short, for example
-            why = str(error).partition("\n")[0]
-            kind = type(source).__name__
-            raise TypeError(f"samples of {kind} need collate_fn=, the default fails ({why})") from error
+    batch = (collate_fn or default_collate)(samples)
     return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
 
 
@@ -141,8 +97,6 @@ class MapData:
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None) -> None:
-        """collate_fn: None: `torch.utils.data.default_collate`. Raises TypeError where it cannot be called."""
-        check_collate(collate_fn)
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def __len__(self) -> int:
@@ -161,7 +115,7 @@ class MapData:
             if before_sample is not None:
                 before_sample(i)
             samples.append(self.dataset[i])
-        return collate(samples, self.collate_fn, self.dataset)
+        return collate(samples, self.collate_fn)
 
 
 def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
@@ -189,11 +143,11 @@ def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
                 f"{type(obj).__name__} of {len(obj)} tensors or arrays: a pair (x, y) has two; pass more of them as a "
                 "dictionary or a TensorDataset"
             )
-        return TensorData(_as_tensor(obj[0]), _as_tensor(obj[1], target=True))
+        return TensorData((_as_tensor(obj[0]), _as_tensor(obj[1], target=True)))
     if isinstance(obj, TensorDataset):
-        return TensorData(*obj.tensors) if len(obj.tensors) == 2 else NestedData(obj.tensors)
+        return TensorData(obj.tensors)
     if _holds_all_samples(obj):
-        return NestedData(map_leaves(_as_tensor, obj))
+        return TensorData(map_leaves(_as_tensor, obj))
     if is_map_style(obj):
         return MapData(obj)
     raise TypeError(
@@ -203,7 +157,7 @@ def as_dataset(obj: Any, collate_fn: Collate | None = None) -> Dataset:
 
 
 def is_map_style(obj: Any) -> bool:
-    """Whether `obj` has single samples, `obj[i]`, that are to be collated into batches."""
+    """Returns whether `obj` has single samples, `obj[i]`, that are to be collated into batches."""
     if isinstance(obj, (Dataset, str, bytes, Mapping, Tensor, np.ndarray, IterableDataset)):
         return False
     return hasattr(obj, "__getitem__") and hasattr(obj, "__len__") and not (_is_of_tensors(obj) and len(obj) == 2)
@@ -236,7 +190,4 @@ def _as_tensor(part: Tensor | np.ndarray, target: bool = False) -> Tensor:
         return torch.tensor(part, dtype=torch.get_default_dtype())
     if target and np.issubdtype(part.dtype, np.integer):
         return torch.tensor(part.astype(np.int64))
-    try:
-        return torch.tensor(part)
-    except TypeError:
-        raise TypeError(f"an array of dtype {part.dtype}: must be of numbers or bool") from None
+    return torch.tensor(part)

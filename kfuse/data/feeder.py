@@ -31,7 +31,7 @@ import torch.multiprocessing  # for tensors in messages
 from torch import Tensor
 
 from kfuse.comm import devices
-from kfuse.comm.devices import Device, Event
+from kfuse.comm.devices import Event
 from kfuse.data.batch import map_leaves, pinned_copy, tensors
 from kfuse.data.dataset import Dataset
 from kfuse.data.fetching import Fetcher, LoaderError, Loading, Task, TaskPlan
@@ -52,11 +52,15 @@ class _Loader:
     number: int
     process: BaseProcess
     connection: Connection
-    tasks: dict[int, Task] = field(default_factory=dict)
-    """What it is to fetch and has not sent yet, by the number of the request."""
+    tasks: list[Task] = field(default_factory=list)
+    """What it is to fetch and has not sent yet."""
+
+    def request(self, task: Task) -> None:
+        self.tasks.append(task)
+        with contextlib.suppress(OSError):  # it has ended: `_receive` finds out
+            self.connection.send(task)
 
     def how_it_ended(self) -> str:
-        """Text about its end."""
         self.process.join(_END_S)
         status = self.process.exitcode
         if status is None or status >= 0:
@@ -79,11 +83,8 @@ class Feeder(Fetcher):
     """Batches, or failures, that have arrived and are not used yet; on CUDA each with its copy on the way there."""
     _copy: tuple[Any, Event] | None
     """The copy of the batch that was fetched last."""
-    _device: Device
     _side_stream: devices.Stream | None
-    """Where batches are copied to the device; None: on the CPU, and without pinned memory."""
-    _requests: int
-    """Requests made so far; the newest one's number."""
+    """Where batches are copied to the device; None: on the CPU."""
     _lost: int
     """Loader processes that ended unexpectedly since a batch was last used."""
 
@@ -96,17 +97,12 @@ class Feeder(Fetcher):
         on_loss: Callable[[int, str], None] = lambda pid, how: None,
     ) -> None:
         """on_loss(pid, how): called when a loader process has ended unexpectedly, and another takes its place."""
-        super().__init__(data, sampler, loading.pin_memory)
+        super().__init__(data, sampler)
         self._loading, self._on_loss = loading, on_loss
-        self._side_stream = None
         self._device = devices.of(device)
-        if self._device.asynchronous and loading.pin_memory:
-            self._side_stream = self._device.new_stream()
+        self._side_stream = self._device.new_stream() if self._device.asynchronous else None
         self._loaders, self._plan, self._coming = [], None, iter(())
-        self._order, self._ready, self._copy = deque(), {}, None
-        self._requests = self._lost = 0
-
-    # -- the training worker's side -------------------------------------------------------------------------------
+        self._order, self._ready, self._copy, self._lost = deque(), {}, None, 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -123,8 +119,9 @@ class Feeder(Fetcher):
         first = next(plan.tasks(), None)
         if plan != self._plan or first != (self._order[0] if self._order else None):
             self._plan, self._coming = plan, plan.tasks()
-            before, self._order = set(self._order), deque()
-            self._drop(before.difference(self._predicted()))
+            self._order.clear()
+            self._predict()
+            self._ready = {task: ready for task, ready in self._ready.items() if task in self._order}
         self._request_more()
 
     def fetch(self, task: Task) -> Any:
@@ -141,14 +138,14 @@ class Feeder(Fetcher):
 
     def fetch_out_of_turn(self, task: Task) -> Any:
         """As `fetch`, for a task that `expect` did not announce: another worker's, or one that was fetched before."""
-        self._request(min(self._loaders, key=lambda loader: len(loader.tasks)), task)
+        self._least_busy().request(task)
         return self._checked(self._await(task))
 
     def _await(self, task: Task) -> Any:
         """Waits for the batch, or failure, of a task that was requested, and takes it. Raises LoaderError."""
         started = time.monotonic()
         while task not in self._ready:
-            self._receive()
+            self._receive(task)
             if time.monotonic() - started > _PATIENCE_S:
                 pids = ", ".join(str(loader.process.pid) for loader in self._loaders)
                 _LOG.warning("%.0f s for one micro-batch: waiting for loader processes %s", _PATIENCE_S, pids)
@@ -157,7 +154,7 @@ class Feeder(Fetcher):
         return batch
 
     def _checked(self, batch: Any) -> Any:
-        """The batch. Raises the exception that the data set raised in its place."""
+        """Returns the batch. Raises the exception that the data set raised in its place."""
         if isinstance(batch, Failure):
             batch.error.add_note(batch.text)
             raise batch.error
@@ -201,54 +198,42 @@ class Feeder(Fetcher):
         theirs.close()  # else it would stay open, and this end would not notice the other's death
         return _Loader(number, process, ours)
 
-    def _capacity(self) -> int:
-        return self._loading.workers * self._loading.prefetch
+    def _least_busy(self) -> _Loader:
+        return min(self._loaders, key=lambda loader: len(loader.tasks))
 
-    def _predicted(self) -> list[Task]:
-        """Fills `_order` with the next tasks, as many as are fetched ahead; returns it."""
-        while len(self._order) < self._capacity() and (task := next(self._coming, None)) is not None:
+    def _predict(self) -> None:
+        """Fills `_order` with the next tasks, as many as are fetched ahead."""
+        capacity = self._loading.workers * self._loading.prefetch
+        while len(self._order) < capacity and (task := next(self._coming, None)) is not None:
             self._order.append(task)
-        return list(self._order)
 
     def _request_more(self) -> None:
         """Requests the predicted tasks that are neither ready nor requested, each from the least busy process."""
-        requested = {task for loader in self._loaders for task in loader.tasks.values()}
-        for task in self._predicted():
-            if task not in requested and task not in self._ready:
-                self._request(min(self._loaders, key=lambda loader: len(loader.tasks)), task)
+        self._predict()
+        there = {task for loader in self._loaders for task in loader.tasks}.union(self._ready)
+        for task in self._order:
+            if task not in there:
+                self._least_busy().request(task)
 
-    def _request(self, loader: _Loader, task: Task) -> None:
-        self._requests += 1
-        loader.tasks[self._requests] = task
-        with contextlib.suppress(OSError):  # it has ended: `_receive` finds out
-            loader.connection.send((self._requests, task))
+    def _receive(self, wanted: Task) -> None:
+        """Waits until a loader process has sent something, `_PATIENCE_S` at most, and takes what has arrived.
 
-    def _drop(self, tasks: set[Task]) -> None:
-        """Forgets tasks that are no longer needed. What is sent for them later is not kept."""
-        for task in tasks:
-            self._ready.pop(task, None)
-        for loader in self._loaders:
-            for number in [number for number, task in loader.tasks.items() if task in tasks]:
-                del loader.tasks[number]
-                with contextlib.suppress(OSError):
-                    loader.connection.send((number, None))
-
-    def _receive(self) -> None:
-        """Waits until a loader process has sent something, `_PATIENCE_S` at most, and takes what has arrived."""
+        Keeps what is wanted now or predicted. The rest was requested under an earlier plan.
+        """
         by_connection = {loader.connection: loader for loader in self._loaders}
         for connection in wait(list(by_connection), _PATIENCE_S):
             assert isinstance(connection, Connection)
             loader = by_connection[connection]
             try:
-                number, batch = connection.recv()
+                task, batch = connection.recv()
             except (OSError, EOFError) as error:
                 loader.process.join(_END_S)
                 if loader.process.is_alive():
                     raise
                 self._replace(loader, error)
                 continue
-            task = loader.tasks.pop(number, None)
-            if task is not None:
+            loader.tasks.remove(task)
+            if task == wanted or task in self._order:
                 self._ready[task] = batch, self._start_copy(batch)
 
     def _replace(self, loader: _Loader, error: Exception) -> None:
@@ -261,14 +246,12 @@ class Feeder(Fetcher):
             ) from error
         _LOG.warning("loader process %d (pid %d) %s: another takes its place", loader.number, pid, how)
         self._on_loss(pid, how)
-        _remove_shared_memory(pid)
+        for file in Path("/dev/shm").glob(f"torch_{pid}_*"):  # torch unlinks each one as soon as it is mapped
+            file.unlink(missing_ok=True)
         loader.connection.close()
-        other = self._start(loader.number)
-        self._loaders[loader.number] = other
-        for task in loader.tasks.values():
-            self._request(other, task)
-
-    # -- CUDA -----------------------------------------------------------------------------------------------------
+        other = self._loaders[loader.number] = self._start(loader.number)
+        for task in loader.tasks:
+            other.request(task)
 
     def to_device(self, batch: Any, device: torch.device) -> Any:
         """Returns the batch that was fetched last, with its tensors on `device`.
@@ -298,9 +281,3 @@ class Feeder(Fetcher):
             copied = map_leaves(copy, batch)
             event.record()
         return copied, event
-
-
-def _remove_shared_memory(pid: int) -> None:
-    """Removes what a process that was killed had begun to share: torch unlinks each file as soon as it is mapped."""
-    for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
-        file.unlink(missing_ok=True)

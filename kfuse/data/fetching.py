@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kfuse.data.batch import to_device
-from kfuse.data.dataset import Dataset, MapData, NestedData, TensorData
+from kfuse.data.dataset import Dataset, MapData, TensorData
 from kfuse.data.sampler import EpochSampler, StreamSampler, micro_batch_sizes, worker_range
 from kfuse.data.streams import Stream
 
@@ -62,9 +62,8 @@ class TaskPlan:
         while (self.epochs is None or epoch < self.epochs) and idle < _IDLE_STEPS:
             sizes = micro_batch_sizes(min(self.batch_size, end - cursor), self.micro_batch)
             mine = worker_range(len(sizes), self.workers, self.rank, self.shares, self.aligned)
-            tasks = [Task(epoch, cursor + j * self.micro_batch, sizes[j]) for j in mine]
-            yield from tasks
-            idle = 0 if tasks else idle + 1
+            yield from (Task(epoch, cursor + j * self.micro_batch, sizes[j]) for j in mine)
+            idle = 0 if mine else idle + 1
             cursor += sum(sizes)
             if cursor >= end:
                 epoch, cursor = epoch + 1, 0
@@ -78,8 +77,6 @@ class Loading:
     """How many; 0: none, data are fetched in the step's own thread."""
     prefetch: int = 2
     """Micro-batches that each loader process fetches ahead."""
-    pin_memory: bool = True
-    """On CUDA: copy batches from pinned memory; with loader processes on a stream of its own, beside the forward."""
     init: Callable[[int], object] | None = None
     """Called first in each loader process, with its number from 0."""
 
@@ -94,9 +91,9 @@ class Fetcher:
     `kfuse.data.feeder.Feeder` has the same methods, and fetches in loader processes.
     """
 
-    def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler, pin_memory: bool = True) -> None:
-        """sampler: the order of the samples in each epoch, and the seed. pin_memory: as in `Loading`."""
-        self.data, self.sampler, self._pin_memory = data, sampler, pin_memory
+    def __init__(self, data: Dataset | Stream, sampler: EpochSampler | StreamSampler) -> None:
+        """sampler: the order of the samples in each epoch, and the seed."""
+        self.data, self.sampler = data, sampler
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -117,7 +114,7 @@ class Fetcher:
 
     def to_device(self, batch: Any, device: torch.device) -> Any:
         """Returns the batch that was fetched last, with its tensors on `device`."""
-        return to_device(batch, device, self._pin_memory)
+        return to_device(batch, device)
 
 
 def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) -> Any:
@@ -127,7 +124,7 @@ def fetch(data: Dataset | Stream, indices: np.ndarray, seed: int, epoch: int) ->
     Another data set gets a generator seeded from (seed, epoch, indices[0]), and the global generators are seeded from
     the same.
     """
-    if type(data) in (TensorData, NestedData):  # they draw nothing, and seeding takes longer than their fetch
+    if type(data) is TensorData:  # it draws nothing, and seeding takes longer than its fetch
         return data.fetch(indices)
     if isinstance(data, MapData | Stream):
         return data.fetch(indices, before_sample=lambda i: seed_host(random_key(seed, _FETCHING, epoch, i)))

@@ -6,17 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from kfuse.data.dataset import Collate, DataError, Dataset, MapData, as_dataset, is_map_style
-from kfuse.data.streams import Stream, as_stream
+from kfuse.data.streams import Stream, as_stream, check_loaders
 
 
 @dataclass(frozen=True)
@@ -38,28 +31,20 @@ def training_data(
 
     A torch DataLoader is taken apart: arguments that are None are its own. Its batch_size is the GLOBAL one: samples in
     a step of all workers together. Of its order only shuffle=True is accepted, which kfuse's own order by (seed, epoch)
-    replaces. Raises DataError, with the remedy, for a loader that makes its own batches or order, TypeError for a
-    worker_init_fn that is none.
+    replaces. Raises DataError, with the remedy, for a loader that makes its own batches or order.
     """
-    if worker_init_fn is not None and not callable(worker_init_fn):
-        raise TypeError(f"worker_init_fn={worker_init_fn!r}: must be a function of the loader process's number")
     if not isinstance(obj, DataLoader):
         data = as_stream(obj, collate_fn) or as_dataset(obj, collate_fn)
         return TrainingData(data, worker_init_fn, {}, _warnings(data))
-    _check_batches(obj)
     data = _of_loader(obj, collate_fn)
     if not isinstance(data, Stream):
         _check_order(obj)
-    remarks: list[str] = []
-    if obj.drop_last:
-        remarks.append("DataLoader: drop_last=True is not used: an epoch's last step takes the samples left over")
-    if obj.generator is not None:
-        remarks.append("DataLoader: generator= is not used: the order is drawn from seed=")
+    ignored = {"drop_last=True": obj.drop_last, "generator=": obj.generator is not None}
+    remarks = [f"DataLoader: {argument} is not used" for argument, given in ignored.items() if given]
     settings = {
         "batch_size": obj.batch_size,
         "data_workers": obj.num_workers,
         "data_prefetch": obj.prefetch_factor or 2,
-        "data_pin_memory": obj.pin_memory,
     }
     return TrainingData(data, worker_init_fn or obj.worker_init_fn, settings, (*remarks, *_warnings(data)))
 
@@ -75,7 +60,6 @@ def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     Raises DataError for a stream, which has no end, and as `training_data` does.
     """
     if isinstance(obj, DataLoader):
-        _check_batches(obj)
         data = _of_loader(obj, collate_fn)
         if not isinstance(data, Stream) and not isinstance(obj.sampler, SequentialSampler | RandomSampler):
             raise DataError(f"heldout=DataLoader(sampler={type(obj.sampler).__name__}): make it without a sampler")
@@ -86,18 +70,26 @@ def heldout_data(obj: Any, collate_fn: Collate | None = None) -> Dataset:
     return data
 
 
-def number_of_samples(obj: Any, heldout: bool, num_workers: int) -> int | None:
-    """Returns how many samples the data have; None for a stream. Raises what `training_data` and `heldout_data` do."""
+def number_of_samples(obj: Any, heldout: bool, loaders: int) -> int | None:
+    """Returns how many samples the data have; None for a stream. Raises what `training_data` and `heldout_data` do.
+
+    loaders: how many loader processes are to read them.
+    """
     data = heldout_data(obj) if heldout else training_data(obj).data
-    if not isinstance(data, Stream):
-        return len(data)
-    data.check_workers(num_workers)
-    return None
+    check_loaders(data, loaders)
+    return None if isinstance(data, Stream) else len(data)
 
 
 def _of_loader(loader: DataLoader[Any], collate_fn: Collate | None) -> Dataset | Stream:
-    """A loader's data set, whose samples it takes one by one: a list of two tensors, too, is two samples."""
-    dataset: Any = loader.dataset
+    """Returns a loader's data set, whose samples it takes one by one: a list of two tensors, too, is two samples.
+
+    Raises DataError for a loader that makes its batches in its own way.
+    """
+    kind, dataset = type(loader), loader.dataset
+    if kind.__iter__ is not DataLoader.__iter__:
+        raise DataError(f"{kind.__name__} iterates in its own way, which would not be used: pass its data set instead")
+    if loader.batch_size is None:
+        raise DataError("DataLoader(batch_size=None or batch_sampler=) makes its own batches: give it a batch_size")
     if collate_fn is None and loader.collate_fn is not default_collate:
         collate_fn = loader.collate_fn
     if collate_fn is None and isinstance(dataset, TensorDataset):
@@ -105,29 +97,12 @@ def _of_loader(loader: DataLoader[Any], collate_fn: Collate | None) -> Dataset |
     return as_stream(dataset, collate_fn) or MapData(dataset, collate_fn)
 
 
-def _check_batches(loader: DataLoader[Any]) -> None:
-    """Raises DataError for a DataLoader that makes its batches in its own way."""
-    kind = type(loader)
-    if any(base.__module__.partition(".")[0] == "accelerate" for base in kind.__mro__):
-        raise DataError("a DataLoader prepared by Accelerate: pass the one that was given to accelerator.prepare()")
-    if kind.__iter__ is not DataLoader.__iter__:
-        raise DataError(f"{kind.__name__} iterates in its own way, which would not be used: pass its data set instead")
-    if loader.batch_size is None:
-        what = "batch_size=None" if loader.batch_sampler is None else "batch_sampler="
-        raise DataError(f"DataLoader({what}) makes its own batches: give it a batch_size, and a data set of samples")
-
-
 def _check_order(loader: DataLoader[Any]) -> None:
     """Raises DataError unless the order is that of shuffle=True."""
     sampler: Any = loader.sampler
     data: Any = loader.dataset
-    if type(sampler) is SequentialSampler:
+    if type(sampler) is not RandomSampler or sampler.replacement or len(sampler) != len(data):
         raise DataError(
-            "DataLoader(shuffle=False): the order of training is drawn from (seed, epoch); make it with shuffle=True"
+            f"DataLoader(sampler={type(sampler).__name__}): kfuse uses each sample once an epoch, in an order of its "
+            "own, on all workers; make it with shuffle=True, of a torch Subset if some are left out"
         )
-    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(data):
-        return
-    remedy = "kfuse uses each sample once an epoch; make it with shuffle=True, of a torch Subset if some are left out"
-    if isinstance(sampler, DistributedSampler):
-        remedy = "kfuse distributes the samples over its workers; make it with shuffle=True instead"
-    raise DataError(f"DataLoader(sampler={type(sampler).__name__}): {remedy}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import math
 import os
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +17,11 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from kfuse.data.dataset import DataError, DataSplit, TensorData
-from kfuse.data.loading import read_bytes, split_indices
+from kfuse.data.sampler import permutation
 
 # Mean and standard deviation of the training set's pixels, by channel, for pixels in 0..1.
 CIFAR10_PIXELS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 IMAGENET_PIXELS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-# CIFAR-10's files.
-IMAGE_BYTES = 3 * 32 * 32
-SUBFOLDERS = (".", "cifar-10-batches-bin", "cifar-10-batches-py")
-TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
-TEST_FILE = "test_batch"
 # Image files, and a random crop of one: its share of the image's area, and its width over its height.
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 CROP_AREA = (0.25, 1.0)
@@ -43,6 +36,19 @@ def _import(module: str, data: str, package: str, install: str) -> Any:
         raise DataError(f"data={data} needs {package} (pip install {install}): {error}") from error
 
 
+def split_indices(length: int, heldout: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffles `0..length-1` with `seed` and holds out the fraction `heldout`, rounded up.
+
+    Returns (train, heldout) indices, int64. Raises DataError where either would be empty.
+    """
+    # The subtraction keeps a product such as 0.1 * 30 = 3.0000000000000004 from rounding up to 4.
+    held = math.ceil(length * heldout - 1e-9)
+    if not 0 < held < length:
+        raise DataError(f"heldout={heldout}: must leave both parts at least one of {length} samples")
+    order = permutation(length, seed)
+    return order[held:], order[:held]
+
+
 def load_digits(heldout: float = 0.2, split_seed: int = 0) -> DataSplit:
     """Returns the digits, pixels X/16 as float32 `[B, 1, 8, 8]` and targets int64 `[B]` in 0..9.
 
@@ -55,7 +61,7 @@ def load_digits(heldout: float = 0.2, split_seed: int = 0) -> DataSplit:
     y = rows[:, -1].to(torch.int64)
     train, held = (torch.from_numpy(part) for part in split_indices(len(x), heldout, split_seed))
     spec = {"input_shape": (1, 8, 8), "num_classes": 10}
-    return DataSplit(TensorData(x[train], y[train]), TensorData(x[held], y[held]), spec)
+    return DataSplit(TensorData((x[train], y[train])), TensorData((x[held], y[held])), spec)
 
 
 def _digits() -> np.ndarray:
@@ -132,103 +138,31 @@ def crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) 
 
 
 def load_cifar10(path: str | os.PathLike[str] | None = None, augment: bool = True) -> DataSplit:
-    """Returns CIFAR-10, held out: its test batch. `path` is its folder or the one it was unpacked in.
+    """Returns CIFAR-10, held out: its test batch. `path` is the folder of the published binary version's files.
 
-    Takes the binary version (data_batch_1.bin ... test_batch.bin) or the Python version (data_batch_1 ...
-    test_batch), which is unpickled without running anything a file asks for. Nothing is downloaded.
-    Raises DataError for files that are missing, cut short or not in the format.
+    Those are data_batch_1.bin to data_batch_5.bin and test_batch.bin. Nothing is downloaded. Raises DataError for files
+    that are missing, cut short or not in the format.
     """
     if path is None:
-        raise DataError("data=cifar10 needs data.path=FOLDER: the published binary or Python version")
-    folder, suffix = find_batches(Path(path).expanduser())
-    train, heldout = (read_batches(folder, names, suffix) for names in (TRAIN_FILES, (TEST_FILE,)))
+        raise DataError("data=cifar10 needs data.path=FOLDER: of the published binary version")
+    folder = Path(path).expanduser()
+    train = [_read_batch(folder / f"data_batch_{number}.bin") for number in range(1, 6)]
+    images, labels = (torch.cat(parts) for parts in zip(*train, strict=True))
+    heldout = _read_batch(folder / "test_batch.bin")
     spec = {"input_shape": (3, 32, 32), "num_classes": 10}
-    return DataSplit(Cifar10(*train, augment), Cifar10(*heldout, augment=False), spec)
+    return DataSplit(Cifar10(images, labels, augment), Cifar10(*heldout, augment=False), spec)
 
 
-def find_batches(root: Path) -> tuple[Path, str]:
-    """Returns the folder that holds the batches and their suffix, ".bin" or "" (the Python version)."""
-    if not os.path.isdir(root):
-        raise DataError(f"{root} is not a folder: data.path must name the folder of CIFAR-10's files")
-    for folder in (root / name for name in SUBFOLDERS):
-        for suffix in (".bin", ""):
-            names = [name + suffix for name in (*TRAIN_FILES, TEST_FILE)]
-            missing = [name for name in names if not os.path.isfile(folder / name)]
-            if not missing:
-                return folder, suffix
-            if len(missing) < len(names):
-                raise DataError(f"{folder} has only a part of CIFAR-10: {', '.join(missing)} missing")
-    raise DataError(
-        f"{root} has no CIFAR-10 in it: data_batch_1.bin (binary version) or data_batch_1 (Python version) "
-        f"must be there or in its {SUBFOLDERS[1]} or {SUBFOLDERS[2]}"
-    )
-
-
-def read_batches(folder: Path, names: Sequence[str], suffix: str) -> tuple[Tensor, Tensor]:
-    """Returns the images and the labels of these batches, copied out of the files' bytes."""
-    read = read_binary if suffix else read_pickle
-    images, labels = zip(*(read(folder / (name + suffix)) for name in names), strict=True)
-    return torch.from_numpy(np.concatenate(images)), torch.from_numpy(np.concatenate(labels))
-
-
-def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads records of one label byte and 3072 pixel bytes.
-
-    Returns images uint8 `[N, 3, 32, 32]` and labels int64 `[N]`.
-    """
-    data = np.frombuffer(read_bytes(path), dtype=np.uint8)
-    if len(data) % (IMAGE_BYTES + 1) != 0:
-        raise DataError(f"{path} has {len(data)} bytes: it must be whole records of {IMAGE_BYTES + 1} bytes")
-    records = data.reshape(-1, IMAGE_BYTES + 1)
-    return check_batch(path, records[:, 1:], records[:, 0])
-
-
-def read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a pickled dict with `data` (uint8 `[N, 3072]`) and `labels`; returns the same as `read_binary`."""
-    content = read_bytes(path)
+def _read_batch(file: Path) -> tuple[Tensor, Tensor]:
+    """Reads records of one label byte and 3072 pixel bytes: images uint8 `[N, 3, 32, 32]` and labels int64 `[N]`."""
     try:
-        batch = ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-        pixels, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
-    # A damaged pickle may raise anything: its bytes are instructions.
-    except Exception as error:
-        raise DataError(f"{path} is not a pickled batch of CIFAR-10: {type(error).__name__}: {error}") from error
-    return check_batch(path, pixels, labels)
-
-
-def check_batch(path: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns images and labels as `read_binary` does. Raises DataError where they cannot be CIFAR-10's."""
-    if pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != IMAGE_BYTES:
-        raise DataError(f"{path} has pixels {pixels.dtype}{list(pixels.shape)}: they must be uint8[N, {IMAGE_BYTES}]")
-    if labels.dtype.kind not in "iu" or labels.shape != (len(pixels),) or len(labels) == 0:
-        raise DataError(
-            f"{path} has labels {labels.dtype}{list(labels.shape)} for {len(pixels)} images: "
-            "they must be integers, one an image"
-        )
-    if labels.min() < 0 or labels.max() > 9:
-        raise DataError(f"{path} has labels from {labels.min()} to {labels.max()}: they must be in 0..9")
-    return pixels.reshape(-1, 3, 32, 32), labels.astype(np.int64)
-
-
-class ArrayUnpickler(pickle.Unpickler):
-    """Unpickles built-in containers and NumPy arrays; any other class or function is refused, not called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Returns what a pickle asks for by name. Raises UnpicklingError for anything but arrays and bytes."""
-        # numpy.core is where the published files, older than NumPy 2, look for it.
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return np.empty(0).__reduce__()[0]  # _reconstruct, wherever this version of NumPy keeps it
-        if module == "numpy" and name in ("ndarray", "dtype"):
-            return getattr(np, name)
-        # How Python 3 writes bytes in protocol 2.
-        if module == "_codecs" and name == "encode":
-            return _encode_latin1
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs")
-
-
-def _encode_latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"bytes written as {encoding}, not latin1")
-    return text.encode("latin1")
+        data = np.fromfile(file, dtype=np.uint8)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}; data.path must be CIFAR-10's folder") from error
+    if len(data) == 0 or len(data) % 3073 != 0 or data[::3073].max() > 9:
+        raise DataError(f"{file} is no batch of CIFAR-10: it must be records of 3073 bytes, the first one 0 to 9")
+    records = torch.from_numpy(data).view(-1, 3073)
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 
 
 class ImageFiles(Images):
@@ -314,53 +248,49 @@ def load_image_folder(
     if size < 1:
         raise DataError(f"size={size}: must be at least 1")
     root = Path(path).expanduser()
-    if os.path.isdir(root / "train") and os.path.isdir(root / "val"):
-        classes = class_names(root / "train")
-        unknown = sorted(set(class_names(root / "val")) - set(classes))
-        if unknown:
-            raise DataError(f"{root / 'val'} has classes that {root / 'train'} has not: {', '.join(unknown)}")
-        parts = [list_images(root / part, classes) for part in ("train", "val")]
+    if (root / "train").is_dir() and (root / "val").is_dir():
+        classes = _class_names(root / "train")
+        train, held = (_list_images(root / part, classes) for part in ("train", "val"))
     else:
-        classes = class_names(root)
-        files, labels = list_images(root, classes)
+        classes = _class_names(root)
+        files, labels = _list_images(root, classes)
         chosen = split_indices(len(files), heldout, split_seed)
-        parts = [([files[i] for i in indices], labels[indices]) for indices in chosen]
-    train, held = parts
+        train, held = (([files[i] for i in indices], labels[indices]) for indices in chosen)
     spec = {"input_shape": (3, size, size), "num_classes": len(classes), "classes": tuple(classes)}
     return DataSplit(ImageFiles(*train, size, augment), ImageFiles(*held, size, augment=False), spec)
 
 
-def class_names(folder: Path) -> list[str]:
-    """Returns the names of the class folders, sorted. Raises DataError unless there are at least two."""
-    if not os.path.isdir(folder):
-        raise DataError(f"{folder} is not a folder: data.path must name one with a folder for each class")
-    names = [p.name for p in list_folder(folder) if os.path.isdir(p) and not p.name.startswith(".")]
-    if len(names) < 2:
-        raise DataError(f"{folder} has {len(names)} class folders: at least 2 are needed")
-    return names
-
-
-def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], np.ndarray]:
-    """Returns the image files of all classes, sorted within each, and their labels.
-
-    Raises DataError for a class folder that holds no image. (One of `classes` may have no folder.)
-    """
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        if not os.path.isdir(folder / name):
-            continue
-        found = [p for p in list_folder(folder / name) if p.suffix.lower() in SUFFIXES]
-        if not found:
-            raise DataError(f"{folder / name} has no image: files must end in one of {' '.join(sorted(SUFFIXES))}")
-        files += found
-        labels += [label] * len(found)
-    return files, np.array(labels)
-
-
-def list_folder(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     """Returns a folder's entries, sorted. Raises DataError where it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _class_names(folder: Path) -> list[str]:
+    names = [path.name for path in _list_folder(folder) if path.is_dir() and not path.name.startswith(".")]
+    if len(names) < 2:
+        raise DataError(f"{folder} has {len(names)} class folders: at least 2 are needed")
+    return names
+
+
+def _list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], np.ndarray]:
+    """Returns the image files of all classes, sorted within each, and their labels.
+
+    Raises DataError for a class without an image, and for a folder of another class.
+    """
+    unknown = sorted(set(_class_names(folder)) - set(classes))
+    if unknown:
+        raise DataError(f"{folder} has classes that are not those to train on: {', '.join(unknown)}")
+    files: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        if not (folder / name).is_dir():
+            continue
+        found = [path for path in _list_folder(folder / name) if path.suffix.lower() in SUFFIXES]
+        if not found:
+            raise DataError(f"{folder / name} has no image: files must end in one of {' '.join(sorted(SUFFIXES))}")
+        files += found
+        labels += [label] * len(found)
+    return files, np.array(labels)

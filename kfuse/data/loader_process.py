@@ -8,12 +8,12 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import traceback
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -21,10 +21,6 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from kfuse.data.fetching import Fetcher, Loading, Task
-
-Message = tuple[int, Task | None]
-"""To a loader process: the request's number, and its task (None: no longer needed). None in place of a message: it is
-to end."""
 
 IGNORED = (signal.SIGINT, signal.SIGTERM)
 """By loader processes: these signals are sent to a whole job, and the training worker decides what to do."""
@@ -46,7 +42,7 @@ class Failure:
 
 
 def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loading, parent: int) -> None:
-    """Fetches what is requested, in that order, until told to end. Sends each batch, or why there is none."""
+    """Fetches the tasks that come, in their order, until None comes. Sends each one's batch, or why there is none."""
     _die_with(parent)
     sys.excepthook = _silent_without_parent
     gc.freeze()  # objects of the training worker, such as its process groups, must not be destroyed here
@@ -59,48 +55,32 @@ def serve(connection: Connection, fetcher: Fetcher, number: int, loading: Loadin
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=loading.workers, seed=fetcher.sampler.seed, dataset=dataset
     )
-    inbox: SimpleQueue[Message | None] = SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, inbox, parent), daemon=True).start()
-    waiting: dict[int, Task] = {}
+    waiting: deque[Task] = deque()
     begun = False
     while True:
-        while not waiting or not inbox.empty():
-            message = inbox.get()
-            if message is None:
-                os._exit(0)
-            request, task = message
-            if task is None:
-                waiting.pop(request, None)
-            else:
-                waiting[request] = task
-        request = next(iter(waiting))
-        task = waiting.pop(request)
         try:
-            if not begun and loading.init is not None:
-                loading.init(number)
+            while not waiting or connection.poll():
+                if not connection.poll(_PARENT_CHECK_S):
+                    if os.getppid() != parent:
+                        os._exit(0)
+                elif (task := connection.recv()) is None:
+                    os._exit(0)
+                else:
+                    waiting.append(task)
+            connection.send_bytes(_reply(fetcher, waiting.popleft(), number, None if begun else loading.init))
             begun = True
-            reply = ForkingPickler.dumps((request, fetcher.fetch(task)))
-        except Exception as error:
-            reply = ForkingPickler.dumps((request, _failure(error, number)))
-        try:
-            connection.send_bytes(reply)
-        except OSError:  # the training worker is gone
+        except (OSError, EOFError):  # the training worker is gone
             os._exit(0)
 
 
-def _listen(connection: Connection, inbox: SimpleQueue[Message | None], parent: int) -> None:
-    """Takes messages as they come, in a thread: the training worker never waits for a busy loader process to take one.
-
-    Ends the process where the training worker is gone.
-    """
+def _reply(fetcher: Fetcher, task: Task, number: int, init: Callable[[int], object] | None) -> memoryview:
+    """Returns the message of a task's batch, or of why there is none. init: called first."""
     try:
-        while True:
-            while not connection.poll(_PARENT_CHECK_S):
-                if os.getppid() != parent:
-                    os._exit(0)
-            inbox.put(connection.recv())
-    except (OSError, EOFError):
-        os._exit(0)
+        if init is not None:
+            init(number)
+        return ForkingPickler.dumps((task, fetcher.fetch(task)))
+    except Exception as error:
+        return ForkingPickler.dumps((task, _failure(error, number)))
 
 
 def _die_with(parent: int) -> None:

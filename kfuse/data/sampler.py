@@ -30,34 +30,21 @@ def permutation(length: int, seed: int, epoch: int = 0) -> np.ndarray:
 class EpochSampler:
     """Visits each of `length` samples exactly once an epoch, in an order drawn from (seed, epoch).
 
-    Holds no position: `indices` gives the same answer whenever and wherever it is asked. The order of the
-    last epoch asked for is cached (8 bytes a sample). Raises ValueError for an empty data set.
+    Holds no position: `indices` gives the same answer whenever and wherever it is asked. The order of the last epoch
+    asked for is cached (8 bytes a sample). Raises ValueError for an empty data set.
     """
 
     def __init__(self, length: int, seed: int) -> None:
         if length < 1:
             raise ValueError(f"length={length}: the data must have at least 1 sample")
-        if seed < 0:
-            raise ValueError(f"seed={seed}: must be at least 0")
-        self.length = length
-        self.seed = seed
+        self.length, self.seed = length, seed
         self._cached = (-1, np.empty(0, dtype=np.int64))
 
     def indices(self, epoch: int, cursor: int, count: int) -> np.ndarray:
-        """Returns the samples at positions `cursor..cursor+count-1` of `epoch`, int64; fewer at its end.
-
-        Raises ValueError for a negative epoch or count, or a cursor outside 0..length.
-        """
-        if epoch < 0 or count < 0:
-            raise ValueError(f"epoch={epoch}, count={count}: must be at least 0")
-        if not 0 <= cursor <= self.length:
-            raise ValueError(f"cursor={cursor}: must be 0 to {self.length}")
-        # Epoch and order in one object, so that a thread that reads ahead never sees one without the other.
-        cached_epoch, order = self._cached
-        if epoch != cached_epoch:
-            order = permutation(self.length, self.seed, epoch)
-            self._cached = (epoch, order)
-        return order[cursor : cursor + count].copy()
+        """Returns the samples at positions `cursor..cursor+count-1` of `epoch`, int64; fewer at its end."""
+        if self._cached[0] != epoch:
+            self._cached = (epoch, permutation(self.length, self.seed, epoch))
+        return self._cached[1][cursor : cursor + count].copy()
 
 
 class StreamSampler:
@@ -76,8 +63,6 @@ class StreamSampler:
 
 def micro_batch_sizes(count: int, micro: int) -> list[int]:
     """Cuts `count` samples into micro-batches of `micro` samples, the last one smaller where it must be."""
-    if count < 0 or micro < 1:
-        raise ValueError(f"count={count}, micro={micro}: count must be at least 0 and micro at least 1")
     full, rest = divmod(count, micro)
     return [micro] * full + [rest] * (rest > 0)
 
@@ -92,24 +77,14 @@ def worker_range(
     aligned: for reproducible sums. The ranges are those of `kfuse.comm.ranges`, which need little memory: the largest
     share is ceil(micro_batches / workers) where that is enough, and at most 1.25 of the mean share. Weighted shares
     keep their proportion instead, and may need more memory.
-    Exact arithmetic: all workers find the same boundaries. Raises ValueError for a rank out of range, or weights that
-    are not finite and positive.
+    Exact arithmetic: all workers find the same boundaries.
     """
-    if micro_batches < 0 or not 0 <= rank < workers:
-        raise ValueError(
-            f"micro_batches={micro_batches}, workers={workers}, rank={rank}: "
-            "micro_batches must be at least 0, and rank 0 to workers - 1"
-        )
     if weights is None and aligned and micro_batches >= workers:
         from kfuse.comm.ranges import aligned_ranges  # imported when used: `import kfuse` is quick
 
         return aligned_ranges(micro_batches, workers)[rank]
     if weights is None:
         return range(-(-micro_batches * rank // workers), -(-micro_batches * (rank + 1) // workers))
-    if len(weights) != workers:
-        raise ValueError(f"{len(weights)} weights for {workers} workers: one each is needed")
-    if not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ValueError(f"weights={list(weights)}: must be finite and above 0")
     bounds = list(accumulate((Fraction(w) for w in weights), initial=Fraction(0)))
     start, stop = (math.ceil(micro_batches * b / bounds[-1]) for b in bounds[rank : rank + 2])
     return range(start, stop)

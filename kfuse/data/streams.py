@@ -7,8 +7,6 @@ resize, loss of a worker or resume, and the ledger needs nothing but the numbers
 
 from __future__ import annotations
 
-import logging
-import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import OrderedDict
@@ -19,9 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from kfuse.data.dataset import Collate, DataError, check_collate, collate
-
-_LOG = logging.getLogger("kfuse")
+from kfuse.data.dataset import Collate, DataError, collate
 
 BLOCK = 16
 """Samples that are taken from one shard before the next shard's turn, where the source does not say."""
@@ -29,10 +25,6 @@ BLOCK = 16
 _MOST_OPEN = 128  # iterators a process keeps open: each may hold a file
 _END = object()
 BeforeSample = Callable[[int], None]
-
-
-def _nothing(number: int) -> None:
-    """Called before each sample by default."""
 
 
 @runtime_checkable
@@ -78,24 +70,19 @@ class Stream(ABC):
     """What a user must know before training on it."""
 
     def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
-        """dataset: what the samples come from. collate_fn: None: torch's default_collate. Raises TypeError."""
-        check_collate(collate_fn)
-        self.dataset, self.collate_fn = dataset, collate_fn
+        """dataset: what the samples come from. collate_fn: None: torch's default_collate."""
+        self.dataset, self.collate_fn, self._name = dataset, collate_fn, type(dataset).__name__
 
-    def fetch(self, indices: np.ndarray, before_sample: BeforeSample = _nothing) -> Any:
+    def fetch(self, indices: np.ndarray, before_sample: BeforeSample = lambda number: None) -> Any:
         """Returns the samples of these numbers (int64 `[B]`), collated. Raises DataError where there is no sample.
 
         before_sample: called with the number of each sample before it is read, also of those that are skipped.
         """
-        samples = [self.sample(number, before_sample) for number in indices.tolist()]
-        return collate(samples, self.collate_fn, self.dataset)
+        return collate([self.sample(number, before_sample) for number in indices.tolist()], self.collate_fn)
 
     @abstractmethod
     def sample(self, number: int, before_sample: BeforeSample) -> Any:
         """Returns the sample of this number."""
-
-    def check_workers(self, num_workers: int) -> None:  # noqa: B027 (a stream that can seek is read in any process)
-        """Raises DataError where so many loader processes cannot read it."""
 
 
 @dataclass
@@ -113,36 +100,32 @@ class SourceStream(Stream):
     """The samples of a `Source`. It can be read in any process, from any number on."""
 
     def __init__(self, source: Source, collate_fn: Collate | None = None) -> None:
-        """Reads the first sample. Raises TypeError for a source that does not keep to the protocol, DataError for an
-        empty one.
-        """
+        """Reads the first sample. Raises DataError for an empty source, and for shards or blocks below 1."""
         super().__init__(source, collate_fn)
-        self._shards = _at_least_one(source, "shards", source.shards)
-        self._block = _at_least_one(source, "block", getattr(source, "block", BLOCK))
+        self._shards, self._block = source.shards, getattr(source, "block", BLOCK)
+        if min(self._shards, self._block) < 1:
+            raise DataError(f"{self._name}: shards={self._shards}, block={self._block}: must be at least 1")
         self._readers: OrderedDict[int, _Reader] = OrderedDict()  # by shard; the one used last at the end
         self._lengths: dict[int, int] = {}  # by shard, of those whose end was seen
         if not self._has(0, 0):
-            raise self._empty(0)
+            raise self._without_samples(0)
 
-    def sample(self, number: int, before_sample: BeforeSample = _nothing) -> Any:
+    def sample(self, number: int, before_sample: BeforeSample) -> Any:
         """Returns the sample of this number. Reads on in its shard, or opens it at the place."""
         shard, position = place(number, self._shards, self._block)
         position %= self._lengths.get(shard, position + 1)
         reader = self._readers.pop(shard, None)
         if reader is None or reader.position != position:
-            reader = _Reader(self._open(shard, position), position, position)
+            reader = self._open(shard, position)
         before_sample(number)
         sample = next(reader.iterator, _END)
         if sample is _END:  # the shard starts over
             length = self._lengths[shard] = self._find_length(shard, reader)
-            position %= length
-            reader = _Reader(self._open(shard, position), position, position)
+            reader = self._open(shard, position % length)
             before_sample(number)
             sample = next(reader.iterator, _END)
             if sample is _END:
-                raise DataError(
-                    f"{_name(self.dataset)}.open({shard}, {position}): gave no sample, and the shard has {length}"
-                )
+                raise self._without_samples(shard)
         reader.position += 1
         self._readers[shard] = reader
         if len(self._readers) > _MOST_OPEN:
@@ -150,26 +133,22 @@ class SourceStream(Stream):
         return sample
 
     def _find_length(self, shard: int, reader: _Reader) -> int:
-        """The number of samples of a shard that has none at the reader's position."""
+        """Returns the number of samples of a shard that has none at the reader's position."""
         if reader.position > reader.start:  # the one before was there
             return reader.position
         length = bisect_left(range(reader.position), True, key=lambda position: not self._has(shard, position))
         if length == 0:
-            raise self._empty(shard)
+            raise self._without_samples(shard)
         return length
 
     def _has(self, shard: int, position: int) -> bool:
-        return next(self._open(shard, position), _END) is not _END
+        return next(self.dataset.open(shard, position), _END) is not _END
 
-    def _open(self, shard: int, position: int) -> Iterator[Any]:
-        iterator = self.dataset.open(shard, position)
-        if not isinstance(iterator, Iterator):
-            kind = type(iterator).__name__
-            raise TypeError(f"{_name(self.dataset)}.open({shard}, {position}): must return an iterator, not {kind}")
-        return iterator
+    def _open(self, shard: int, position: int) -> _Reader:
+        return _Reader(self.dataset.open(shard, position), position, position)
 
-    def _empty(self, shard: int) -> DataError:
-        return DataError(f"{_name(self.dataset)}: shard {shard} is empty: each of {self._shards} must have a sample")
+    def _without_samples(self, shard: int) -> DataError:
+        return DataError(f"{self._name}: shard {shard} gave no sample: each of {self._shards} must have one")
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which opens iterators of its own."""
@@ -191,23 +170,15 @@ class IterableStream(Stream):
         super().__init__(dataset, collate_fn)
         self._reader: _Reader | None = None  # None: the start comes next
         self.warning = (
-            f"{_name(dataset)} cannot seek: each worker reads the whole stream and skips what others take, and reads "
+            f"{self._name} cannot seek: each worker reads the whole stream and skips what others take, and reads "
             "again from the start after a resume or a lost worker; every iteration must yield the same samples. "
             "A kfuse.data.Source (shards, open(shard, position)) needs none of this"
         )
 
-    def sample(self, number: int, before_sample: BeforeSample = _nothing) -> Any:
+    def sample(self, number: int, before_sample: BeforeSample) -> Any:
         """Returns the sample of this number. Reads all that come before it."""
         reader, self._reader = self._reader, None  # if reading fails, the next call starts anew
-        if reader is not None and number < reader.position:
-            _LOG.warning(
-                "%s: back from sample %d to %d: the stream is read again from its start",
-                _name(self.dataset),
-                reader.position,
-                number,
-            )
-            reader = None
-        if reader is None:
+        if reader is None or number < reader.position:
             before_sample(0)
             reader = _Reader(iter(self.dataset), 0, 0)
         for _ in range(reader.position, number):
@@ -215,14 +186,6 @@ class IterableStream(Stream):
         sample = self._read(reader, before_sample)
         self._reader = reader
         return sample
-
-    def check_workers(self, num_workers: int) -> None:
-        """Raises DataError for more than one: each would read the whole stream."""
-        if num_workers > 1:
-            raise DataError(
-                f"data_workers={num_workers} with {_name(self.dataset)}, which cannot seek: must be 0 or 1, as each "
-                "loader worker would read the whole stream"
-            )
 
     def _read(self, reader: _Reader, before_sample: BeforeSample) -> Any:
         before_sample(reader.position)
@@ -232,8 +195,7 @@ class IterableStream(Stream):
             reader.iterator = iter(self.dataset)
             sample = next(reader.iterator, _END)
             if sample is _END:
-                which = f"gave {reader.position} samples, and another iteration none" if reader.position else "is empty"
-                raise DataError(f"{_name(self.dataset)}: {which}; each iteration over it must yield samples")
+                raise DataError(f"{self._name}: an iteration gave no sample, after {reader.position} of those before")
         reader.position += 1
         return sample
 
@@ -245,15 +207,14 @@ class IterableStream(Stream):
 def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
     """Returns a stream over a `Source` or a torch `IterableDataset`; None for anything else.
 
-    Raises TypeError for an iterator and for a source that does not keep to the protocol, DataError for an empty source.
+    Raises TypeError for an iterator, DataError as `SourceStream`.
     """
     if isinstance(obj, Stream):
         return obj
-    finite = hasattr(obj, "__len__") and hasattr(obj, "__getitem__") and not isinstance(obj, IterableDataset)
-    if isinstance(obj, Source) and not finite:  # arrays of zarr have `shards` and `open`, too
-        return SourceStream(obj, collate_fn)
     if isinstance(obj, IterableDataset):
         return IterableStream(obj, collate_fn)
+    if isinstance(obj, Source) and not hasattr(obj, "__getitem__"):  # arrays of zarr have `shards` and `open`, too
+        return SourceStream(obj, collate_fn)
     if isinstance(obj, Iterator):
         raise TypeError(
             f"{type(obj).__name__}: can be read once only; pass a kfuse.data.Source (shards, open(shard, position)), "
@@ -262,13 +223,8 @@ def as_stream(obj: Any, collate_fn: Collate | None = None) -> Stream | None:
     return None
 
 
-def _at_least_one(source: Any, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{_name(source)}.{name}={value!r}: must be a whole number")
-    if value < 1:
-        raise DataError(f"{_name(source)}.{name}={value}: must be at least 1")
-    return operator.index(value)
-
-
-def _name(source: Any) -> str:
-    return type(source).__name__
+def check_loaders(data: Any, number: int) -> None:
+    """Raises DataError for so many loader processes, each of which would read the whole of a stream without seeking."""
+    if isinstance(data, IterableStream) and number > 1:
+        kind = type(data.dataset).__name__
+        raise DataError(f"data_workers={number} with {kind}, which cannot seek: must be 0 or 1")

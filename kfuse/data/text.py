@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kfuse.data.dataset import DataError, DataSplit
-from kfuse.data.loading import check_heldout, read_bytes
 
 STDLIB_BYTES = 4_000_000
 # Folders that are not the library itself, that hold its tests, or tables and text that programs wrote.
@@ -44,13 +43,11 @@ def load_text(path: str | os.PathLike[str] | None = None, block_size: int = 64, 
 
     The file is held in memory, a byte a token. With no path: Python's standard library (`stdlib_source`).
     `spec["unigram_entropy"]` is what a model without context reaches at best on the held-out bytes.
-    Raises DataError for a missing, unreadable or empty file, a folder, one that is not UTF-8, and one too
-    short for a block in each part.
+    Raises DataError for a file that cannot be read, one that is not UTF-8, and one too short for a block in each part.
     """
-    if block_size < 1:
-        raise DataError(f"block_size={block_size}: must be at least 1")
-    check_heldout(heldout)
-    data = stdlib_source() if path is None else read_utf8(Path(path).expanduser())
+    if block_size < 1 or not 0 < heldout < 1:
+        raise DataError(f"block_size={block_size}, heldout={heldout}: must be at least 1, and above 0 and below 1")
+    data = stdlib_source() if path is None else _read_utf8(Path(path).expanduser())
     name = "the standard library" if path is None else str(path)
     tokens = np.frombuffer(data, dtype=np.uint8)
     cut = len(tokens) - round(len(tokens) * heldout)
@@ -77,15 +74,14 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def read_utf8(path: Path) -> bytes:
-    """Returns the bytes of a UTF-8 file. Raises DataError, naming the first bad byte's offset."""
-    data = read_bytes(path)
+def _read_utf8(path: Path) -> bytes:
     try:
+        data = path.read_bytes()
         data.decode("utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start} ({error.reason})"
-        ) from None
+        raise DataError(f"{path} is not UTF-8: {error}") from None
     return data
 
 

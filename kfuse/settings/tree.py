@@ -124,10 +124,7 @@ class LoopSettings(ShownSettings, total=False):
         ),
     ]
     data_prefetch: Annotated[
-        int, Setting(2, "micro-batches that each loader process fetches ahead", at_least=1, at_most=2**10)
-    ]
-    data_pin_memory: Annotated[
-        bool, Setting(True, "on GPUs, copy batches from pinned memory, with loader processes beside the forward")
+        int, Setting(2, "micro-batches that each loader process fetches ahead", at_least=1, at_most=2**5)
     ]
     lr_scaling: Annotated[
         str,

@@ -10,6 +10,7 @@ from torch import nn
 
 from kfuse.data import Dataset, EpochSampler, Stream, StreamSampler
 from kfuse.data.fetching import Fetcher
+from kfuse.data.streams import check_loaders
 from kfuse.membership import Session
 from kfuse.optim import DistributedOptimizer
 from kfuse.policies import BasePolicy
@@ -114,10 +115,9 @@ class TrainContext:
     def new_fetcher(self) -> Fetcher:
         """Fetches in the step's own thread, or in loader processes. Raises DataError where these cannot."""
         loading = self.settings.loading
-        if isinstance(self.data, Stream):
-            self.data.check_workers(loading.workers)
+        check_loaders(self.data, loading.workers)
         if not loading.workers:
-            return Fetcher(self.data, self.sampler, loading.pin_memory)
+            return Fetcher(self.data, self.sampler)
         from kfuse.data.feeder import Feeder
 
         def report(pid: int, how: str) -> None:

@@ -64,7 +64,7 @@ class Settings:
             "train_epochs": 1 if epochs is None and steps is None else epochs,
             "lr_base": lr_base,
             "workers_bounds": workers_bounds,
-            "loading": Loading(given["data_workers"], given["data_prefetch"], given["data_pin_memory"], worker_init_fn),
+            "loading": Loading(given["data_workers"], given["data_prefetch"], worker_init_fn),
         }
         return cls(**{each.name: given[each.name] for each in fields(cls)})
 

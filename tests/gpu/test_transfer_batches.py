@@ -59,13 +59,12 @@ def test_tensors_go_by_pinned_memory_and_the_host_does_not_wait(gpu: Counting, m
     assert moved["x"][0].device.type == moved["temperature"].device.type == "meta"
     there = torch.zeros(3, device=GPU)
     assert to_device([there], GPU)[0] is there
-    to_device([torch.zeros(3)], GPU, pin=False)
     assert len(gpu.pinned_shapes) == 2
 
 
 def test_what_a_loader_process_sent_keeps_its_strides(gpu: Counting) -> None:
     """Else the bits of a model in channels_last would depend on the number of loader processes."""
-    feeder = Feeder(TensorData(torch.zeros(1), torch.zeros(1)), EpochSampler(1, 0), Loading(workers=1), GPU)
+    feeder = Feeder(TensorData((torch.zeros(1), torch.zeros(1))), EpochSampler(1, 0), Loading(workers=1), GPU)
     channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     for tensor in (torch.tensor(0.5), channels_last, torch.randn(4, 3).t()):
         gpu.pinned_shapes.clear()
