@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import math
 import os
 import random
 import re
 import resource
-import select
 import shutil
 import signal
 import socket
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -33,8 +31,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from warm import CONTEXT
 
-import kfuse.checkpoint.snapshot
 from kfuse.checkpoint.format import Checkpointer, CheckpointError, load, load_newest, load_plain
 from kfuse.checkpoint.format import _encode as encode
 from kfuse.checkpoint.manager import Checkpoints
@@ -165,15 +163,12 @@ def test_views_of_flat_buffers_are_written_dense_and_alone(tmp_path: Path) -> No
     assert (tmp_path / "step-00000001" / "model.pt").stat().st_size < 10_000
 
 
-def test_module_state_keeps_its_version_numbers(tmp_path: Path) -> None:
+def test_module_state_keeps_its_version_numbers_and_subclasses_become_plain(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model = saved(tmp_path, model=module.state_dict())["model"]
-    assert type(model) is OrderedDict
-    assert model._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
-
-
-def test_subclasses_of_plain_values_become_plain(tmp_path: Path) -> None:
-    assert exact(saved(tmp_path, x=[np.float64(0.1), signal.SIGTERM, np.str_("a")])["x"]) == exact([0.1, 15, "a"])
+    found = saved(tmp_path, model=module.state_dict(), x=[np.float64(0.1), signal.SIGTERM, np.str_("a")])
+    assert type(found["model"]) is OrderedDict
+    assert found["model"]._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
+    assert exact(found["x"]) == exact([0.1, 15, "a"])
 
 
 @pytest.mark.parametrize(
@@ -188,18 +183,6 @@ def test_what_could_not_be_read_back_is_refused(tmp_path: Path, value: Any, name
     with pytest.raises(TypeError, match=named):
         saved(tmp_path, policy={"seen": [value]})
     assert names(tmp_path) == []
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_state_on_a_gpu_is_copied_before_training_goes_on(tmp_path: Path) -> None:
-    flat = torch.randn(1 << 24, device="cuda")
-    before = flat.cpu()
-    checkpointer = Checkpointer(tmp_path, 1, Events())
-    checkpointer.save(1, {"model": {"w": flat[3:]}, "optimizer": {}})
-    flat.zero_()
-    checkpointer.wait()
-    model = load(tmp_path / "step-00000001")["model"]
-    assert model["w"].device.type == "cpu" and torch.equal(model["w"], before[3:])
 
 
 # -- in the background -------------------------------------------------------------------------------------------------
@@ -248,29 +231,7 @@ def test_one_copy_at_a_time(tmp_path: Path, held: Callable[[], None], monkeypatc
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_nothing_holds_the_copy_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[weakref.ref[Tensor]] = []
-
-    def remember(value: Any, where: str, of_tensor: Any) -> Any:
-        copy = copy_plain(value, where, of_tensor)
-        if isinstance(copy, Tensor):
-            copies.append(weakref.ref(copy))
-        return copy
-
-    copy_plain = kfuse.checkpoint.snapshot._copy_plain
-    monkeypatch.setattr("kfuse.checkpoint.snapshot._copy_plain", remember)
-    checkpointer = Checkpointer(tmp_path, 1, Events())
-    checkpointer.save(1, state_of(1))
-    checkpointer.wait()
-    assert len(copies) == 5 and all(copy() is None for copy in copies)
-
-
 # -- which ones stay ---------------------------------------------------------------------------------------------------
-
-
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    write(tmp_path, 8, 9, 10, 11, keep=2)
-    assert names(tmp_path) == ["step-00000010", "step-00000011"]
 
 
 def test_older_ones_stay_until_the_new_one_is_in_place(tmp_path: Path, held: Callable[[], None]) -> None:
@@ -307,17 +268,11 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: 
     assert log[-2:] == ["to step-00000001", directory.stat().st_ino]
 
 
-def test_going_back_replaces_what_came_after(tmp_path: Path) -> None:
-    write(tmp_path, 10, 20, 30)
+def test_going_back_replaces_what_came_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed from 10: 20 is written again, 30 is of another run. But not before a first write that succeeds."""
+    write(tmp_path, 8, 9, 10, 20, 30, keep=3)
     flipped = tmp_path / "step-00000020" / "model.pt"
     flipped.write_bytes(flipped.read_bytes()[:-1])
-    write(tmp_path, 20)  # resumed from 10: 20 is written again, 30 is of another run
-    assert names(tmp_path) == ["step-00000010", "step-00000020"]
-    assert exact(load(tmp_path / "step-00000020")) == exact(state_of(20))
-
-
-def test_going_back_with_a_first_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, 10, 20, 30)
     checkpointer = Checkpointer(tmp_path, 9, events := Events())
     with monkeypatch.context() as patch:
         patch.setattr("kfuse.checkpoint.format._write_files", lambda *_: os.listdir(tmp_path / "no disk"))
@@ -328,6 +283,7 @@ def test_going_back_with_a_first_write_that_fails(tmp_path: Path, monkeypatch: p
     checkpointer.wait()
     assert [event["kind"] for event in events] == ["checkpoint_failed", "checkpoint"]
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
+    assert exact(load(tmp_path / "step-00000020")) == exact(state_of(20))
 
 
 def test_leftovers_of_the_dead_are_removed_and_the_living_left_alone(tmp_path: Path) -> None:
@@ -350,13 +306,12 @@ def test_leftovers_of_the_dead_are_removed_and_the_living_left_alone(tmp_path: P
 
 
 @pytest.mark.full
-def test_two_processes_may_write(tmp_path: Path, writers: Writers) -> None:
+def test_two_processes_may_write(tmp_path: Path) -> None:
     """As when a leader is replaced while it is still writing its last one."""
-    first = writers.start(tmp_path, first=0, saves=10, keep=50)
-    writers.wait_for_one(first)
-    second = writers.start(tmp_path, first=100, saves=10, keep=50)
-    assert writers.end(first) == (os.EX_OK, list(range(10)))
-    assert writers.end(second) == (os.EX_OK, list(range(100, 110)))
+    first = Writer(tmp_path, first=0, saves=10, keep=50)
+    assert first.wrote.poll(PATIENCE_S)
+    second = Writer(tmp_path, first=100, saves=10, keep=50)
+    assert first.end() == (os.EX_OK, list(range(10))) and second.end() == (os.EX_OK, list(range(100, 110)))
     steps = [*range(10), *range(100, 110)]
     assert names(tmp_path) == [f"step-{step:08d}" for step in steps]
     for step in steps:
@@ -382,7 +337,7 @@ def damaged(intact: Path, tmp_path: Path) -> Path:
 def test_any_flipped_bit_is_found(damaged: Path, name: str) -> None:
     content = (damaged / name).read_bytes()
     rng = random.Random(name)
-    positions = range(len(content)) if name == "manifest.json" else rng.sample(range(len(content)), 300)
+    positions = range(len(content)) if name == "manifest.json" else rng.sample(range(len(content)), 100)
     with (damaged / name).open("r+b", buffering=0) as file:
         for position in positions:
             os.pwrite(file.fileno(), bytes([content[position] ^ 1 << rng.randrange(8)]), position)
@@ -408,18 +363,14 @@ def test_truncated_and_missing_files_are_named(damaged: Path, name: str) -> None
         load(damaged)
 
 
-def test_unknown_format_version_is_named(damaged: Path) -> None:
-    manifest = json.loads((damaged / "manifest.json").read_text())
-    (damaged / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+def test_what_is_no_manifest_is_passed_over_and_named(damaged: Path) -> None:
+    for content in (b"3", b"\0", b"[" * 100_000, *(encode({"format": 3} | rest) for rest in WRONG)):
+        (damaged / "manifest.json").write_bytes(content)
+        assert load_newest(damaged.parent, events := Events()) is None
+        assert re.search(r"(manifest\.json|model\.pt): damaged", events[0]["why"])
+    (damaged / "manifest.json").write_bytes(encode({"format": 1}))
     with pytest.raises(CheckpointError, match=r"manifest\.json: format version 1 is unknown; this kfuse reads 3"):
         load(damaged)
-
-
-@pytest.mark.parametrize("content", [b"3", b"\0", b"[" * 100_000, *(encode({"format": 3} | rest) for rest in WRONG)])
-def test_what_is_no_manifest_is_passed_over_and_named(damaged: Path, content: bytes) -> None:
-    (damaged / "manifest.json").write_bytes(content)
-    assert load_newest(damaged.parent, events := Events()) is None
-    assert re.search(r"(manifest\.json|model\.pt): damaged", events[0]["why"])
 
 
 def test_a_file_that_claims_to_be_larger_than_it_is_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
@@ -532,92 +483,29 @@ def test_failing_to_remove_is_an_event_of_its_own(tmp_path: Path, monkeypatch: p
 # -- writers that are killed -------------------------------------------------------------------------------------------
 
 
-class Writers:
-    """A process that forks writers: it has imported torch, so that each takes milliseconds to start."""
+class Writer:
+    """A process that saves steps first, first + 1, ..."""
 
-    def __init__(self) -> None:
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_checkpoint as t; t.serve()"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        # Without buffers, in which lines would wait that `select` cannot see.
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        self._server = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
-        self._done: dict[int, list[int]] = {}
-        self._status: dict[int, int] = {}
+    def __init__(self, directory: Path, first: int, saves: int, keep: int, die_at: int = 0) -> None:
+        """die_at: it dies before that operation on the file system, if not 0."""
+        self.wrote, theirs = CONTEXT.Pipe(False)
+        self.process = CONTEXT.Process(target=_writer, args=(theirs, directory, first, saves, keep, die_at))
+        self.process.start()
+        theirs.close()
+        assert self.wrote.poll(PATIENCE_S) and self.wrote.recv() == "begins"
 
-    def start(self, directory: Path, **how: int) -> int:
-        """Starts a writer (see `_writer`) and returns its pid once it is about to save."""
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps({"directory": str(directory), **how}).encode() + b"\n")
-        before = set(self._done)
-        while not (new := set(self._done) - before):
-            self._listen()
-        return new.pop()
-
-    def wait_for_one(self, pid: int) -> None:
-        """Waits until a writer has written its first checkpoint."""
-        while not self._done[pid]:
-            self._listen()
-
-    def end(self, pid: int) -> tuple[int, list[int]]:
-        """Waits until a writer is dead and reaped; returns its exit code and the steps that it reported as written."""
-        while pid not in self._status:
-            self._listen()
-        return self._status.pop(pid), self._done.pop(pid)  # the system may give the number to another one
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        assert self._server.wait(PATIENCE_S) == 0
-
-    def _listen(self) -> None:
-        assert self._server.stdout is not None
-        ready, _, _ = select.select([self._server.stdout], [], [], PATIENCE_S)
-        assert ready, f"no writer said anything for {PATIENCE_S:.0f} s; so far {self._done}, ended {self._status}"
-        line = self._server.stdout.readline()
-        assert line, f"the server of writers has ended with {self._server.poll()}"
-        what, pid, value = line.split()
-        if what == b"begins":
-            self._done[int(pid)] = []
-        elif what == b"wrote":
-            self._done[int(pid)].append(int(value))
-        else:
-            assert what == b"ended", what
-            self._status[int(pid)] = int(value)
+    def end(self) -> tuple[int | None, list[int]]:
+        """Waits until it is dead; returns its exit code and the steps that it reported as written."""
+        steps = []
+        with contextlib.suppress(EOFError):
+            while True:
+                steps.append(self.wrote.recv())
+        self.process.join()
+        return self.process.exitcode, steps
 
 
-@pytest.fixture(scope="module")
-def writers() -> Iterator[Writers]:
-    server = Writers()
-    yield server
-    server.close()
-
-
-def serve() -> None:
-    """The server: a writer for each line of stdin, until there are no more.
-
-    Each writer's parent waits for it alone and tells its end. A handler of SIGCHLD in the server could not: Python runs
-    it between two bytecodes, and for a signal that comes just before `read` blocks, that is not before the next line.
-    """
+def _writer(wrote: Any, directory: Path, first: int, saves: int, keep: int, die_at: int) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # these parents leave no zombies
-    for line in sys.stdin:
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            pid = os.fork()
-            if pid == 0:
-                _writer(**json.loads(line))
-                os._exit(0)
-            _, status = os.waitpid(pid, 0)
-            _say("ended", pid, os.waitstatus_to_exitcode(status))
-            os._exit(0)
-
-
-def _say(what: str, pid: int, value: int = 0) -> None:
-    os.write(1, f"{what} {pid} {value}\n".encode())  # one write: lines of several processes do not mix
-
-
-def _writer(directory: str, first: int, saves: int, keep: int, die_at: int = 0) -> None:
-    """Saves steps first, first + 1, ...; dies before its `die_at`-th operation on the file system, if not 0."""
     operations = 0
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
@@ -628,10 +516,11 @@ def _writer(directory: str, first: int, saves: int, keep: int, die_at: int = 0) 
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def report(event: dict[str, Any]) -> None:
-        _say("wrote" if event["kind"] == "checkpoint" else event["kind"], os.getpid(), event["step"])
+        assert event["kind"] == "checkpoint", event
+        wrote.send(event["step"])
 
-    checkpointer = Checkpointer(Path(directory), keep, report)
-    _say("begins", os.getpid())
+    checkpointer = Checkpointer(directory, keep, report)
+    wrote.send("begins")
     if die_at:
         sys.addaudithook(count)
     for step in range(first, first + saves):
@@ -655,7 +544,7 @@ def check_after_death(directory: Path, newest: int) -> int:
 
 
 @pytest.mark.full
-def test_killed_at_any_instant(tmp_path: Path, writers: Writers) -> None:
+def test_killed_at_any_instant(tmp_path: Path) -> None:
     rng = random.Random(0)
     first, second = write(tmp_path, 0, 1, keep=2)
     span = min(0.1, 4 * min(first["wall_s"], second["wall_s"]))
@@ -663,11 +552,11 @@ def test_killed_at_any_instant(tmp_path: Path, writers: Writers) -> None:
     for kill in range(500):
         if kill >= 50 and newest > 1 and interrupted:
             break
-        pid = writers.start(tmp_path, first=newest + 1, saves=1000, keep=2)
+        writer = Writer(tmp_path, first=newest + 1, saves=1000, keep=2)
         # The instant: any will do. Later and later ones, since beside other work the disk may have become slower.
         threading.Event().wait(rng.uniform(0, span * (1 + kill / 50)))
-        os.kill(pid, signal.SIGKILL)
-        _, wrote = writers.end(pid)
+        writer.process.kill()
+        _, wrote = writer.end()
         interrupted += any(name.startswith(".") for name in names(tmp_path))
         newest = check_after_death(tmp_path, max([newest, *wrote]))
     assert newest > 1 and interrupted > 0, "the instants were not where it matters"
@@ -676,14 +565,13 @@ def test_killed_at_any_instant(tmp_path: Path, writers: Writers) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
-def test_killed_before_each_operation(tmp_path: Path, writers: Writers, again: bool) -> None:
+def test_killed_before_each_operation(tmp_path: Path, again: bool) -> None:
     """With `keep` at 1 there is no second one to fall back to."""
     write(tmp_path, 1)
     newest, exit_code, deaths = 1, -signal.SIGKILL, 0
     while exit_code == -signal.SIGKILL:
         deaths += 1
-        pid = writers.start(tmp_path, first=newest if again else newest + 1, saves=1, keep=1, die_at=deaths)
-        exit_code, wrote = writers.end(pid)
+        exit_code, wrote = Writer(tmp_path, newest if again else newest + 1, saves=1, keep=1, die_at=deaths).end()
         newest = check_after_death(tmp_path, max([newest, *wrote]))
     assert exit_code == os.EX_OK and names(tmp_path) == [f"step-{newest:08d}"]
     assert deaths > 20

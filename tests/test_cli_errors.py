@@ -55,7 +55,7 @@ WRONG = [
     ("optimizer=sgd optimizer.momentum=nan", ["optimizer.momentum=nan", "finite"]),
     ("policy=compose policy@policy.first=gns policy@policy.second=none policy.first.every=0", ["policy.first.every=0"]),
     ("model=gpt data=digits", ["model:", "vocab_size, block_size"]),
-    ("data=text data.path=nope.txt", ["nope.txt", "does not exist"]),
+    ("data=text data.path=nope.txt", ["nope.txt", "cannot be read"]),
     ("data=cifar10", ["data.path", "a value is needed"]),
     ("model._target_=mistaken.Nett", ["model._target_=mistaken.Nett", "did you mean Net?"]),
     ("model._target_=broken.Net", ["model._target_=broken.Net", "SyntaxError"]),
@@ -148,7 +148,7 @@ def test_run_directory_that_cannot_be_made_is_one_line(
     ("command", "said"),
     [
         ("batch.size=0", "batch.size=0"),
-        ("data=text data.path=empty.txt", "empty.txt is empty"),
+        ("data=text data.path=empty.txt", "empty.txt is too short"),
         ("-m seed=1,x", "seed=x"),
     ],
 )

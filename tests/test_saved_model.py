@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,6 @@ def plain(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.full
-def test_a_compiled_model_is_saved_under_its_own_names() -> None:
-    model = Tied()
-    weights = model_weights(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
-    assert list(weights) == list(model.state_dict())
-    Tied().load_state_dict(weights)
-
-
 def tied(folder: Path, **arguments: Any) -> Tied:
     """A model with shared weights, in the flat buffers of a fused optimizer, trained and saved there."""
     torch.manual_seed(0)
@@ -87,9 +80,10 @@ def test_the_copy_is_dense_and_shares_as_the_model_does() -> None:
     model = Tied()
     state = model_weights(model)
     assert list(state) == list(model.state_dict()) and vars(state) == vars(model.state_dict())
-    assert state["head.weight"] is state["embedding.weight"]
+    assert state["head.weight"] is state["embedding.weight"] and type(state["norm.weight"]) is torch.Tensor
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
-    assert type(state["norm.weight"]) is torch.Tensor
+    compiled = model_weights(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    assert list(compiled) == list(model.state_dict())
 
 
 def test_the_summary_has_the_paths(tmp_path: Path) -> None:
@@ -175,6 +169,8 @@ def test_where_it_goes(arguments: dict[str, Any], files: set[str], tmp_path: Pat
 def test_what_cannot_be_written_is_said_and_leaves_the_old_file(
     where: Any, name: str, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / f".model.pt.{socket.gethostname()}.99999999").write_bytes(b"half")  # a killed process's
     tied(tmp_path / "a", heldout=(torch.arange(8), torch.arange(8)))
     old = (tmp_path / "a" / "model.pt").read_bytes()
 
@@ -191,15 +187,6 @@ def test_what_cannot_be_written_is_said_and_leaves_the_old_file(
     assert not list((tmp_path / "a").glob(".*"))
 
 
-def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    import socket
-
-    leftover = tmp_path / f".best.pt.{socket.gethostname()}.99999999"
-    leftover.write_bytes(b"half")
-    tied(tmp_path)
-    assert not leftover.exists()
-
-
 def test_a_state_that_plain_torch_could_not_read_is_not_written(tmp_path: Path, caplog: Any) -> None:
     class Odd(nn.Linear):
         def get_extra_state(self) -> Any:
@@ -214,50 +201,31 @@ def test_a_state_that_plain_torch_could_not_read_is_not_written(tmp_path: Path, 
 # -- starting from it -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.Linear(3, 2), "weight (4, 3) there, (2, 3) here, bias (4,) there, (2,) here"),
-        (lambda: nn.Sequential(nn.Linear(3, 4)), "missing: 0.weight, 0.bias; not in this model: weight, bias"),
-        (lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), "and 5 more"),
-    ],
-)
-def test_other_names_and_shapes_are_named_in_one_line(make: Any, message: str, tmp_path: Path) -> None:
-    torch.save(nn.Linear(3, 4).state_dict(), tmp_path / "model.pt")
-    model = make()
-    before = model_weights(model)
-    with pytest.raises(ValueError) as error:
-        load_weights(model, str(tmp_path / "model.pt"))
-    assert message in str(error.value) and "\n" not in str(error.value)
-    assert_equal(model_weights(model), before)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such file"),
+def test_files_of_another_model_or_of_none_are_named_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    for content, message in [
+        (None, "cannot be read: .*No such file"),
         (b"", "cannot be read"),
         ([1], "must hold a model's state_dict"),
-    ],
-)
-def test_files_that_hold_no_model_are_named(content: Any, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        torch.save(content, path)
-    with pytest.raises(ValueError, match=message) as error:
-        load_weights(nn.Linear(3, 2), str(path))
-    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+        (nn.Linear(3, 4).state_dict(), "size mismatch for weight"),
+        (nn.Sequential(nn.Linear(3, 2)).state_dict(), r"Missing key\(s\).*Unexpected key\(s\)"),
+    ]:
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is not None:
+            torch.save(content, path)
+        with pytest.raises(ValueError, match=message) as error:
+            load_weights(nn.Linear(3, 2), str(path))
+        assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
 
 
 def test_the_command_line_checks_the_file_before_it_starts(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    for value, message in ((tmp_path / "none.pt", "no such file"), ("3", "must be the path")):
+    for value, message in ((tmp_path / "none.pt", "No such file"), ("3", "must be the path")):
         with pytest.raises(ConfigError, match=rf"^model.init={value}: .*{message}"):
             compose([f"model.init={value}"])
     torch.save(nn.Linear(3, 2).state_dict(), path)
-    with pytest.raises(ConfigError, match=rf"^model.init={path}: missing: .*; not in this model: weight, bias$"):
+    with pytest.raises(ConfigError, match=rf"^model.init={path}: .*Missing key.*Unexpected key"):
         compose([f"model.init={path}"])
 
 

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import torch
 
 from kfuse.checkpoint.snapshot import HostCopy, Snapshots
+from kfuse.observe.whole_file import fsync_directory
 from kfuse.version import __version__
 
 FORMAT = 3
@@ -127,8 +128,8 @@ class Checkpointer:
             self._failed(step, one_line(error))
             return
         wall_s = time.perf_counter() - started
-        event = {"step": step, "path": str(path), "bytes": size, "wall_s": wall_s, "snapshot_s": snapshot_s}
-        self._report({"kind": "checkpoint", **event})
+        about = {"step": step, "path": str(path), "bytes": size, "wall_s": wall_s, "snapshot_s": snapshot_s}
+        self._report({"kind": "checkpoint", **about})
         _log.info("checkpoint of step %d written to %s: %d bytes in %.3f s", step, path, size, wall_s)
         try:
             newer = 0
@@ -155,31 +156,28 @@ class Checkpointer:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state that was saved as the checkpoint `path`, tensors on the CPU. Every byte is verified, and nothing read
-    can run code. Raises CheckpointError.
+    """Returns the state that was saved as the checkpoint `path`, tensors on the CPU.
+
+    Every byte is verified, and nothing read can run code. Raises CheckpointError.
     """
     file = path / _MANIFEST
     try:
         content = file.read_bytes()
         manifest, parts = json.loads(content), {}
         if manifest["format"] != FORMAT:
-            why = f"format version {manifest['format']!r} is unknown; this kfuse reads {FORMAT}"
-            raise CheckpointError(f"{file}: {why}")
+            raise CheckpointError(f"format version {manifest['format']!r} is unknown; this kfuse reads {FORMAT}")
         manifest.pop("sha256")
         if _encode(manifest) != content:
-            raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in it")
+            raise CheckpointError("damaged, its SHA-256 is not the one in it")
         for name in (_MODEL, _OPTIMIZER, _REST):
             file, expected = path / name, manifest["files"][name]
-            size = file.stat().st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{file}: {size} bytes instead of {expected['bytes']}")
             with file.open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != expected["sha256"]:
-                    raise CheckpointError(f"{file}: damaged, its SHA-256 is not the manifest's")
+                    raise CheckpointError("damaged, its SHA-256 is not the manifest's")
             parts[name] = load_plain(file)
         return {"model": parts[_MODEL], "optimizer": parts[_OPTIMIZER], **parts[_REST]}
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
     except Exception as error:  # of many types, for a file that something else has written
@@ -189,7 +187,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_plain(file: Path) -> Any:
-    """What torch.save wrote to `file`, tensors on the CPU; nothing in it can run code.
+    """Returns what torch.save wrote to `file`, tensors on the CPU; nothing in it can run code.
 
     torch.save compresses nothing: a file that claims to unpack to more than its own size is refused before that takes
     the memory. Raises ValueError for that, OSError, and what torch raises.
@@ -203,7 +201,7 @@ def load_plain(file: Path) -> Any:
 
 
 def load_newest(directory: Path, report: Report) -> tuple[dict[str, Any], Path] | None:
-    """The state in the newest good checkpoint of `directory`, and its path; None if there is none.
+    """Returns the state in the newest good checkpoint of `directory`, and its path; None if there is none.
 
     report: gets {"kind": "checkpoint_rejected", "path", "why"} for each newer one that is not good.
     """
@@ -217,12 +215,12 @@ def load_newest(directory: Path, report: Report) -> tuple[dict[str, Any], Path] 
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """The checkpoints of `directory`, good or bad, by step, the oldest first."""
+    """Returns the checkpoints of `directory`, good or bad, by step, the oldest first."""
     return {at: path for at, is_old, path in reversed(_find(directory)) if not is_old}
 
 
 def _find(directory: Path) -> list[tuple[int, bool, Path]]:
-    """(step, is an .old one, path) of all checkpoints, good or bad, the newest first."""
+    """Returns (step, is an .old one, path) of all checkpoints, good or bad, the newest first."""
     if not directory.is_dir():
         return []
     matches = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()]
@@ -242,23 +240,20 @@ def _write_files(folder: Path, step: int, parts: dict[str, Any]) -> int:
         files[name] = {"bytes": file.size, "sha256": file.sha256.hexdigest()}
     manifest = {"format": FORMAT, "step": step, "torch": torch.__version__, "kfuse": __version__, "files": files}
     with (folder / _MANIFEST).open("xb") as stream:
-        file = _HashedFile(stream)
-        file.write(_encode(manifest))
-        file.sync()
+        size = stream.write(_encode(manifest))
+        stream.flush()
+        os.fsync(stream.fileno())
     fsync_directory(folder)
-    return file.size + sum(int(entry["bytes"]) for entry in files.values())
+    return size + sum(int(entry["bytes"]) for entry in files.values())
 
 
 class _HashedFile:
-    """Counts and hashes what is written, on its way. An error ends the writing, and comes out of `sync`: torch would
-    bury it under one of its own.
-    """
+    """Counts and hashes what torch writes. An error comes out of `sync`: torch would bury it under one of its own."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._error: OSError | None = None
-        self.sha256 = hashlib.sha256()
-        self.size = 0
+        self.sha256, self.size = hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> int:
         if self._error is None:
@@ -282,13 +277,13 @@ class _HashedFile:
 
 
 def _encode(manifest: dict[str, Any]) -> bytes:
-    """JSON that contains its own SHA-256. The same manifest gives the same bytes."""
+    """Returns JSON that contains its own SHA-256. The same manifest gives the same bytes."""
     sha256 = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return json.dumps(manifest | {"sha256": sha256}, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def _writes(pid: int) -> bool:
-    """Whether that process may be writing. This one is not: its only writer is looking for leftovers."""
+    """Returns whether that process may be writing. This one is not: its only writer is looking for leftovers."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -298,15 +293,6 @@ def _writes(pid: int) -> bool:
     return pid != os.getpid()
 
 
-def fsync_directory(path: Path) -> None:
-    """Sees a directory's names to the disk, so that a file renamed there keeps its name."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def one_line(error: Exception) -> str:
-    """The first line of an exception's message, or its type."""
+    """Returns the first line of an exception's message, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -40,11 +40,10 @@ class Checkpoints:
     ) -> None:
         """directory: of the checkpoints; None: there is none to look in. every_steps: steps between two.
 
-        each_epoch: one at the end of each epoch. With neither, none are written.
-        keep: how many of the newest are kept. resume: which one to resume from: never, auto (the newest valid one in
-        `directory`, if there is one), or a path. script: the directory is a script's `checkpoint=`, which may hold
-        another run's too, and not that of this run alone. report: gets events, as ("event", fields); None:
-        `session.report`.
+        each_epoch: one at the end of each epoch. With neither, none are written. keep: how many of the newest are kept.
+        resume: which one to resume from: never, auto (the newest valid one in `directory`, if there is one), or a path.
+        script: the directory is a script's, which may hold another run's too. report: gets events, as ("event",
+        fields); None: `session.report`.
         """
         self._directory, self._every_steps, self._keep, self._resume = directory, every_steps, keep, resume
         self._each_epoch, self._script, self._session = each_epoch, script, session
@@ -59,11 +58,10 @@ class Checkpoints:
         return bool(self._every_steps or self._each_epoch) and self._resume == "auto"
 
     def load(self, restarted: bool = False) -> dict[str, Any] | None:
-        """The state to resume from; None to start from the beginning.
+        """Returns the state to resume from; None to start from the beginning.
 
-        restarted: all workers were lost, so this run's own checkpoints come first.
-
-        Raises CheckpointError if the one asked for by path cannot be used.
+        restarted: all workers were lost, so this run's own checkpoints come first. Raises CheckpointError if the one
+        asked for by path cannot be used.
         """
         found = None
         if self._directory is not None and (self._resume == "auto" or (restarted and not self._script)):

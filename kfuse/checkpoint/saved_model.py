@@ -9,7 +9,7 @@ Each file is written under a hidden name and then renamed: it is there whole, or
 from __future__ import annotations
 
 import importlib.util
-import socket
+import textwrap
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfuse.checkpoint.format import fsync_directory, load_plain, one_line
+from kfuse.checkpoint.format import load_plain, one_line
 from kfuse.checkpoint.snapshot import snapshot
 from kfuse.membership import Record, Session
 from kfuse.observe.whole_file import write_whole
@@ -41,7 +41,7 @@ class SavedModel:
 
     @property
     def directory(self) -> Path:
-        """Where the files of the training under way go."""
+        """The folder of the training under way."""
         number = self._session.training
         return self._directory / str(number) if self._numbered and number > 1 else self._directory
 
@@ -81,16 +81,15 @@ class SavedModel:
             self._thread.join()
 
     def _attempt(self, path: Path, act: Callable[..., Any], *given: Any) -> Any:
-        """What act(*given) returns; None, and an event, if it fails."""
+        """Returns what act(*given) returns; None, and makes an event, if it fails."""
         try:
             return act(*given)
         except Exception as error:
-            event = {"step": None, "kind": "model_failed", "path": str(path), "why": one_line(error)}
-            self._report("event", event)
+            self._report("event", {"step": None, "kind": "model_failed", "path": str(path), "why": one_line(error)})
 
 
 def model_weights(model: nn.Module) -> dict[str, Any]:
-    """A copy of the model's state_dict on the host. Tensors are dense; a shared (tied) one is one tensor in it too.
+    """Returns a copy of the state_dict on the host. Tensors are dense; a shared (tied) one is one tensor in it too.
 
     Raises TypeError for what torch.load(weights_only=True) would not read.
     """
@@ -100,36 +99,34 @@ def model_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """What `torch.compile(model)` wraps, whose parameters' names have no prefix; any other model itself.
-
-    So files do not depend on whether a run compiles its model.
-    """
+    """Returns what `torch.compile(model)` wraps, whose parameters' names have no prefix; any other model itself."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
 
 
-def load_weights(model: nn.Module, path: str) -> None:
+def load_weights(model: nn.Module, path: str, assign: bool = False) -> None:
     """Loads model.pt or model.safetensors, or any file of a state_dict, into `model`.
 
-    Raises ValueError, in one line, for a file that cannot be read, and for keys or shapes that differ.
+    assign: the file's tensors replace the model's, which may be on the meta device. Raises ValueError, in one line, for
+    a file that cannot be read, and for names or shapes that differ.
     """
-    model = uncompiled(model)
-    weights = read_weights(path)
-    if why := mismatch(model, weights):
-        raise ValueError(f"{path}: {why}")
-    for name, like in _tied(model, weights).items():
-        weights[name] = weights[like]
-    model.load_state_dict(weights)
+    model, weights = uncompiled(model), read_weights(path)
+    own = model.state_dict(keep_vars=True)
+    there = {id(value): weights[name] for name, value in own.items() if name in weights}
+    # safetensors keeps one name of a shared tensor.
+    shared = {name: there[id(value)] for name, value in own.items() if name not in weights and id(value) in there}
+    try:
+        model.load_state_dict(weights | shared, assign=assign)
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {textwrap.shorten(str(error), 400)}") from error
 
 
 def read_weights(path: str) -> dict[str, Any]:
-    """The state_dict in a file of torch's or of safetensors, on the CPU; nothing in it can run code.
+    """Returns the state_dict in a file of torch's or of safetensors, on the CPU; nothing in it can run code.
 
     Raises ValueError, in one line.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"{path}: no such file")
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -137,45 +134,11 @@ def read_weights(path: str) -> dict[str, Any]:
             found: Any = load_file(file)
         else:
             found = load_plain(file)
-    except ImportError as error:
-        raise ValueError(f"{path}: needs the package safetensors, not installed") from error
     except Exception as error:  # torch raises many types for a file that is not its own
         raise ValueError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(f"{path}: must hold a model's state_dict, tensors by name")
     return found
-
-
-def mismatch(model: nn.Module, weights: Mapping[str, Any]) -> str | None:
-    """How the names and shapes of `weights` differ from the model's, in one line; None where they do not.
-
-    The model may be on the meta device.
-    """
-    own = model.state_dict(keep_vars=True)
-    missing = [name for name in own if name not in weights and name not in _tied(model, weights)]
-    unknown = [name for name in weights if name not in own]
-    shapes = [
-        f"{name} {tuple(weights[name].shape)} there, {tuple(value.shape)} here"
-        for name, value in own.items()
-        if isinstance(value, Tensor) and isinstance(weights.get(name), Tensor) and value.shape != weights[name].shape
-    ]
-    parts = (("missing", missing), ("not in this model", unknown), ("of another shape", shapes))
-    return "; ".join(f"{what}: {_few(names)}" for what, names in parts if names) or None
-
-
-def _tied(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, str]:
-    """Names that `weights` lacks and that share a parameter with one that it has, which is named too.
-
-    safetensors keeps one name of a shared tensor.
-    """
-    own = model.state_dict(keep_vars=True)
-    there = {id(value): name for name, value in own.items() if name in weights}
-    return {name: there[id(value)] for name, value in own.items() if name not in weights and id(value) in there}
-
-
-def _few(names: list[str]) -> str:
-    """At most five of the names."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
@@ -194,12 +157,7 @@ def _save_safetensors(weights: Mapping[str, Any], path: Path) -> None:
 
 
 def _write(path: Path, weights: Mapping[str, Any]) -> bool:
-    """Writes the file, whole or not at all; removes what killed processes of this host began to. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for name in (_MODEL, _SAFE, _BEST):
-        for left in path.parent.glob(f".{name}.{socket.gethostname()}.*"):
-            left.unlink(missing_ok=True)
     save = _save_safetensors if path.name == _SAFE else torch.save
     write_whole(path, lambda to: save(weights, to))
-    fsync_directory(path.parent)
     return True

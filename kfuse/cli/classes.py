@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kfuse.checkpoint.saved_model import mismatch, read_weights
+from kfuse.checkpoint.saved_model import load_weights
 from kfuse.data import DataSplit
 from kfuse.data.given import number_of_samples
 from kfuse.policies import BasePolicy
@@ -122,11 +122,9 @@ def check_model(node: Any, spec: Mapping[str, Any]) -> None:
         raise ConfigError(f"model._target_={node['_target_']}: has no parameters to train")
     if path is not None:
         try:
-            why = mismatch(model, read_weights(path))
+            load_weights(model, path, assign=True)
         except ValueError as error:
             raise ConfigError(f"model.init={error}") from error
-        if why:
-            raise ConfigError(f"model.init={path}: {why}")
 
 
 def check_optimizer(node: Any, lr: float) -> type[torch.optim.Optimizer]:
