@@ -109,7 +109,7 @@ def test_accuracy_needs_a_score_for_each_class(pick: Any, expected: float | None
         output = output["scores"] if isinstance(output, dict) else output
         return output.sum() * 0 + target.float().mean()
 
-    result = evaluate(Fixed(pick), TensorData(x, target), Objective(loss), Group())
+    result = evaluate(Fixed(pick), TensorData((x, target)), Objective(loss), Group())
     assert (result.accuracy, result.loss) == (expected, pytest.approx(0.5))
 
 
@@ -118,7 +118,7 @@ def test_accuracy_of_sequences_counts_tokens() -> None:
     scores = F.one_hot(target, 3).float()
     scores[:5, 0] = torch.tensor([0.0, 0.0, 5.0]).where(target[:5, :1] != 2, torch.tensor([5.0, 0.0, 0.0]))
     model = Fixed(lambda index: scores[index])
-    assert evaluate(model, TensorData(torch.arange(10), target), Objective(), Group()).accuracy == pytest.approx(
+    assert evaluate(model, TensorData((torch.arange(10), target)), Objective(), Group()).accuracy == pytest.approx(
         35 / 40
     )
 
