@@ -2,19 +2,20 @@
 
 `TRITON_INTERPRET=1` sends CPU tensors to the Triton code as well, which then runs in Triton's interpreter.
 
-A kernel is declared by one dataclass of arguments. The public function, the PyTorch implementation, the Triton launcher
-and the table of kernels to compile ahead of time all use that dataclass, so that its fields are written once.
+A kernel is declared by one dataclass of arguments, which checks them as it is made. The public function, the PyTorch
+implementation, the Triton launcher and the table of kernels to compile ahead of time all use that dataclass, so that
+its fields are written once.
 """
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from kfuse.kernels.launch import Launch
@@ -23,24 +24,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 P = ParamSpec("P")
+Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
-class Arguments(ABC):
-    """The arguments of one call of a kernel."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raises ValueError or TypeError when a shape, dtype or device does not fit."""
-
-
-Given = TypeVar("Given", bound=Arguments)
+def require(what: str, tensor: Tensor | None, shape: Sequence[int], *dtypes: torch.dtype) -> None:
+    """Raises ValueError where a tensor that is given is not contiguous, of this shape and one of these dtypes."""
+    if tensor is not None and not (tensor.shape == shape and tensor.dtype in dtypes and tensor.is_contiguous()):
+        wanted = f"contiguous {' or '.join(str(each).removeprefix('torch.') for each in dtypes)} {list(shape)}"
+        raise ValueError(f"{what} must be {wanted}, got {tensor.dtype} {list(tensor.shape)}")
 
 
 def kernel(
     name: str, arguments: Callable[P, Given], device_of: str, by_torch: Callable[[Given], Result], triton_module: str
 ) -> Callable[P, Result]:
-    """The public function of a kernel. It takes the fields of `arguments`, checks them and runs an implementation.
+    """The public function of a kernel. It takes the fields of `arguments` and runs an implementation.
 
     device_of: the field whose device decides which implementation runs.
     by_torch: the PyTorch implementation.
@@ -53,7 +51,6 @@ def kernel(
             with torch.no_grad():
                 return run(*args, **kwargs)
         given = arguments(*args, **kwargs)
-        given.check()
         if not (getattr(given, device_of).is_cuda or INTERPRETED):
             return by_torch(given)
         implementation = getattr(import_module(f"kfuse.kernels.{triton_module}"), name)

@@ -110,7 +110,6 @@ class Case:
     Args:
         elements: of each stream, that one program handles, or one turn of its loop; 0 where no stream counts.
         loads, stores: the streams. Each moves once: that is the floor.
-        cached: streams read once more while they are in the cache.
         everywhere: stands for its kernel on every target; the others differ in flags and types, and one target shows
             them.
     """
@@ -120,7 +119,6 @@ class Case:
     elements: int = 0
     loads: Streams = ()
     stores: Streams = ()
-    cached: Streams = ()
     everywhere: bool = False
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from kfuse.kernels.dispatch import DTYPES, Arguments, kernel
+from kfuse.kernels.dispatch import DTYPES, kernel, require
 
 LONG_EXAMPLE = 2**14
 """Elements of an example from which a call of torch's backward for it alone pays off."""
@@ -22,7 +22,7 @@ Backward = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 @dataclass(frozen=True)
-class NormForwardArguments(Arguments):
+class NormForwardArguments:
     """Normalises rows: `(x - mean) / sqrt(var + eps) * weight + bias`, in fp32; without the mean unless `centred`.
 
     Args:
@@ -30,7 +30,7 @@ class NormForwardArguments(Arguments):
         weight, bias: [width], of any of those dtypes.
 
     Returns y like x, the means (fp32 [rows], None unless centred), and the reciprocal deviations (fp32 [rows]).
-    Raises ValueError or TypeError when a shape, a dtype or the memory layout does not fit.
+    Raises ValueError where a shape, a dtype or the memory layout does not fit.
     """
 
     x: Tensor
@@ -40,20 +40,15 @@ class NormForwardArguments(Arguments):
     eps: float
     centred: bool
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
-        x = self.x
-        if x.dim() != 2 or not x.is_contiguous() or x.shape[1] == 0:
-            raise ValueError(f"norm: x must be [rows, width >= 1] and contiguous, got {list(x.shape)}")
+    def __post_init__(self) -> None:
+        rows, width = self.x.shape
+        require("norm: x", self.x, (rows, width), *DTYPES)
         for name, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None and tensor.shape != x.shape[1:]:
-                raise ValueError(f"norm: {name} must be [{x.shape[1]}], got {list(tensor.shape)}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"norm: x is {x.dtype}, must be one of {DTYPES}")
+            require(f"norm: {name}", tensor, (width,), *DTYPES)
 
 
 @dataclass(frozen=True)
-class NormBackwardArguments(Arguments):
+class NormBackwardArguments:
     """The gradients of `norm_forward`, and each example's part in those of weight and bias.
 
     The same input gives the same bits. On a GPU the order of all sums depends on the shapes alone; on a CPU it is
@@ -74,14 +69,10 @@ class NormBackwardArguments(Arguments):
     _: KW_ONLY
     with_bias: bool
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
-        x, dy = self.x, self.dy
-        if x.dim() != 3 or dy.shape != x.shape or not (x.is_contiguous() and dy.is_contiguous()):
-            raise ValueError(
-                "norm: x and dy must be [examples, tokens, width] and contiguous, "
-                f"got {list(x.shape)}, {list(dy.shape)}"
-            )
+    def __post_init__(self) -> None:
+        examples, tokens, width = self.x.shape
+        for name, tensor in (("x", self.x), ("dy", self.dy)):
+            require(f"norm: {name}", tensor, (examples, tokens, width), *DTYPES)
 
 
 def norm_forward_by_torch(given: NormForwardArguments) -> Forward:

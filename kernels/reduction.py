@@ -18,7 +18,7 @@ from itertools import accumulate as running_sums
 import torch
 from torch import Tensor
 
-from kfuse.kernels.dispatch import Arguments, kernel
+from kfuse.kernels.dispatch import kernel, require
 from kfuse.kernels.table import BLOCK, num_blocks
 
 Merges = tuple[tuple[int, int], ...]
@@ -38,28 +38,16 @@ ONE_THREAD = 2**14
 """Elements that torch adds up in one thread, in an order of their number. It shares out work from twice as many on."""
 
 
-def check_merges(name: str, merges: Merges, count: int) -> None:
-    """Raises ValueError where a merge does not name two different rows of `count`."""
-    for dst, src in merges:
-        if not (0 <= dst < count and 0 <= src < count and dst != src):
-            raise ValueError(f"{name}: merge ({dst}, {src}) must name two different rows of {count}")
-
-
-def check_sumsq(name: str, sumsq: Tensor | None, out: Tensor) -> None:
-    """Raises ValueError where `sumsq` is given and is not what the sums of squares of `out` are written to."""
-    blocks = num_blocks(out.numel())
-    if sumsq is not None and (sumsq.shape != (blocks,) or sumsq.dtype != torch.float32):
-        raise ValueError(f"{name}: sumsq must be float32 [{blocks}], got {sumsq.dtype} {list(sumsq.shape)}")
-
-
 @cache
 def postfix(count: int, merges: Merges) -> tuple[int, ...]:
     """What the merges leave in row 0, as a postfix expression: row numbers, and ADD for the two values before it.
 
-    In this order few sums are unfinished at a time.
+    In this order few sums are unfinished at a time. Raises ValueError where a merge does not name two rows of `count`.
     """
     rows: list[tuple[int, ...]] = [(row,) for row in range(count)]
     for dst, src in merges:
+        if not (0 <= dst < count and 0 <= src < count and dst != src):
+            raise ValueError(f"merge ({dst}, {src}) must name two different rows of {count}")
         rows[dst] = (*rows[dst], *rows[src], ADD)
     return rows[0]
 
@@ -71,7 +59,7 @@ def balanced(count: int) -> Merges:
 
 
 @dataclass(frozen=True)
-class ReduceArguments(Arguments):
+class ReduceArguments:
     """Add contributions in a given order: `x[dst] = x[dst] + x[src]` for each merge, then `out = x[0]`.
 
     Every addition is rounded once, to fp32, in exactly that order: the bits are those of the merges alone.
@@ -93,20 +81,17 @@ class ReduceArguments(Arguments):
     _: KW_ONLY
     sumsq: Tensor | None = None
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
+    def __post_init__(self) -> None:
         rows, out = self.rows, self.out
-        if out.dim() != 1 or {row.shape for row in rows} != {out.shape}:
-            shape = list(rows.shape) if isinstance(rows, Tensor) else [list(row.shape) for row in rows]
-            raise ValueError(f"reduce: rows must be [K >= 1, n] and out [n], got {shape} and {list(out.shape)}")
-        if len({row.dtype for row in rows}) > 1:
-            raise ValueError(f"reduce: rows must have one dtype, got {[row.dtype for row in rows]}")
-        check_merges("reduce", self.merges, len(rows))
-        check_sumsq("reduce", self.sumsq, out)
+        if out.dim() != 1 or {row.shape for row in rows} != {out.shape} or len({row.dtype for row in rows}) > 1:
+            shapes = [f"{row.dtype} {list(row.shape)}" for row in rows]
+            raise ValueError(f"reduce: rows must be K >= 1, of one dtype, like out {list(out.shape)}, got {shapes}")
+        postfix(len(rows), self.merges)
+        require("reduce: sumsq", self.sumsq, (num_blocks(out.numel()),), torch.float32)
 
 
 @dataclass(frozen=True)
-class PullArguments(Arguments):
+class PullArguments:
     """Add contributions that lie in the memory of several workers, which this worker's device can read.
 
     The bits are those of `reduce` with the same rows and merges. Nothing is copied before it is added.
@@ -126,27 +111,20 @@ class PullArguments(Arguments):
     out: Tensor
     sumsq: Tensor | None = None
 
-    def check(self) -> None:
-        """Raises ValueError where an argument does not fit the class's description."""
+    def __post_init__(self) -> None:
         out = self.out
         if not self.rows:
             raise ValueError("pull: there must be at least one contribution")
         for row in (*self.rows, out):
-            if row.shape != (out.numel(),) or row.dtype != torch.float32 or not row.is_contiguous():
-                raise ValueError(
-                    f"pull: each contribution and out must be contiguous float32 [{out.numel()}], got {row.dtype} "
-                    f"{list(row.shape)}"
-                )
-            if row.device != out.device:
-                raise ValueError(f"pull: contributions must lie on {out.device}, got {row.device}")
-        if out.device.type != "meta" and any(row.numel() and row.data_ptr() % 16 for row in self.rows):
-            raise ValueError("pull: each contribution must be 16-byte aligned")
-        check_merges("pull", self.merges, len(self.rows))
-        check_sumsq("pull", self.sumsq, out)
+            require("pull: each contribution and out", row, (out.numel(),), torch.float32)
+            if row.device != out.device or (row.numel() and row.data_ptr() % 16):
+                raise ValueError(f"pull: each contribution must lie on {out.device}, 16-byte aligned, got {row.device}")
+        postfix(len(self.rows), self.merges)
+        require("pull: sumsq", self.sumsq, (num_blocks(out.numel()),), torch.float32)
 
 
 @dataclass(frozen=True)
-class BlockSumsqArguments(Arguments):
+class BlockSumsqArguments:
     """`out[b]` = sum of squares of `flat[b * BLOCK : (b + 1) * BLOCK]`, in fp32.
 
     A block's bits depend on the block alone: a shard that starts at a multiple of BLOCK yields its part of the whole
@@ -162,15 +140,12 @@ class BlockSumsqArguments(Arguments):
     flat: Tensor
     out: Tensor
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
-        blocks, out = num_blocks(self.flat.numel()), self.out
-        if out.shape != (blocks,) or out.dtype != torch.float32:
-            raise ValueError(f"block_sumsq: out must be float32 [{blocks}], got {out.dtype} {list(out.shape)}")
+    def __post_init__(self) -> None:
+        require("block_sumsq: out", self.out, (num_blocks(self.flat.numel()),), torch.float32)
 
 
 @dataclass(frozen=True)
-class SumPartialsArguments(Arguments):
+class SumPartialsArguments:
     """Sum fp32 or fp64 `partials` [b] into `out` (0-dim float64), or each row of [r, b] into `out` [r].
 
     In fp64, and in an order fixed by b alone. Raises ValueError when the shapes do not fit or are not contiguous.
@@ -179,16 +154,9 @@ class SumPartialsArguments(Arguments):
     partials: Tensor
     out: Tensor
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
-        partials, out = self.partials, self.out
-        if partials.dim() not in (1, 2) or out.shape != partials.shape[:-1] or out.dtype != torch.float64:
-            raise ValueError(
-                f"sum_partials: partials must be [b] or [r, b] and out float64 of the same shape without b, "
-                f"got {list(partials.shape)} and {out.dtype} {list(out.shape)}"
-            )
-        if not (partials.is_contiguous() and out.is_contiguous()):
-            raise ValueError("sum_partials: partials and out must be contiguous")
+    def __post_init__(self) -> None:
+        require("sum_partials: partials", self.partials, self.partials.shape, torch.float32, torch.float64)
+        require("sum_partials: out", self.out, self.partials.shape[:-1], torch.float64)
 
 
 def reduce_by_torch(given: ReduceArguments) -> None:
@@ -239,23 +207,23 @@ def pull_by_torch(given: PullArguments) -> None:
 def block_sumsq_by_torch(given: BlockSumsqArguments) -> None:
     """`block_sumsq` in PyTorch."""
     flat, out = given.flat, given.out
-    pieces = [(flat, out)]
-    if flat.dtype != torch.float32:
-        pieces = list(zip(torch.split(flat, PIECE), torch.split(out, num_blocks(PIECE)), strict=True))
-    for values, norms in pieces:
-        full = values.numel() // BLOCK
-        row_norms(values.float(), BLOCK, norms[:full], norms[full:])
+    if flat.dtype == torch.float32:
+        row_norms(flat, BLOCK, out)
+    else:
+        for values, norms in zip(torch.split(flat, PIECE), torch.split(out, num_blocks(PIECE)), strict=True):
+            row_norms(values.float(), BLOCK, norms)
     out.square_()
 
 
-def row_norms(values: Tensor, width: int, full: Tensor, ragged: Tensor) -> None:
-    """Write the 2-norm of each `width` elements of `values` (1-D, fp32) to `full`, and of the rest to `ragged`."""
-    whole = full.numel() * width
+def row_norms(values: Tensor, width: int, out: Tensor) -> None:
+    """Write the 2-norm of each `width` elements of `values` (1-D, fp32), and of the rest, to `out`."""
+    whole = values.numel() // width * width
+    if whole == values.numel():
+        torch.linalg.vector_norm(values.view(-1, width), dim=1, out=out)
+        return
     if whole:
-        rows = values if whole == values.numel() else values[:whole]
-        torch.linalg.vector_norm(rows.view(-1, width), dim=1, out=full)
-    if whole < values.numel():
-        torch.linalg.vector_norm(values[whole:], dim=0, keepdim=True, out=ragged)
+        torch.linalg.vector_norm(values[:whole].view(-1, width), dim=1, out=out[:-1])
+    torch.linalg.vector_norm(values[whole:], dim=0, keepdim=True, out=out[-1:])
 
 
 def sum_partials_by_torch(given: SumPartialsArguments) -> None:

@@ -27,20 +27,6 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-@dataclass
-class DevicePointers:
-    """The gradients' addresses on the device, and the host's copy, by which a change is noticed."""
-
-    uploaded: list[int] = field(default_factory=list)
-    tensor: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-
-    def upload(self, addresses: list[int], device: torch.device) -> Tensor:
-        """The addresses as an int64 tensor on `device`, copied there only when they have changed, without waiting."""
-        if addresses != self.uploaded:
-            self.tensor, self.uploaded = upload(torch.tensor(addresses, dtype=torch.int64), device), addresses
-        return self.tensor
-
-
 def upload(table: Tensor, device: torch.device) -> Tensor:
     """A table of the host's on `device`, copied on the stream that is current there, without waiting."""
     if device.type == "cuda":
@@ -51,11 +37,15 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass
-class Segments:
-    """The tensors' places in the flat buffer that was last asked for: cutting it takes longer than packing it."""
+class Kept:
+    """What a table keeps from its last use, since making it again takes longer than packing."""
 
     flat: Tensor | None = None
-    views: tuple[Tensor, ...] = ()
+    segments: tuple[Tensor, ...] = ()
+    """The tensors' places in `flat`."""
+    addresses: tuple[int, ...] = ()
+    pointers: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """The addresses, on the device."""
 
 
 @dataclass(frozen=True)
@@ -67,33 +57,38 @@ class PackTable:
 
     Args:
         numels, offsets: of each tensor, in elements of the flat buffer.
-        end: one past the last element of the flat buffer that belongs to a tensor.
-        flat_sizes: sizes that split `flat[:end]` into gap, tensor, gap, tensor, ...; every second piece is a tensor.
-        sumsq_sizes: sizes that split `sumsq` into each tensor's full chunks and, apart, its ragged last chunk (0 or 1).
-        chunk_sizes: sizes that split the tensors, laid end to end, into chunks.
-        heads: of each tensor, the elements before its first chunk that is not cut short at its beginning.
-        offset_alignment: largest power of two, at most 16, that divides every offset: what a GPU kernel may assume.
+        edges: of each tensor, where its chunks begin, and its end, in its own elements.
     """
 
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
     device: torch.device
-    num_chunks: int
-    end: int
-    flat_sizes: tuple[int, ...]
-    sumsq_sizes: tuple[int, ...]
-    chunk_sizes: tuple[int, ...]
-    heads: tuple[int, ...]
-    offset_alignment: int
-    pointers: DevicePointers = field(repr=False, compare=False)
-    last_segments: Segments = field(repr=False, compare=False)
+    edges: tuple[tuple[int, ...], ...]
+    kept: Kept = field(default_factory=Kept, repr=False, compare=False)
 
-    def segments(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Each tensor's place in a flat buffer, 1-D."""
-        last = self.last_segments
-        if last.flat is not flat:
-            last.flat, last.views = flat, flat[: self.end].split_with_sizes(self.flat_sizes)[1::2]
-        return last.views
+    @cached_property
+    def end(self) -> int:
+        """One past the last element of the flat buffer that belongs to a tensor."""
+        return self.offsets[-1] + self.numels[-1] if self.numels else 0
+
+    @cached_property
+    def chunk_counts(self) -> tuple[int, ...]:
+        """Of each tensor, the number of its chunks."""
+        return tuple(len(edges) - 1 for edges in self.edges)
+
+    @cached_property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Sizes that split the tensors, laid end to end, into chunks."""
+        return tuple(stop - start for edges in self.edges for start, stop in pairwise(edges))
+
+    @cached_property
+    def num_chunks(self) -> int:
+        return sum(self.chunk_counts)
+
+    @cached_property
+    def offset_alignment(self) -> int:
+        """Largest power of two, at most 16, that divides every offset: what a GPU kernel may assume."""
+        return math.gcd(16, *self.offsets)
 
     @cached_property
     def chunks(self) -> Tensor:
@@ -102,17 +97,36 @@ class PackTable:
         Triton's kernels read it. On a CPU nothing does, and it takes 1 / 128 of the gradients' memory.
         """
         rows = [
-            (index, at, stop - at, self.offsets[index] + at)
-            for index, (numel, head) in enumerate(zip(self.numels, self.heads, strict=True))
-            for at, stop in pairwise(_edges(numel, head))
+            (index, start, stop - start, offset + start)
+            for index, (offset, edges) in enumerate(zip(self.offsets, self.edges, strict=True))
+            for start, stop in pairwise(edges)
         ]
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(self.device)
 
     @cached_property
     def first_chunks(self) -> Tensor:
         """int64 [tensors + 1] on `device`: each tensor's first chunk, then `num_chunks`."""
-        counts = [len(_edges(numel, head)) - 1 for numel, head in zip(self.numels, self.heads, strict=True)]
-        return torch.tensor([0, *accumulate(counts)], dtype=torch.int64).to(self.device)
+        return torch.tensor([0, *accumulate(self.chunk_counts)], dtype=torch.int64).to(self.device)
+
+    @cached_property
+    def _flat_sizes(self) -> tuple[int, ...]:
+        """Sizes that split `flat[:end]` into gap, tensor, gap, tensor, ..."""
+        starts = [0, *(offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True))]
+        gaps = (offset - start for offset, start in zip(self.offsets, starts, strict=False))
+        return tuple(size for pair in zip(gaps, self.numels, strict=True) for size in pair)
+
+    def segments(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Each tensor's place in a flat buffer, 1-D. Kept for the next call with the same buffer."""
+        if self.kept.flat is not flat:
+            self.kept.flat, self.kept.segments = flat, flat[: self.end].split_with_sizes(self._flat_sizes)[1::2]
+        return self.kept.segments
+
+    def pointers(self, addresses: tuple[int, ...]) -> Tensor:
+        """The gradients' addresses as an int64 tensor on `device`, copied there only when they have changed."""
+        if addresses != self.kept.addresses:
+            self.kept.pointers = upload(torch.tensor(addresses, dtype=torch.int64), self.device)
+            self.kept.addresses = addresses
+        return self.kept.pointers
 
     @staticmethod
     def build(
@@ -125,43 +139,18 @@ class PackTable:
         for `pack`. None: a tensor's chunks are counted from its own first element.
         Raises ValueError when the lengths differ, a number is negative, or segments overlap or are out of order.
         """
-        if len(numels) != len(offsets):
-            raise ValueError(f"numels and offsets must have the same length, got {len(numels)} and {len(offsets)}")
-        flat_sizes: list[int] = []
-        sumsq_sizes: list[int] = []
-        chunk_sizes: list[int] = []
-        heads: list[int] = []
+        edges: list[tuple[int, ...]] = []
         end = 0
-        for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
+        for numel, offset in zip(numels, offsets, strict=True):
             if numel < 0 or offset < end:
                 raise ValueError(
-                    f"segment {index} (numel {numel}, offset {offset}) must not be negative "
+                    f"segment {len(edges)} (numel {numel}, offset {offset}) must not be negative "
                     f"and must start at or after element {end}, where the segment before it ends"
                 )
-            flat_sizes += [offset - end, numel]
-            sumsq_sizes += [numel // CHUNK, int(numel % CHUNK > 0)]
-            heads.append(0 if start is None else min(numel, -(start + offset) % CHUNK))  # to the end of a block
-            chunk_sizes += [stop - at for at, stop in pairwise(_edges(numel, heads[-1]))]
+            head = 0 if start is None else min(numel, -(start + offset) % CHUNK)  # to the end of a block
+            edges.append(tuple(sorted({0, *range(head, numel, CHUNK), numel})))
             end = offset + numel
-        table = PackTable(
-            numels=tuple(numels),
-            offsets=tuple(offsets),
-            device=device,
-            num_chunks=len(chunk_sizes),
-            end=end,
-            flat_sizes=tuple(flat_sizes),
-            sumsq_sizes=tuple(sumsq_sizes),
-            chunk_sizes=tuple(chunk_sizes),
-            heads=tuple(heads),
-            offset_alignment=math.gcd(16, *offsets),
-            pointers=DevicePointers(),
-            last_segments=Segments(),
-        )
+        table = PackTable(tuple(numels), tuple(offsets), device, tuple(edges))
         if device.type != "cpu":
             table.chunks, table.first_chunks  # noqa: B018  now, and not while a CUDA graph is captured
         return table
-
-
-def _edges(numel: int, head: int) -> list[int]:
-    """Where a tensor's chunks begin, and its end."""
-    return sorted({0, *range(head, numel, CHUNK), numel})

@@ -64,8 +64,7 @@ def pack(given: PackArguments) -> Launches:
     dtypes = {grad.dtype for grad in given.grads if grad is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else F32
     sources = [None if grad is None else _loadable(grad, dtype) for grad in given.grads]
-    addresses = [0 if grad is None else grad.data_ptr() for grad in sources]
-    pointers = table.pointers.upload(addresses, table.device)
+    pointers = table.pointers(tuple(0 if grad is None else grad.data_ptr() for grad in sources))
     constants = {
         "GRAD": _TRITON_DTYPES[dtype],
         "OFFSET_ALIGNMENT": table.offset_alignment,

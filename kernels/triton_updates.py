@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kfuse.kernels.launch import BF16, F32, NAMES, Case, Launch, Launches, Streams, like_memory
 from kfuse.kernels.table import BLOCK
-from kfuse.kernels.updates import AdamOptions, AdamWArguments, ElementwiseArguments, SGDArguments, SGDOptions
+from kfuse.kernels.updates import AdamOptions, AdamWArguments, SGDArguments, SGDOptions, UpdateArguments
 
 SCALARS = ["step", "grad_scale", "found_inf"]
 """Pointers to one number: where it lies is no reason for another binary."""
@@ -128,7 +128,7 @@ def sgd(given: SGDArguments) -> Launches:
     yield replace(_launch(sgd_kernel, given, numbers, flags), later=({"FIRST_STEP": False},) * given.first_step)
 
 
-def _launch(kernel: Any, given: ElementwiseArguments, numbers: dict[str, float], flags: dict[str, bool]) -> Launch:
+def _launch(kernel: Any, given: UpdateArguments, numbers: dict[str, float], flags: dict[str, bool]) -> Launch:
     """The launch of an update that takes its elements one by one, with its own settings and compile-time flags.
 
     No bits of parameters and states depend on the tile. A thread moves 128 bits of the smaller type, or more.
@@ -142,51 +142,40 @@ def cases() -> Iterator[Case]:
     """The types and settings that training uses."""
     adam = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
     state, one = like_memory(BLOCK), like_memory()
-    for param, grad, master in (
-        (F32, F32, False),
-        (F32, BF16, False),
-        (BF16, BF16, False),
-        (BF16, BF16, True),
-        (BF16, F32, True),
-    ):
+    for param, grad, master in ((F32, F32, 0), (F32, BF16, 0), (BF16, BF16, 0), (BF16, BF16, 1), (BF16, F32, 1)):
         flats = _flats(param, grad, master)
         (launch,) = adamw(AdamWArguments(**flats, exp_avg=state, exp_avg_sq=state, options=adam, step=one))
-        everywhere = param == grad == F32 or (master and grad == BF16)
-        yield _case("adamw", launch, grad, (F32, F32), (F32, F32), everywhere)
+        everywhere = param == grad == F32 or (master == 1 and grad == BF16)
+        yield _case("adamw", launch, (F32, F32), (F32, F32), everywhere)
 
-    for param, grad, master, mode in (
-        *((F32, F32, False, mode) for mode in ("plain", "first step", "momentum", "nesterov")),
-        (BF16, BF16, False, "momentum"),
-        (BF16, BF16, True, "momentum"),
+    for param, master, mode, loads, stores in (
+        (F32, 0, "plain", (), ()),
+        (F32, 0, "first step", (), (F32,)),
+        (F32, 0, "momentum", (F32,), (F32,)),
+        (F32, 0, "nesterov", (F32,), (F32,)),
+        (BF16, 0, "momentum", (F32,), (F32,)),
+        (BF16, 1, "momentum", (F32,), (F32,)),
     ):
-        first, plain = mode == "first step", mode == "plain"
-        options = SGDOptions(lr=0.1, momentum=0.0 if plain else 0.9, nesterov=mode == "nesterov")
-        flats = _flats(param, grad, master) | {"momentum_buffer": None if plain else state}
-        (launch,) = sgd(SGDArguments(**flats, options=options, first_step=first))
-        loads, stores = (F32,) * (not plain and not first), (F32,) * (not plain)
-        yield _case(f"sgd {mode}", launch, grad, loads, stores, mode == "momentum" and param == F32)
+        options = SGDOptions(lr=0.1, momentum=0.9 if stores else 0.0, nesterov=mode == "nesterov")
+        flats = _flats(param, param, master) | {"momentum_buffer": state if stores else None}
+        (launch,) = sgd(SGDArguments(**flats, options=options, first_step=mode == "first step"))
+        yield _case(f"sgd {mode}", launch, loads, stores, mode == "momentum" and param == F32)
 
 
-def _flats(param: torch.dtype, grad: torch.dtype, master: bool) -> dict[str, Any]:
+def _flats(param: torch.dtype, grad: torch.dtype, masters: int) -> dict[str, Any]:
     """What every update is given."""
     return {
         "param": like_memory(BLOCK, dtype=param),
         "grad": like_memory(BLOCK, dtype=grad),
         "grad_scale": like_memory(),
         "found_inf": like_memory(),
-        "master": like_memory(BLOCK) if master else None,
+        "master": like_memory(BLOCK) if masters else None,
     }
 
 
-def _case(name: str, launch: Launch, grad: torch.dtype, loads: Streams, stores: Streams, everywhere: bool) -> Case:
-    """An update by a gradient of this dtype that reads and writes these states."""
-    given = launch.arguments
-    param, master = given["param"].dtype, given["master"] is not None
-    return Case(
-        f"{name} {NAMES[param]} param{' fp32 master' * master} {NAMES[grad]} grad",
-        launch,
-        launch.constants["TILE"],
-        (param,) + (F32,) * master + (grad,) + loads,
-        (param,) + (F32,) * master + stores,
-        everywhere=everywhere,
-    )
+def _case(name: str, launch: Launch, loads: Streams, stores: Streams, everywhere: bool) -> Case:
+    """An update that reads and writes these states, beside parameter, masters and gradient."""
+    param, grad, master = (launch.arguments[name] for name in ("param", "grad", "master"))
+    updated = (param.dtype,) + (F32,) * (master is not None)
+    name += f" {NAMES[param.dtype]} param{' fp32 master' * (master is not None)} {NAMES[grad.dtype]} grad"
+    return Case(name, launch, TILE, (*updated, grad.dtype, *loads), (*updated, *stores), everywhere)

@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfuse.kernels.dispatch import DTYPES, Arguments, kernel
-from kfuse.kernels.reduction import (
-    PIECE,
-    row_norms,
-    sum_partials,
-)
+from kfuse.kernels.dispatch import DTYPES, kernel, require
+from kfuse.kernels.reduction import PIECE, row_norms, sum_partials
 from kfuse.kernels.table import CHUNK, PackTable
 
 
@@ -64,18 +61,24 @@ class SGDOptions:
 
 
 @dataclass(frozen=True)
-class UpdateArguments(Arguments):
+class UpdateArguments:
     """What every update is given.
 
+    Where elements do not depend on each other (all but LAMB), an element's bits do not depend on how the buffers are
+    sliced, where slices start at multiples of 16 elements and end there or at the buffers' end.
+
     Args:
-        param: 1-D, contiguous.
-        grad: of the same length. After the call its content is unspecified.
+        param, grad, and the states: 1-D, contiguous, of one length. On a GPU each may be fp32, bf16 or fp16, and the
+            arithmetic is fp32; on the CPU parameters and states have one dtype. With `master` the states are fp32.
+        grad: after the call its content is unspecified.
         grad_scale: 0-dim fp32 on the same device that multiplies the gradient (clip coefficient, inverse loss scale),
             or None.
         found_inf: 0-dim fp32 on the same device; nonzero leaves parameters and states untouched. Or None.
         master: fp32 weights that are updated in the parameters' stead; `param`, 16-bit, is then written with their
             rounded values. An element of `param` that is not the rounded master was changed since the last update (a
             model that was loaded, weights that were clipped): it replaces the master first. None: there are none.
+
+    Raises ValueError where shapes or dtypes do not fit.
     """
 
     param: Tensor
@@ -85,19 +88,16 @@ class UpdateArguments(Arguments):
     found_inf: Tensor | None = None
     master: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        numel = self.param.numel()
+        require("the update's gradient", self.grad, (numel,), *DTYPES)
+        require("the update's parameter", self.param, (numel,), *DTYPES)
+        require("the update's master", self.master, (numel,), torch.float32)
+
     @property
     def weights(self) -> Tensor:
         """What is updated."""
         return self.param if self.master is None else self.master
-
-    def check_master(self, name: str) -> None:
-        """Raises ValueError where `master` is not of the parameters' shape, TypeError where it is not fp32."""
-        if self.master is not None:
-            master, param = self.master, self.param
-            if master.shape != param.shape:
-                raise ValueError(f"{name}: master is {list(master.shape)}, param {list(param.shape)}: must be the same")
-            if master.dtype != torch.float32:
-                raise TypeError(f"{name}: master is {master.dtype}, must be torch.float32")
 
     @property
     def skipped(self) -> bool:
@@ -114,34 +114,11 @@ class UpdateArguments(Arguments):
 
 
 @dataclass(frozen=True)
-class ElementwiseArguments(UpdateArguments):
-    """What an update is given whose elements do not depend on each other.
-
-    An element's bits do not depend on how the buffers are sliced, where slices start at multiples of 16 elements and
-    end there or at the buffers' end.
-
-    Args:
-        param, grad, and the states: 1-D, contiguous, of one length. Without `master`, on the CPU parameters and states
-            have one dtype; on a GPU each may be fp32, bf16 or fp16, and the arithmetic is fp32. With `master` the
-            states are fp32.
-    """
-
-    def check_as(self, name: str) -> None:
-        """Raises ValueError when shapes do not fit, TypeError when `master` is not fp32."""
-        param, grad = self.param, self.grad
-        if grad.shape != param.shape or grad.dim() != 1:
-            raise ValueError(f"{name}: grad must be [n] as param is, got {list(grad.shape)} and {list(param.shape)}")
-        self.check_master(name)
-
-
-@dataclass(frozen=True)
-class AdamWArguments(ElementwiseArguments):
+class AdamWArguments(UpdateArguments):
     """One AdamW step on flat buffers, in place, as torch.optim.AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
-    Args, beside those of `ElementwiseArguments`:
+    Args, beside those of `UpdateArguments`:
         step: 0-dim fp32 on the same device, the number of this step (1 for the first), already increased by the caller.
-
-    Raises as `ElementwiseArguments.check_as` does.
     """
 
     exp_avg: Tensor
@@ -150,21 +127,15 @@ class AdamWArguments(ElementwiseArguments):
     _: KW_ONLY
     step: Tensor
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
-        self.check_as("adamw")
-
 
 @dataclass(frozen=True)
-class SGDArguments(ElementwiseArguments):
+class SGDArguments(UpdateArguments):
     """One SGD step on flat buffers, in place, as torch.optim.SGD.
 
-    Args, beside those of `ElementwiseArguments`:
+    Args, beside those of `UpdateArguments`:
         momentum_buffer: None exactly when `momentum` is 0.
         first_step: the buffer becomes the gradient itself, undamped, and its old content is not read. A first step
             that `found_inf` skips leaves it as it was: start from zeros, and without dampening the next step is right.
-
-    Raises ValueError when `momentum_buffer` and `momentum` disagree, and as `ElementwiseArguments.check_as` does.
     """
 
     momentum_buffer: Tensor | None
@@ -172,12 +143,11 @@ class SGDArguments(ElementwiseArguments):
     _: KW_ONLY
     first_step: bool
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         momentum = self.options.momentum
         if (self.momentum_buffer is None) != (momentum == 0):
             raise ValueError(f"sgd: momentum is {momentum}, so momentum_buffer must {'not ' * (momentum == 0)}be given")
-        self.check_as("sgd")
 
 
 @dataclass(frozen=True)
@@ -191,19 +161,15 @@ class LAMBArguments(UpdateArguments):
     In two calls, where a tensor's chunks are several workers': the first with `partials`, the second with `trust`.
 
     Args, beside those of `UpdateArguments`:
-        param, exp_avg, exp_avg_sq: fp32, 1-D, contiguous, at least `table.end` elements; what lies between tensors is
-            not touched. With `master`, `param` is bf16 or fp16, and norms are the master's.
-        grad: the same in fp32, bf16 or fp16.
+        param, exp_avg, exp_avg_sq: fp32, at least `table.end` elements; what lies between tensors is not touched. With
+            `master`, `param` is bf16 or fp16, and norms are the master's.
         table: where each tensor lies in them.
         step: as for `adamw`.
         partials: fp32 [2, table.num_chunks]: the call updates the moments, writes what `lamb_trust` takes of each
             chunk, and leaves the parameters. `grad`, fp32, must stay as it is until the second call.
         trust: fp32 [tensors of the table]: the call moves the parameters, each tensor by its own ratio |p| / |u|.
-
-    Raises ValueError when a buffer is too short, TypeError when a dtype does not fit.
     """
 
-    grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     table: PackTable
@@ -213,21 +179,14 @@ class LAMBArguments(UpdateArguments):
     partials: Tensor | None = None
     trust: Tensor | None = None
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
-        tables = {"partials": (2, self.table.num_chunks), "trust": (len(self.table.numels),)}
-        for name, shape in tables.items():
-            values: Tensor | None = getattr(self, name)
-            if values is not None and (values.shape != shape or values.dtype != torch.float32):
-                raise ValueError(f"lamb: {name} is {values.dtype} {list(values.shape)}, must be float32 {list(shape)}")
-        for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
-            flat: Tensor = getattr(self, name)
-            if flat.dim() != 1 or flat.numel() < self.table.end:
-                raise ValueError(f"lamb: {name} is {list(flat.shape)}, the table needs [{self.table.end}] or more")
-            may_be_16_bit = name == "grad" or (name == "param" and self.master is not None)
-            if flat.dtype != torch.float32 and not (may_be_16_bit and flat.dtype in DTYPES):
-                raise TypeError(f"lamb: {name} is {flat.dtype}, must be torch.float32{' or 16-bit' * may_be_16_bit}")
-        self.check_master("lamb")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.param.numel() < self.table.end:
+            raise ValueError(f"lamb: param has {self.param.numel()} elements, the table needs {self.table.end}")
+        for name, flat in (("weights", self.weights), ("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            require(f"lamb: {name}", flat, self.param.shape, torch.float32)
+        require("lamb: partials", self.partials, (2, self.table.num_chunks), torch.float32)
+        require("lamb: trust", self.trust, (len(self.table.numels),), torch.float32)
 
 
 def take_changed(param: Tensor, master: Tensor) -> None:
@@ -253,7 +212,7 @@ def sgd_by_torch(given: SGDArguments) -> None:
 
 def _fused(
     update: Callable[..., object],
-    given: ElementwiseArguments,
+    given: UpdateArguments,
     options: Mapping[str, Any],
     *states: list[Tensor],
     **more: bool,
@@ -271,7 +230,7 @@ def _fused(
 
 
 @dataclass(frozen=True)
-class TrustArguments(Arguments):
+class TrustArguments:
     """LAMB's trust ratios |p| / |u|, from what `lamb` has written of each chunk; 1 where either norm is 0.
 
     Args:
@@ -279,23 +238,16 @@ class TrustArguments(Arguments):
         table: which chunks make a tensor.
         out: fp32 [tensors of the table].
 
-    Sums are in fp64, in the order of the chunks. Raises ValueError where shapes or dtypes do not fit.
+    Sums are in fp64, in the order of the chunks.
     """
 
     partials: Tensor
     table: PackTable
     out: Tensor
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError where an argument does not fit the class's description."""
-        shapes = {"partials": (2, self.table.num_chunks), "out": (len(self.table.numels),)}
-        for name, shape in shapes.items():
-            values: Tensor = getattr(self, name)
-            if values.shape != shape or values.dtype != torch.float32 or not values.is_contiguous():
-                raise ValueError(
-                    f"lamb_trust: {name} must be contiguous float32 {list(shape)}, got {values.dtype} "
-                    f"{list(values.shape)}"
-                )
+    def __post_init__(self) -> None:
+        require("lamb_trust: partials", self.partials, (2, self.table.num_chunks), torch.float32)
+        require("lamb_trust: out", self.out, (len(self.table.numels),), torch.float32)
 
 
 def lamb_by_torch(given: LAMBArguments) -> None:
@@ -329,16 +281,17 @@ def _lamb_norms(given: LAMBArguments, gradients: Sequence[Tensor], partials: Ten
     """
     table = given.table
     scratch = torch.empty(min(PIECE, max(table.numels, default=0)))
-    flats = (given.param, given.weights, given.exp_avg, given.exp_avg_sq)
-    at = 0
-    for param, p, m, v, g, head in zip(*(_tensors(f, table) for f in flats), gradients, table.heads, strict=True):
+    flats = (_tensors(flat, table) for flat in (given.param, given.weights, given.exp_avg, given.exp_avg_sq))
+    first = 0
+    for param, p, m, v, g, edges in zip(*flats, gradients, table.edges, strict=True):
         if given.master is not None:
             take_changed(param, p)
-        sizes = [head] * (head > 0) + [min(PIECE, p.numel() - done) for done in range(head, p.numel(), PIECE)]
-        for *values, size in zip(*(torch.split(values, sizes) for values in (p, g, m, v)), sizes, strict=True):
-            chunks = -(-size // CHUNK)
-            _lamb_direction(given, values, partials[:, at : at + chunks], scratch)
-            at += chunks
+        head = edges[1] % CHUNK if p.numel() else 0  # a first chunk that is cut short goes alone
+        for start, end in pairwise(sorted({0, *range(head, p.numel(), PIECE), p.numel()})):
+            chunks = -(-(end - start) // CHUNK)
+            piece = [flat[start:end] for flat in (p, g, m, v)]
+            _lamb_direction(given, piece, partials[:, first : first + chunks], scratch)
+            first += chunks
 
 
 def _lamb_direction(given: LAMBArguments, piece: Sequence[Tensor], norms: Tensor, scratch: Tensor) -> None:
@@ -349,22 +302,15 @@ def _lamb_direction(given: LAMBArguments, piece: Sequence[Tensor], norms: Tensor
     options = replace(given.options, lr=-1.0, weight_decay=0.0)
     adamw(update, g, m, v, options, step=given.step, grad_scale=given.grad_scale)
     g.copy_(update)
-    full = p.numel() // CHUNK
     for values, out in zip((p, update), norms, strict=True):
-        row_norms(values, CHUNK, out[:full], out[full:])
+        row_norms(values, CHUNK, out)
 
 
 def lamb_trust_by_torch(given: TrustArguments) -> None:
     """`lamb_trust` in PyTorch."""
-    first, end = 0, 0
-    counts = [
-        -(-head // CHUNK) + -(-(numel - head) // CHUNK)
-        for numel, head in zip(given.table.numels, given.table.heads, strict=True)
-    ]
-    for tensor, count in enumerate(counts):
-        first, end = end, end + count
-        of_p, of_direction = (_length(row[first:end]) for row in given.partials)
-        given.out[tensor] = of_p / of_direction if of_p and of_direction else 1.0
+    for number, partials in enumerate(given.partials.split_with_sizes(given.table.chunk_counts, dim=1)):
+        of_p, of_direction = (_length(row) for row in partials)
+        given.out[number] = of_p / of_direction if of_p and of_direction else 1.0
 
 
 def _length(norms: Tensor) -> float:

@@ -47,19 +47,14 @@ def run(
     sumsq = torch.full((table.num_chunks,), math.nan, device=flat.device)
     copies = [None if grad is None else grad.clone() for grad in grads]
     pack(grads, flat, table, scale=scale, accumulate=accumulate, sumsq=sumsq)
-    for grad, copy in zip(grads, copies, strict=True):
-        if grad is not None and copy is not None:
-            torch.testing.assert_close(grad, copy, rtol=0.0, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(grads, copies, rtol=0.0, atol=0.0, equal_nan=True)
     return sumsq
 
 
 def assert_rounded(actual: Tensor, exact: Tensor) -> None:
     """`actual` is the fp64 value `exact` rounded once; the interpreter truncates bf16 instead of rounding."""
-    expected = exact.float().to(actual.dtype)
-    if INTERPRETED and actual.dtype == torch.bfloat16:
-        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0.0, equal_nan=True)
-    else:
-        torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    rtol = 2**-7 if INTERPRETED and actual.dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(actual, exact.float().to(actual.dtype), rtol=rtol, atol=0.0, equal_nan=True)
 
 
 def chunk_sums(grads: list[Tensor | None], numels: list[int]) -> Tensor:
@@ -173,25 +168,24 @@ def test_denormals_are_kept_and_squares_that_overflow_are_infinite(device: str) 
 
 
 def test_any_shape_strides_and_mixed_dtypes(device: str) -> None:
-    scalar = torch.randn((), device=device)
-    transposed = torch.randn(40, 30, device=device).t()
-    channels_last = torch.randn(4, 3, 8, 8, device=device).to(memory_format=torch.channels_last)
-    sliced = torch.randn(101, device=device)[1:]
-    half = torch.randn(50, device=device).half()
-    brain = torch.randn(50, device=device).bfloat16()
-    grads = [scalar, transposed, channels_last, sliced, half, brain]
+    grads = [
+        torch.randn((), device=device),
+        torch.randn(40, 30, device=device).t(),
+        torch.randn(4, 3, 8, 8, device=device).to(memory_format=torch.channels_last),
+        torch.randn(101, device=device)[1:],
+        torch.randn(50, device=device).half(),
+        torch.randn(50, device=device).bfloat16(),
+    ]
     numels = [grad.numel() for grad in grads]
     table = build(numels, device)
     flat = torch.empty(table.end, device=device)
-    sumsq = torch.empty(table.num_chunks, device=device)
-    expected = [grad.double().reshape(-1) for grad in grads]
-    pack(grads, flat, table, scale=1.0, accumulate=False, sumsq=sumsq)
-    for value, offset in zip(expected, table.offsets, strict=True):
-        assert_rounded(flat[offset : offset + value.numel()], value)
-    torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(list(expected), numels), rtol=RTOL, atol=0.0)
+    sumsq = run(list(grads), flat, table)
+    for grad, offset in zip(grads, table.offsets, strict=True):
+        assert_rounded(flat[offset : offset + grad.numel()], grad.double().reshape(-1))
+    torch.testing.assert_close(sumsq.double().cpu(), chunk_sums(list(grads), numels), rtol=RTOL, atol=0.0)
 
 
-def test_bits_do_not_depend_on_alignment_or_repetition(device: str) -> None:
+def test_bits_do_not_depend_on_alignment_and_new_addresses_are_read(device: str) -> None:
     numels = [2 * CHUNK - 96]
     table = build(numels, device)
     (grad,) = gradients(numels, torch.float32, device)
@@ -199,21 +193,10 @@ def test_bits_do_not_depend_on_alignment_or_repetition(device: str) -> None:
     expected = run([grad], flat, table)
     storage = torch.empty(numels[0] + 32, device=device)
     for shift in range(32):
-        shifted = storage[shift : shift + numels[0]].copy_(grad)
-        sumsq = torch.empty_like(expected)
-        pack([shifted], flat, table, scale=1.0, accumulate=False, sumsq=sumsq)
-        assert torch.equal(sumsq, expected)
-
-
-def test_new_gradients_are_read_on_reuse_of_a_table(device: str) -> None:
-    table = build([100], device)
-    flat = torch.empty(table.end, device=device)
-    keep = []
-    for seed in range(3):
-        (grad,) = gradients([100], torch.float32, device, seed)
-        keep.append(grad)  # held, so that each gradient has another address
-        run([grad], flat, table)
-        assert torch.equal(flat[:100], grad)
+        shifted = storage[shift : shift + numels[0]].copy_(grad * (shift + 1))
+        found = run([shifted], flat, table)
+        assert torch.equal(flat[: numels[0]], shifted)
+        assert shift & (shift + 1) or torch.equal(found, expected * (shift + 1) ** 2), "exact for powers of two"
 
 
 def test_errors_name_what_is_wrong(device: str) -> None:
@@ -224,11 +207,11 @@ def test_errors_name_what_is_wrong(device: str) -> None:
     for grads, flat, out, said in (
         ([good, good], good, sumsq, "1 tensors, got 2"),
         ([good[:3]], good, sumsq, "gradient 0 has 3 elements"),
-        ([good.long()], good, sumsq, r"gradient 0 is torch\.int64"),
-        ([good.to("meta")], good, sumsq, "gradient 0 is on meta"),
+        ([good.long()], good, sumsq, r"gradient 0 .* torch\.int64"),
+        ([good.to("meta")], good, sumsq, "gradient 0 .* on meta"),
         ([good], good[:3], sumsq, "flat has 3 elements, the table needs 4"),
-        ([good], good.double(), sumsq, r"flat is torch\.float64"),
-        ([good], good, torch.zeros(2, device=device), "sumsq must be float32"),
+        ([good], good.double(), sumsq, r"flat must be .* torch\.float64"),
+        ([good], good, torch.zeros(2, device=device), "sumsq must be contiguous float32"),
     ):
-        with pytest.raises((ValueError, TypeError), match=said):
+        with pytest.raises(ValueError, match=said):
             pack(grads, flat, table, scale=1.0, accumulate=False, sumsq=out)
