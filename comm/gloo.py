@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from kfuse.comm.buckets import ALIGN
-from kfuse.comm.collective_options import all_reduce_by, broadcast_from
-from kfuse.comm.group import SLICE_S, CommError, Group, Pending, first_line
+from kfuse.comm.group import REDUCE_OPS, SLICE_S, CommError, Group, Pending, first_line
 
 if TYPE_CHECKING:
     from kfuse.comm.topology import Links
@@ -45,7 +44,7 @@ class GlooPending(Pending):
             with contextlib.suppress(RuntimeError):  # a timeout, or a failure that the next lines look at
                 work.wait(_SLICE)
                 return
-            whom = self.group.others if peer is None else f"rank {self.group.numbers[peer]}"
+            whom = self.group.whom(peer)
             if work.is_completed():
                 try:
                     work.wait()  # it may have come through since: then this returns
@@ -128,7 +127,7 @@ class GlooGroup(Group):
         return all(closed)
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
-        return GlooPending(self, what, [(self._pg.allreduce([tensor], all_reduce_by(op)), None)])
+        return GlooPending(self, what, [(self._pg.allreduce(tensor, REDUCE_OPS[op]), None)])
 
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         other = 1 - self.rank
@@ -157,7 +156,7 @@ class GlooGroup(Group):
         for source, part in enumerate(parts):
             if part.numel():
                 peer = None if source == self.rank else source
-                works.append((over[source].broadcast([part], broadcast_from(source)), peer))
+                works.append((over[source].broadcast(part, source), peer))
         return works
 
     def _pass_on(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
@@ -167,11 +166,11 @@ class GlooGroup(Group):
         self, over: Any, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str
     ) -> Pending:
         """gloo's own, over one of the process groups."""
-        work = over.alltoall_base(out, tensor, list(into), list(cut), dist.AllToAllOptions())
+        work = over.alltoall_base(out, tensor, list(into), list(cut))
         return GlooPending(self, what, [(work, None)])
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
-        work = self._pg.broadcast([tensor], broadcast_from(source))
+        work = self._pg.broadcast(tensor, source)
         return GlooPending(self, what, [(work, source if self.rank != source else None)])
 
     def sum_among(self, flat: Tensor, ranks: Sequence[int], what: str) -> Iterator[Pending]:

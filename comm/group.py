@@ -5,24 +5,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kfuse.comm import devices
 from kfuse.comm.buckets import ALIGN
-from kfuse.comm.roll_call import RollCall, StoreLost
 
 if TYPE_CHECKING:
     from kfuse.comm.cost import Costs
     from kfuse.comm.topology import Links
 
 SLICE_S = 0.02  # between two looks of a wait
+GRACE_S = 5.0
+"""How long a rank that timed out waits for others to say so too: ranks that wait for one rank time out together."""
+REDUCE_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+"""Of `Group.all_reduce`, as torch has them; "avg" sums."""
 
 Made = TypeVar("Made")
 
@@ -111,12 +122,13 @@ class Group:
         self.under_way = {}
         self.links, self.numbers = None, range(size)
         self._store = store
-        self._roll_call = None if store is None or size == 1 else RollCall(store, rank, size)
+        self._meetings = Counter[str]()
 
-    @property
-    def others(self) -> str:
-        """The other ranks, for messages: "rank 1", "the other 3 ranks"."""
-        return f"rank {self.numbers[1 - self.rank]}" if self.size == 2 else f"the other {self.size - 1} ranks"
+    def whom(self, peer: int | None = None) -> str:
+        """Names a rank in messages; None: all other ranks ("rank 1", "the other 3 ranks")."""
+        if peer is None and self.size != 2:
+            return f"the other {self.size - 1} ranks"
+        return f"rank {self.numbers[1 - self.rank if peer is None else peer]}"
 
     @property
     def store(self) -> Store:
@@ -156,14 +168,14 @@ class Group:
             while not over.wait(SLICE_S):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise CommError(f"{self.others} did not {late} within {self.timeout_s:.0f} s (comm.timeout_s)")
+                    raise CommError(f"{self.whom()} did not {late} within {self.timeout_s:.0f} s (comm.timeout_s)")
         except BaseException:
             given_up.append(True)
             raise
         finally:
             decided.set()
         if errors:
-            raise CommError(f"{what} to {self.others}: {first_line(errors[0])}")
+            raise CommError(f"{what} to {self.whom()}: {first_line(errors[0])}")
         return made[0]
 
     def lane(self, number: int) -> Group:
@@ -316,23 +328,40 @@ class Group:
 
         Raises CommError after the timeout, and where the store is gone: the supervisor opens another after a loss.
         """
-        if self._roll_call is None:
+        if self._store is None or self.size == 1:
             return
-        number, deadline = self._roll_call.next(what), time.monotonic() + self.timeout_s
-        try:
-            while missing := self._roll_call.missing(what, number):
-                self.check()
-                if time.monotonic() > deadline:
-                    whom = ", ".join(f"rank {rank}" for rank in missing)
-                    raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it")
-                time.sleep(SLICE_S / 10)
-        except StoreLost as error:
-            raise CommError(f"{what}: lost contact with the store of {self.others}: {first_line(error)}") from error
+        number, deadline = self._meetings[what], time.monotonic() + self.timeout_s
+        self._meetings[what] += 1
+        while missing := self._missing(f"meet/{what}/{number}", what):
+            self.check()
+            if time.monotonic() > deadline:
+                whom = ", ".join(f"rank {rank}" for rank in missing)
+                raise CommError(f"{what}: waited {self.timeout_s:.1f} s for {whom}: every worker must call it")
+            time.sleep(SLICE_S / 10)
+        if number:  # all have left the meeting before, as they are here
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(f"meet/{what}/{number - 1}/{self.rank}")
 
     def late_ranks(self, what: str) -> str:
         """After a timeout: text for the error message that names the ranks which did not report a timeout too."""
-        late = [] if self._roll_call is None else self._roll_call.silent(what)
-        return "; silent: " + ", ".join(f"rank {self.numbers[r]}" for r in late) if late else ""
+        late = list(range(self.size))
+        deadline = time.monotonic() + GRACE_S
+        while late and time.monotonic() < deadline:
+            try:
+                late = self._missing(f"late/{what}", what)
+            except CommError:  # the store is lost too: the timeout is reported without names
+                return ""
+            time.sleep(0.05)
+        return "; silent: " + ", ".join(self.whom(r) for r in late) if 0 < len(late) < self.size else ""
+
+    def _missing(self, key: str, what: str) -> list[int]:
+        """Sets this rank's `key` in the store. Returns the ranks that have not set theirs. Raises CommError."""
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        try:
+            self.store.set(keys[self.rank], "1")
+            return [rank for rank, each in enumerate(keys) if not self.store.check([each])]
+        except RuntimeError as error:
+            raise CommError(f"{what}: lost contact with the store of {self.whom()}: {first_line(error)}") from error
 
 
 _RETIRED: list[Group] = []

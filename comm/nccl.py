@@ -1,7 +1,6 @@
 """Groups of several workers on GPUs, over torch's ProcessGroupNCCL. Imported only where the device is a GPU.
 
-`nccl_library` makes and ends the process group. What torch and NCCL do (named by function, so that another version's
-line is found too; torch 2.13, NCCL 2.30):
+What torch and NCCL do (named by function, so that another version's line is found too; torch 2.13, NCCL 2.30):
 
 1) A work counts as completed when it failed (WorkNCCL::isCompleted), and after an abort it looks like one that came
    through. So an error is looked for before success is believed, and one of ours is kept before the abort.
@@ -9,15 +8,22 @@ line is found too; torch 2.13, NCCL 2.30):
    (WorkNCCL::wait). abort() and shutdown() may block for ever (abort waits for a std::async, whose future joins it), so
    each runs in a thread of its own.
 3) A communicator takes messages in one order on all ranks, and two communicators at once are no way out.
+4) Only TORCH_NCCL_BLOCKING_WAIT, read as a process group is constructed, keeps torch from starting a watchdog and a
+   heartbeat monitor, which end the process (ProcessGroupNCCL's constructor, workEnqueue). All timeouts are kfuse's.
+5) A communicator that is made without blocking can be aborted while it waits for other ranks. The first message then
+   waits for it, at most TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes by default (NCCLComm::waitReady).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,32 +33,33 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from kfuse.comm import devices
-from kfuse.comm import nccl_library as library
 from kfuse.comm.buckets import ALIGN
-from kfuse.comm.collective_options import all_reduce_by, broadcast_from, reduce_to
 from kfuse.comm.devices import Event
-from kfuse.comm.group import CommError, Group, Pending, first_line
-from kfuse.comm.options import CommOptions
+from kfuse.comm.group import REDUCE_OPS, CommError, Group, Pending, first_line
 
 _LOG = logging.getLogger("kfuse")
 
 _SLICE_S = 50e-6  # between two looks of the host's wait
 _WATCH_S = 0.1  # between two looks of the thread
 _END_S = 10.0  # for an abort, or a shutdown: it may hang
+_BLOCKING_WAIT, _READY_TIMEOUT = "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+_CONSTRUCTING = threading.Lock()
 
 
 class NcclPending(Pending):
-    """Messages on the communicator's own stream, which takes them in the order in which they were started."""
+    """Messages on the communicator's own stream, which takes them in the order in which they were started.
 
-    def __init__(self, group: NcclGroup, what: str, works: list[tuple[Any, int | None]], ready: Event) -> None:
-        """ready: happens when the device has computed what the messages send."""
-        self._nccl, self._ready = group, ready
+    ready: happens when the device has computed what the messages send.
+    """
+
+    def __init__(self, group: NcclGroup, what: str, works: list[Any], peer: int | None, ready: Event) -> None:
+        self._nccl, self.peer, self._ready = group, peer, ready
         self._since: float | None = None
-        super().__init__(group, what, works)
+        super().__init__(group, what, [(work, peer) for work in works])
 
     def wait(self) -> None:
         self.wait_on_stream()
-        self._nccl.wait_for(self)
+        self._nccl.wait_until(lambda: self not in self._nccl.under_way)
 
     def wait_on_stream(self) -> None:
         self._nccl.raise_failure()
@@ -102,19 +109,7 @@ class NcclGroup(Group):
     raises.
     """
 
-    in_one_order = False
-    """Several optimizers use this group. `lane` sets it."""
     adds_up = True
-    _pg: Any
-    """torch's process group; None once it has ended."""
-    _failure: str
-    """Why the group cannot be used any more; empty while it can. Set before the communicator is ended."""
-    _ending: threading.Event | None
-    """Is set when the communicator has ended; None before its end has begun."""
-    _over: threading.Event
-    """Ends the thread that looks at the messages."""
-    _lock: threading.RLock
-    """Of these, and of `under_way`: the host and the group's thread change them."""
 
     def __init__(
         self,
@@ -125,20 +120,17 @@ class NcclGroup(Group):
         timeout_s: float = 60.0,
         check: Callable[[], None] | None = None,
         hosts: Sequence[str] | None = None,
-        options: CommOptions | None = None,
     ) -> None:
-        """check: given where the group may change. Raises CommError if the others do not connect.
-
-        Raises ValueError for an option that this NCCL does not have.
-        """
+        """check: given where the group may change. Raises CommError if the others do not connect."""
         super().__init__(rank, size, store, device, timeout_s, check, hosts)
         self.waits_each_step = check is not None
         self._device = devices.of(device)
-        self._lock, self._over = threading.RLock(), threading.Event()
-        self._failure, self._ending = "", None
-        nccl = library.options_of(options or CommOptions(), timeout_s)
-        make = partial(library.connected, PrefixStore("main", store), rank, size, self._device, nccl, timeout_s)
-        self._pg, first = self.connect(make, lambda made: library.abort(made[0]))
+        self._lock = threading.RLock()  # of the following, and of `under_way`: the group's thread changes them too
+        self._over = threading.Event()  # ends that thread
+        self._failure = ""  # why the group cannot be used any more; set before the communicator is ended
+        self._ending: threading.Event | None = None  # set when the communicator has ended; None before that begins
+        self._pg: Any  # torch's process group; None once it has ended
+        self._pg, first = self.connect(self._connected, lambda made: _abort(made[0]))
         threading.Thread(target=self._watch, name="kfuse-nccl", daemon=True).start()
         try:
             self.barrier("connecting")
@@ -146,6 +138,32 @@ class NcclGroup(Group):
             self.abort()
             raise
         del first  # it holds the first message's tensor, which has come through only now
+
+    def _connected(self) -> tuple[Any, Any]:
+        """Returns a process group, connected, and its first work, which may be under way.
+
+        The process group is for kfuse alone, and not registered in torch.distributed.
+        """
+        self._device.make_current()
+        os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(self.timeout_s)))
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True  # messages go before kernels that wait for a place on the GPU
+        options._timeout, options.config.blocking = timedelta(seconds=self.timeout_s), False
+        with _CONSTRUCTING:
+            before = os.environ.get(_BLOCKING_WAIT)
+            os.environ[_BLOCKING_WAIT] = "1"
+            try:
+                group: Any = dist.ProcessGroupNCCL(PrefixStore("main", self.store), self.rank, self.size, options)
+            finally:
+                os.environ.pop(_BLOCKING_WAIT)
+                if before is not None:
+                    os.environ[_BLOCKING_WAIT] = before
+        try:
+            group.eager_connect_single_device(self._device.name)  # returns at once; the communicator can be aborted
+            return group, group.allreduce(torch.zeros(1, device=self._device.name))  # waits: 5) above
+        except BaseException:
+            _abort(group)
+            raise
 
     def lane(self, number: int) -> Group:
         self.in_one_order = self.in_one_order or number > 0
@@ -168,8 +186,7 @@ class NcclGroup(Group):
             while self.under_way and not self._failure:
                 message = next(iter(self.under_way))
                 assert isinstance(message, NcclPending)
-                peers = {peer for _, peer in message.works}
-                whom = f"rank {peers.pop()}" if len(peers) == 1 and None not in peers else self.others
+                whom = self.whom(message.peer)
                 try:
                     completed, failed = message.done(), message.failed()
                     late_s = 0.0 if completed else message.waited_s()
@@ -187,7 +204,6 @@ class NcclGroup(Group):
                     return
 
     def _fail(self, failure: str, work: Any = None) -> None:
-        """Keeps the failure; then ends the communicator, so that neither the host nor the device stays blocked."""
         self._failure = self._failure or failure  # before the abort: after it every message looks completed
         self.abort(work)
 
@@ -215,7 +231,7 @@ class NcclGroup(Group):
                         failed.wait()
                 except RuntimeError as error:
                     self._failure += f": {first_line(error)}"
-            library.abort(group)
+            group.abort()
 
         self._end("abort", end, _END_S)
 
@@ -260,11 +276,10 @@ class NcclGroup(Group):
         self._failure = self._failure or "the group was closed"
         ended = self._end("shutdown", lambda: group.shutdown(), seconds)
         if not ended:
-            self._in_thread("abort", lambda: library.abort(group))
+            self._in_thread("abort", group.abort)
         return ended
 
     def retire(self) -> None:
-        """Ends the group, unless `finish` or `abort` has."""
         if self._ending is None:
             self.abort()
 
@@ -281,16 +296,13 @@ class NcclGroup(Group):
 
     # -- waits ----------------------------------------------------------------------------------------------------
 
-    def wait_for(self, message: Pending) -> None:
-        """The host waits until the message has come through. Raises CommError, and what `check` raises."""
-        self._wait_until(lambda: message not in self.under_way)
-
     def settle(self) -> None:
         if self.waits_each_step:
-            self._wait_until(lambda: not self.under_way)
+            self.wait_until(lambda: not self.under_way)
         self.raise_failure()
 
-    def _wait_until(self, done: Callable[[], bool]) -> None:
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """The host waits. Raises CommError, and what `check` raises."""
         while True:
             self._look()
             self.raise_failure()
@@ -302,10 +314,10 @@ class NcclGroup(Group):
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def _start(self, what: str, enqueue: Callable[[Any], list[tuple[Any, int | None]]]) -> Pending:
-        """Enqueues messages: enqueue(process group). Raises CommError if that fails, or if an earlier one has failed.
+    def _start(self, what: str, enqueue: Callable[[Any], list[Any]], peer: int | None = None) -> Pending:
+        """Enqueues messages by `enqueue`, which is given the process group and returns torch's works.
 
-        The thread may end the group meanwhile: then the process group's methods raise.
+        Raises CommError if that fails (the thread may end the group meanwhile), or if an earlier message has failed.
         """
         group = self._pg  # before the failure is looked at, which is known before this is None
         self.raise_failure()
@@ -314,27 +326,26 @@ class NcclGroup(Group):
         try:
             works = enqueue(group)
         except RuntimeError as error:
-            self._fail(f"{what}: starting it with {self.others}: {first_line(error)}")
+            self._fail(f"{what}: starting it with {self.whom()}: {first_line(error)}")
             self.raise_failure()
             raise
         with self._lock:
-            return NcclPending(self, what, works, ready)
+            return NcclPending(self, what, works, peer, ready)
 
     def follow(self, what: str, enqueue: Callable[[], None]) -> Pending:
-        def run(pg: Any) -> list[tuple[Any, int | None]]:
+        def run(pg: Any) -> list[Any]:
             enqueue()
             over = self._device.event()
             over.record()
-            return [(_Followed(over), None)]
+            return [_Followed(over)]
 
         return self._start(what, run)
 
     def all_reduce(self, tensor: Tensor, what: str, op: str = "sum") -> Pending:
-        return self._start(what, lambda pg: [(pg.allreduce([tensor], all_reduce_by(op)), None)])
+        return self._start(what, lambda pg: [pg.allreduce(tensor, REDUCE_OPS[op])])
 
     def all_to_all(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
-        options = dist.AllToAllOptions()
-        return self._start(what, lambda pg: [(pg.alltoall_base(out, tensor, list(into), list(cut), options), None)])
+        return self._start(what, lambda pg: [pg.alltoall_base(out, tensor, list(into), list(cut))])
 
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
         """An all-to-all in which this rank has something for `peer` alone: NCCL then calls no other rank."""
@@ -349,44 +360,43 @@ class NcclGroup(Group):
         ends = [step * (r + 1) for r in range(size - 1)] + [numel]
         return [slice(step * r, end) for r, end in enumerate(ends)]
 
+    def _parts(self, flat: Tensor, unit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All ranks' equal parts of `flat`, this rank's among them, and what the last rank has beyond its own."""
+        step = self.shards(flat.numel(), unit)[0].stop
+        return flat[: step * self.size], flat[step * self.rank : step * (self.rank + 1)], flat[step * self.size :]
+
     def share(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
         """One all-gather in place, and a broadcast of what the last rank has beyond its equal part."""
-        step = self.shards(flat.numel(), unit)[0].stop
-        equal, rest = flat[: step * self.size], flat[step * self.size :]
+        equal, mine, rest = self._parts(flat, unit)
 
-        def enqueue(pg: Any) -> list[tuple[Any, int | None]]:
-            works: list[tuple[Any, int | None]] = []
-            if step:
-                mine = equal[step * self.rank : step * (self.rank + 1)]
-                works.append((pg._allgather_base(equal, mine), None))
-            if rest.numel():
-                works.append((pg.broadcast([rest], broadcast_from(self.size - 1)), None))
-            return works
+        def enqueue(pg: Any) -> list[Any]:
+            works = [pg._allgather_base(equal, mine)] if equal.numel() else []
+            return [*works, pg.broadcast(rest, self.size - 1)] if rest.numel() else works
 
         return self._start(what, enqueue)
 
     def reduce_scatter(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
         """One reduce-scatter of equal parts, and the sum of what the last rank has beyond its part."""
-        step = self.shards(flat.numel(), unit)[0].stop
-        equal, rest = flat[: step * self.size], flat[step * self.size :]
+        equal, mine, rest = self._parts(flat, unit)
 
-        def enqueue(pg: Any) -> list[tuple[Any, int | None]]:
-            works: list[tuple[Any, int | None]] = []
-            if step:  # in place, as NCCL allows it: the result is the rank's own part of what it sends
-                mine = equal[step * self.rank : step * (self.rank + 1)]
-                works.append((pg._reduce_scatter_base(mine, equal), None))
-            if rest.numel():
-                works.append((pg.reduce([rest], reduce_to(self.size - 1)), None))
-            return works
+        def enqueue(pg: Any) -> list[Any]:
+            # In place, as NCCL allows it: the result is the rank's own part of what it sends.
+            works = [pg._reduce_scatter_base(mine, equal)] if equal.numel() else []
+            return [*works, pg.reduce(rest, self.size - 1)] if rest.numel() else works
 
         return self._start(what, enqueue)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         peer = source if self.rank != source else None
-        return self._start(what, lambda pg: [(pg.broadcast([tensor], broadcast_from(source)), peer)])
+        return self._start(what, lambda pg: [pg.broadcast(tensor, source)], peer)
 
     def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=self.device)
         mine = tensor.reshape(-1).contiguous()
-        self._start(what, lambda pg: [(pg._allgather_base(out.view(-1), mine), None)]).wait()
+        self._start(what, lambda pg: [pg._allgather_base(out.view(-1), mine)]).wait()
         return list(out.unbind(0))
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()

@@ -9,9 +9,6 @@ from typing import Any
 from kfuse.comm.settings import DEFAULTS
 from kfuse.comm.sync import Sync
 
-CTA_POLICIES = ("default", "efficiency", "zero")
-"""What `nccl_cta_policy` may be, in the order of NCCL's numbers for them (NCCL_CTA_POLICY_* in nccl.h)."""
-
 DEFAULT_BUCKET_MB: float = DEFAULTS["comm_bucket_mb"]
 
 
@@ -80,11 +77,6 @@ class CommOptions:
     sma_momentum: float = DEFAULTS["comm_sma_momentum"]
     check_every: int | None = DEFAULTS["comm_check_every"]
     audit_every: int | None = DEFAULTS["comm_audit_every"]
-    nccl_high_priority: bool = DEFAULTS["comm_nccl_high_priority"]
-    nccl_min_ctas: int | None = DEFAULTS["comm_nccl_min_ctas"]
-    nccl_max_ctas: int | None = DEFAULTS["comm_nccl_max_ctas"]
-    nccl_cga_cluster_size: int | None = DEFAULTS["comm_nccl_cga_cluster_size"]
-    nccl_cta_policy: str | None = DEFAULTS["comm_nccl_cta_policy"]
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> CommOptions:

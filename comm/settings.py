@@ -146,27 +146,6 @@ class CommSettings(TypedDict, total=False):
             at_least=1,
         ),
     ]
-    comm_nccl_high_priority: Annotated[
-        bool, Setting(True, "on GPUs: messages go before kernels that wait for a place on the GPU")
-    ]
-    comm_nccl_min_ctas: Annotated[
-        int | None, Setting(None, "NCCL's least thread blocks a message; null: its own choice", at_least=1)
-    ]
-    comm_nccl_max_ctas: Annotated[
-        int | None,
-        Setting(
-            None,
-            "NCCL's most thread blocks a message, the part of the GPU that it may take; null: its own choice",
-            at_least=1,
-        ),
-    ]
-    comm_nccl_cga_cluster_size: Annotated[
-        int | None, Setting(None, "NCCL's thread blocks in a cluster; null: its own choice", at_least=0, at_most=8)
-    ]
-    comm_nccl_cta_policy: Annotated[
-        str | None,
-        Setting(None, "NCCL's use of thread blocks; null: its own choice", choices=("default", "efficiency", "zero")),
-    ]
     comm_timeout_s: Annotated[
         float,
         Setting(60.0, "seconds without an answer, after which a worker counts as lost", above=0, at_most=10**6),

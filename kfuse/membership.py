@@ -202,7 +202,7 @@ class Session:
             return False
         from kfuse.elastic import rendezvous  # not before there are several workers: `import kfuse` is quick
 
-        group = rendezvous.form_group(view, rank, old, self.check, new, self.comm)
+        group = rendezvous.form_group(view, rank, old, self.check, new)
         try:
             group.connect_lanes(max(1, self.lanes_used))
             measure_links(group, self.comm)
@@ -252,7 +252,7 @@ class Session:
             met = client.meet(self._generation, step, self.workers, applied, timeout_s)
         except TimeoutError:
             raise CommError(
-                f"meeting of all workers after step {step}: {self.group.others} made no step for {timeout_s:.0f} s"
+                f"meeting of all workers after step {step}: {self.group.whom()} made no step for {timeout_s:.0f} s"
             ) from None
         if met is None:
             self.check()

@@ -134,7 +134,7 @@ def join_fixed_group(
     rendezvous: Rendezvous, comm: CommOptions, timeout_s: float, record: Record | None = None
 ) -> Session:
     """The session of a worker of a job of fixed size, in its only view. Raises CommError if others do not connect."""
-    group, view = rendezvous.form_group(_take_device(comm), timeout_s, comm)
+    group, view = rendezvous.form_group(_take_device(comm), timeout_s)
     measure_links(group, comm)
     made = _use(Session(group, comm, record=record))
     made.view = view

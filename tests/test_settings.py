@@ -90,7 +90,6 @@ REFUSED: list[dict[str, Any]] = [
     {"workers.count": 3, "workers.max": 2},
     {"workers.count": 1, "job.workers": 2},
     {"workers.count": 4, "workers.max": 4, "job.gpus": 2},
-    {"comm.nccl_min_ctas": 4, "comm.nccl_max_ctas": 2},
     {"comm.state": "sharded", "comm.sync": "local:4"},
     {"comm.reproducible": True, "comm.sync": "sma"},
     {"comm.sync": "pair", "job": "fixed"},

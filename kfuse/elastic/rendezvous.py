@@ -22,7 +22,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from kfuse.comm import devices
 from kfuse.comm.group import CommError, Group
-from kfuse.comm.options import CommOptions
 from kfuse.elastic.client import ControlError
 from kfuse.elastic.protocol import Member, View
 
@@ -79,7 +78,7 @@ class Rendezvous:
         """Whether the store is this process's: rank 0's, unless torchrun's agent hosts it."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
-    def form_group(self, device: torch.device, timeout_s: float, comm: CommOptions) -> tuple[Group, View]:
+    def form_group(self, device: torch.device, timeout_s: float) -> tuple[Group, View]:
         """The group of all workers, and the job's only view. Raises CommError if the others do not connect."""
         try:
             store = self.store(timeout_s)
@@ -90,7 +89,7 @@ class Rendezvous:
             raise CommError(f"connecting {self.size} workers at {self.host}:{self.port}: {error}") from error
         hosts = [member.host for member in members]
         place = (self.rank, self.size, PrefixStore("view", store), device, timeout_s)
-        group = _new_group(*place, address, None, hosts, comm)
+        group = _new_group(*place, address, None, hosts)
         return group, View(1, members, (self.host, self.port), "start")
 
     def await_others_at_end(self, timeout_s: float) -> None:
@@ -171,23 +170,22 @@ def _new_group(
     address: str | None,
     check: Callable[[], None] | None,
     hosts: Sequence[str],
-    comm: CommOptions,
 ) -> Group:
     """The group of several workers, over what their device takes. address: this machine's for gloo, or None."""
     if devices.of(device).asynchronous:
         from kfuse.comm.nccl import NcclGroup  # only where there is a GPU
 
-        return NcclGroup(rank, size, store, device, timeout_s, check, hosts, comm)
+        return NcclGroup(rank, size, store, device, timeout_s, check, hosts)
     from kfuse.comm.gloo import GlooGroup
 
     return GlooGroup(rank, size, store, device, timeout_s, address, check, hosts)
 
 
-def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool, comm: CommOptions) -> Group:
+def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new: bool) -> Group:
     """The group of a view, with the old group's device and timeout. `check`: called while waiting; raises to end it.
 
     new: this worker was in no view before. It learns of the view when it is proposed; the others come only after they
-    have finished the steps until the switch, so it waits for them without a time limit. comm: has NCCL's settings.
+    have finished the steps until the switch, so it waits for them without a time limit.
     Raises CommError if the store or another worker cannot be reached, and what `check` raises.
     """
     if view.size == 1:
@@ -206,7 +204,7 @@ def form_group(view: View, rank: int, old: Group, check: Callable[[], None], new
     except (RuntimeError, OSError) as error:
         raise CommError(f"view {view.generation}: no store at {host}:{port}") from error
     hosts = [member.host for member in view.members]
-    return _new_group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts, comm)
+    return _new_group(rank, view.size, store, old.device, old.timeout_s, address, check, hosts)
 
 
 def connect_store(host: str, port: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:

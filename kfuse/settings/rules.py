@@ -155,7 +155,6 @@ RULES = (
     Rule("workers.max", Compared("at least", "workers.count")),
     Rule("workers.count", Compared("equal to", "job.workers"), why="torchrun has started them"),
     Rule("workers.count", Compared("at most", "job.gpus"), why="each worker needs a GPU of its own"),
-    Rule("comm.nccl_max_ctas", Compared("at least", "comm.nccl_min_ctas")),
     Rule(
         "comm.sync", Is("ssgd"), {"comm.state": Is("sharded")}, "in other modes each worker updates a model of its own"
     ),

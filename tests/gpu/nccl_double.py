@@ -150,7 +150,6 @@ class Config:
 
     def __init__(self) -> None:
         self.blocking: int | bool | None = None
-        self.cga_cluster_size = self.min_ctas = self.max_ctas = None
 
 
 class Options:
@@ -289,27 +288,25 @@ class ProcessGroupNCCL:
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Work:
+    def allreduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """In place. SUM, MIN or MAX."""
-        tensor = tensors[0]
-        op = next(name for name in ("SUM", "MIN", "MAX") if options.reduceOp == getattr(dist.ReduceOp, name))
-        message = f"allreduce {tensor.numel()} {tensor.dtype} {op}"
-        return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.allreduce([tensor], options))
+        name = next(name for name in ("SUM", "MIN", "MAX") if op == getattr(dist.ReduceOp, name))
+        message = f"allreduce {tensor.numel()} {tensor.dtype} {name}"
+        return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.allreduce(tensor, op))
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
-        """In place, from options.rootRank."""
-        tensor, root = tensors[0], options.rootRank
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """In place, from the root."""
         reads, writes = ([tensor], []) if root == self.rank else ([], [tensor])
         message = f"broadcast {tensor.numel()} {tensor.dtype} from {root}"
-        return self._enqueue(message, reads, writes, lambda gloo: gloo.broadcast([tensor], options))
+        return self._enqueue(message, reads, writes, lambda gloo: gloo.broadcast(tensor, root))
 
-    def _allgather_base(self, out: Tensor, mine: Tensor, options: Any = None) -> Work:
+    def _allgather_base(self, out: Tensor, mine: Tensor) -> Work:
         if out.numel() != self.size * mine.numel() or out.dtype != mine.dtype:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         message = f"allgather {mine.numel()} {mine.dtype}"
         return self._enqueue(message, [mine], [out], lambda gloo: gloo._allgather_base(out, mine.clone()))
 
-    def _reduce_scatter_base(self, out: Tensor, tensor: Tensor, options: Any = None) -> Work:
+    def _reduce_scatter_base(self, out: Tensor, tensor: Tensor) -> Work:
         """The rank's part of the sum, perhaps in place: NCCL allows `out` where the rank's part of `tensor` is, only.
 
         Raises ValueError for another size, type or overlap.
@@ -322,18 +319,17 @@ class ProcessGroupNCCL:
         message = f"reducescatter {out.numel()} {out.dtype}"
         return self._enqueue(message, [tensor], [out], lambda gloo: gloo._reduce_scatter_base(out, tensor.clone()))
 
-    def reduce(self, tensors: list[Tensor], options: Any) -> Work:
-        """In place on options.rootRank. SUM."""
-        tensor, root = tensors[0], options.rootRank
+    def reduce(self, tensor: Tensor, root: int) -> Work:
+        """In place on the root. SUM."""
         message = f"reduce {tensor.numel()} {tensor.dtype} to {root}"
-        return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.reduce([tensor], options))
+        return self._enqueue(message, [tensor], [tensor], lambda gloo: gloo.reduce(tensor, root))
 
-    def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int], options: Any) -> Work:
+    def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int]) -> Work:
         """cut[r] elements go to rank r, into[r] come from it. Raises ValueError where the splits do not add up."""
         if sum(into) != out.numel() or sum(cut) != tensor.numel():
             raise ValueError("Split sizes doesn't match total dim 0 size")
         message = f"alltoall {tensor.dtype}"
-        run = lambda gloo: gloo.alltoall_base(out, tensor, into, cut, options)  # noqa: E731
+        run = lambda gloo: gloo.alltoall_base(out, tensor, into, cut)  # noqa: E731
         return self._enqueue(message, [tensor], [out], run, sends=cut, receives=into)
 
     def _enqueue(

@@ -54,13 +54,13 @@ class StandInProcessGroup:
     def eager_connect_single_device(self, device: Any) -> None:
         """Connects."""
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> StandInWork:
+    def allreduce(self, tensor: Tensor, op: Any = None) -> StandInWork:
         """In place: the sum of equal contributions."""
         with _disable_current_modes():
-            tensors[0].mul_(self._size)
-        return self._enqueue(tensors, tensors)
+            tensor.mul_(self._size)
+        return self._enqueue([tensor], [tensor])
 
-    def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int], options: Any) -> StandInWork:
+    def alltoall_base(self, out: Tensor, tensor: Tensor, into: list[int], cut: list[int]) -> StandInWork:
         """The other ranks send zeros."""
         with _disable_current_modes():
             out.zero_()
@@ -73,14 +73,13 @@ class StandInProcessGroup:
             out.mul_(self._size)
         return self._enqueue([tensor], [out])
 
-    def reduce(self, tensors: list[Tensor], options: Any) -> StandInWork:
-        """In place: the tensors stay as they are; what ranks other than the root have after it is undefined."""
-        return self._enqueue(tensors, tensors)
+    def reduce(self, tensor: Tensor, root: int) -> StandInWork:
+        """In place: the tensor stays as it is; what ranks other than the root have after it is undefined."""
+        return self._enqueue([tensor], [tensor])
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> StandInWork:
-        """The tensors stay as they are."""
-        mine = options.rootRank == 0
-        return self._enqueue(tensors if mine else [], [] if mine else tensors)
+    def broadcast(self, tensor: Tensor, root: int) -> StandInWork:
+        """The tensor stays as it is."""
+        return self._enqueue([tensor], []) if root == 0 else self._enqueue([], [tensor])
 
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> StandInWork:
         """The other ranks' parts are as this one's."""

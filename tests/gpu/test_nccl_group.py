@@ -15,17 +15,16 @@ from typing import Any
 import nccl_double
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import WorkersFailed, run_workers
 from hypothesis import given
 from hypothesis import strategies as st
 from nccl_double import Faults, installed, messages, records
 from torch.distributed import PrefixStore
 
-from kfuse.comm import nccl, nccl_library, probe, roll_call
+from kfuse.comm import group as groups
+from kfuse.comm import nccl, probe
 from kfuse.comm.group import CommError
 from kfuse.comm.nccl import NcclGroup, NcclPending
-from kfuse.comm.options import CommOptions
 from kfuse.elastic.rendezvous import Rendezvous
 
 PLENTY_S = 60.0  # no test waits for it
@@ -174,22 +173,6 @@ def test_a_barrier_waits_on_the_host(tmp_path: Path) -> None:
     assert waited[0] > 0.3  # rank 1 comes half a second after rank 0
 
 
-# -- options --------------------------------------------------------------------------------------------------------
-
-
-def test_settings_reach_ncclconfig_and_those_it_lacks_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl_double.ProcessGroupNCCL, raising=False)
-    options = nccl_library.options_of(CommOptions(nccl_high_priority=False, nccl_min_ctas=2, nccl_max_ctas=8), 5.0)
-    assert (options.config.min_ctas, options.config.max_ctas, options.config.blocking) == (2, 8, False)
-    assert not options.is_high_priority_stream and options._timeout.total_seconds() == 5.0
-    untouched = nccl_library.options_of(CommOptions(), 5.0).config
-    assert (untouched.min_ctas, untouched.max_ctas, untouched.cga_cluster_size) == (None, None, None)
-    with pytest.raises(ValueError, match=r"comm\.nccl_cta_policy=zero: .* whose NCCL has no such option"):
-        nccl_library.options_of(CommOptions(nccl_cta_policy="zero"), 5.0)
-    monkeypatch.setattr(nccl_double.Config, "cta_policy", None, raising=False)
-    assert nccl_library.options_of(CommOptions(nccl_cta_policy="zero"), 5.0).config.cta_policy == 2
-
-
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +187,7 @@ def failure_of(act: Any) -> tuple[str, float]:
 
 def reduce_until_failure(log: Path, faults: Faults, timeout_s: float, elastic: bool) -> tuple[str, float, str]:
     """A step's reductions; the error, the seconds until then, and what a later call says."""
-    roll_call.GRACE_S = 0.3
+    groups.GRACE_S = 0.3
     with installed(log, faults):
         group = connect(check=(lambda: None) if elastic else None)
         group.timeout_s = timeout_s
