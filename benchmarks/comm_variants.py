@@ -42,7 +42,7 @@ class Settings:
     """MiB of fp32 parameters."""
     samples: int = 32
     """A worker's, a step."""
-    bucket_mb: float | None = CommOptions().bucket_mb
+    bucket_mb: float = CommOptions().bucket_mb
     """kfuse's comm.bucket_mb. DDP keeps its own default, 25 too."""
     seed: int = 0
 
@@ -204,7 +204,6 @@ _PROGRAMS: dict[str, dict[str, Any]] = {
     "tree": {"schedule": "tree"},
     "reproducible": {"reproducible": True},
     "auto": {"schedule": "auto"},
-    "auto-buckets": {"schedule": "auto", "bucket_mb": None},
     "sharded": {"state": "sharded"},
     "sharded-reproducible": {"state": "sharded", "reproducible": True},
 }

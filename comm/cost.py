@@ -50,21 +50,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Costs:
-    """The fitted constants of a group."""
+    """The fitted constants of a group: alpha and beta by kind of message (`PROBED`)."""
 
     alpha: Mapping[str, float]
-    """Seconds a message, by kind (`PROBED`)."""
     beta: Mapping[str, float]
-    """Seconds a byte, by kind."""
     gamma: float
-    """Seconds a byte of memory work."""
     largest_bytes: float = float("inf")
     """Of the messages that were measured: nothing is known of much larger ones."""
     probe_s: float = 0.0
     """How long the measurement took."""
 
     def seconds(self, kind: str, traffic: Traffic) -> float:
-        """What this traffic takes, if it is of this kind of message."""
         return self.alpha[kind] * traffic.messages + self.beta[kind] * traffic.bytes
 
 
@@ -79,13 +75,11 @@ class Job:
     """Of the exchange `tree`: each rank's parent (`transports.tree.parents`)."""
     wire_bytes: int = 4
     """Bytes an element in messages of gradients."""
-    backward_s: float = 0.0
-    """Seconds of the step's last backward, during which buckets become complete: each after its share of them."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One operation of a program, summed over all buckets of a job."""
+    """One operation of a program, for one bucket, or summed over all buckets of a job."""
 
     op: Op
     messages: float
@@ -101,9 +95,7 @@ class Price:
 
     lines: tuple[Line, ...]
     seconds: float
-    """From the end of backward, as it would be without kfuse, to the end of the update."""
-    exposed_s: float
-    """The part of `seconds` that is not the worker's own memory work: communication that nothing hides."""
+    """From the end of backward to the end of the update, if backward hides none of it."""
 
     @property
     def wire_bytes(self) -> float:
@@ -123,12 +115,7 @@ def traffic(kind: str, numel_bytes: float, workers: int) -> Traffic:
 
 
 def exchange(transport: str, numel_bytes: float, workers: int, parents: Sequence[int] = ()) -> tuple[str, Traffic]:
-    """Of one exchange of a bucket of `numel_bytes` bytes: the kind of its messages, and what they ask for.
-
-    parents: the tree's. Raises ValueError for a transport whose messages are not known.
-    """
-    if transport not in PROPERTIES:
-        raise ValueError(f"comm.schedule={transport!r}: its messages are not known, so it has no predicted time")
+    """Of one exchange of a bucket by one of kfuse's transports: the kind of its messages, and what they ask for."""
     kind = PROPERTIES[transport].message
     by_tree = transport == "tree"
     return kind, traffic_of_tree(numel_bytes, parents) if by_tree else traffic(kind, numel_bytes, workers)
@@ -154,7 +141,7 @@ def _shape(parents: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _line(op: Op, elements: int, job: Job, costs: Costs, copies: int) -> Line:
-    """What `op` costs for one bucket, of whose shard so many workers repeat the update. Raises ValueError."""
+    """What `op` costs for one bucket, of whose shard so many workers repeat the update."""
     here = elements / job.workers if op.place == SHARD else elements
     memory, sent, kind = 0.0, Traffic(0, 0), ""
     match op.kind:
@@ -175,10 +162,6 @@ def _line(op: Op, elements: int, job: Job, costs: Costs, copies: int) -> Line:
         case "share":
             kind, width = "share", job.wire_bytes if op.what == GRADIENT else 4
             sent = traffic(kind, elements * width, job.workers)
-        case "wait" | "barrier":
-            pass
-        case _:
-            raise ValueError(f"{op.kind}: no operation whose cost is known")
     seconds = costs.gamma * memory + (costs.seconds(kind, sent) if kind else 0.0)
     return Line(op, sent.messages, sent.bytes, memory, seconds)
 
@@ -187,13 +170,11 @@ def _line(op: Op, elements: int, job: Job, costs: Costs, copies: int) -> Line:
 
 
 def price(program: Program, job: Job, costs: Costs) -> Price:
-    """What `program` costs `job` a step. Raises ValueError for an operation whose cost is not known."""
+    """What `program` costs `job` a step."""
     copies = 2 if program.has("mirror") and job.workers > 1 else 1
     rows = [[_line(op, elements, job, costs, copies) for op in program.ops] for elements in job.buckets]
     lines = tuple(_sum([row[k] for row in rows]) for k in range(len(program.ops)))
-    work = costs.gamma * sum(line.memory_bytes for line in lines)
-    seconds = _finish(rows, job) - job.backward_s
-    return Price(lines, seconds, max(0.0, seconds - work))
+    return Price(lines, _finish(rows))
 
 
 def _sum(lines: Sequence[Line]) -> Line:
@@ -206,15 +187,15 @@ def _sum(lines: Sequence[Line]) -> Line:
     )
 
 
-def _finish(rows: Sequence[Sequence[Line]], job: Job) -> float:
-    """When the last bucket has gone through all of its operations, counted from the start of backward.
+def _finish(rows: Sequence[Sequence[Line]]) -> float:
+    """When the last bucket has gone through all of its operations. rows: those of each bucket.
 
     Each stream does one operation at a time, the first that is ready. A bucket's operations follow one another. Behind
     the program's barrier nothing begins until all buckets have come there; then the last one goes first, which the next
     forward needs first.
     """
     ops = [line.op for line in rows[0]]
-    whole, free = max(1, sum(job.buckets)), dict.fromkeys((op.stream for op in ops), 0.0)
+    free = dict.fromkeys((op.stream for op in ops), 0.0)
     barrier = [op.kind for op in ops].index("barrier")
     at = 0.0
     for first, last, sign in ((0, barrier, 1), (barrier, len(ops), -1)):
@@ -222,11 +203,7 @@ def _finish(rows: Sequence[Sequence[Line]], job: Job) -> float:
         heapq.heapify(ready)
         while ready:
             since, place, k = heapq.heappop(ready)
-            bucket = abs(place)
-            seconds = rows[bucket][k].seconds
-            if k == 0:  # pack, behind this bucket's part of backward
-                seconds += job.backward_s * job.buckets[bucket] / whole
-            if seconds:
+            if seconds := rows[abs(place)][k].seconds:
                 free[ops[k].stream] = since = max(since, free[ops[k].stream]) + seconds
             at = max(at, since)
             if k + 1 < last:
@@ -240,10 +217,8 @@ def _finish(rows: Sequence[Sequence[Line]], job: Job) -> float:
 def fit(samples: Sequence[tuple[Traffic, float]]) -> tuple[float, float]:
     """alpha and beta, neither below 0, of measured messages: pairs of what was sent and the seconds that it took.
 
-    Least squares of the relative errors. Raises ValueError without a sample.
+    Least squares of the relative errors.
     """
-    if not samples:
-        raise ValueError("fit: no message was measured")
     rows = [(sent.messages / seconds, sent.bytes / seconds) for sent, seconds in samples]
     mm, mb, bb = sum(m * m for m, _ in rows), sum(m * b for m, b in rows), sum(b * b for _, b in rows)
     m1, b1 = sum(m for m, _ in rows), sum(b for _, b in rows)

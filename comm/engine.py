@@ -16,12 +16,12 @@ from torch.nn import Parameter
 
 from kfuse.comm import devices, gradients, transports
 from kfuse.comm.audit import AuditedGradient
-from kfuse.comm.buckets import AveragedBuffers, Bucket, BucketLayout, make_buckets, plan_parameters
+from kfuse.comm.buckets import AveragedBuffers, Bucket, make_buckets, plan_parameters
 from kfuse.comm.executor import Executor, shard_unit
 from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions, allowed_transports
+from kfuse.comm.options import CommOptions, allowed_transports
 from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, Reduced, StepPlan
 from kfuse.comm.step import Step
 from kfuse.comm.tail import digest
@@ -63,7 +63,7 @@ class Engine:
         self.params = [p for params in groups for p in params]
         self.names = list(names) if names is not None else [f"parameter {i}" for i in range(len(self.params))]
         gradients.check_parameters(self.params, self.names)
-        self._kinds = [index for index, params in enumerate(groups) for _ in params]
+        kinds = [index for index, params in enumerate(groups) for _ in params]
         # What the optimizer sets.
         self.on_last_micro_batch: Callable[[], None] = lambda: None  # its backward is over, all buckets are launched
         self.compared: Callable[[], tuple[Sequence[Tensor], int]] = lambda: ((), 0)
@@ -93,11 +93,7 @@ class Engine:
         self.warned = set[str]()
         """Messages that have been logged: each comes once."""
         self.group = group
-        if group.costs is not None:  # a new engine in a group that has been measured
-            self.choice = self._choose(group, again=False)
-        self.bucket_mb = self.choice.bucket_mb if self.choice else options.bucket_mb or DEFAULT_BUCKET_MB
-        """MiB of fp32 gradients in a bucket, at most."""
-        self._layouts = self._plan(self.bucket_mb)
+        self._layouts = plan_parameters(self.params, kinds, options.bucket_elements)
         self._build([])
         self.set_group(group)
 
@@ -176,19 +172,11 @@ class Engine:
 
     def _choose(self, group: Group, again: bool) -> Choice | None:
         """Returns what measured messages choose, None where there is no choice. again: not for the first time."""
-        if group.size == 1 or self.options.is_definite:
+        if group.size == 1 or not self.options.leaves_choice:
             return None
         from kfuse.comm import probe  # not before it is needed: `import kfuse` is quick
 
-        return probe.choose_in(group, self.options, self._plan, again)
-
-    def _plan(self, bucket_mb: float) -> list[BucketLayout]:
-        return plan_parameters(self.params, self._kinds, self.options.bucket_elements(bucket_mb))
-
-    @property
-    def has_chosen_buckets(self) -> bool:
-        """Whether its buckets are of the size that is best in this group, where `comm.bucket_mb` leaves the choice."""
-        return self.choice is None or self.choice.bucket_mb == self.bucket_mb
+        return probe.choose_in(group, [layout.numel for layout in self._layouts] or [1], again)
 
     # -- micro-batches --------------------------------------------------------------------------------------------
 

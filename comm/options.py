@@ -9,8 +9,6 @@ from typing import Any
 from kfuse.comm.settings import DEFAULTS
 from kfuse.comm.sync import Sync
 
-DEFAULT_BUCKET_MB: float = DEFAULTS["comm_bucket_mb"]
-
 
 @dataclass(frozen=True)
 class Properties:
@@ -67,7 +65,7 @@ class CommOptions:
     state: str = DEFAULTS["comm_state"]
     redundancy: str = DEFAULTS["elastic_redundancy"]
     snapshot_every: int = DEFAULTS["elastic_snapshot_every"]
-    bucket_mb: float | None = DEFAULTS["comm_bucket_mb"]
+    bucket_mb: float = DEFAULTS["comm_bucket_mb"]
     reproducible: bool = DEFAULTS["comm_reproducible"]
     tree: str = DEFAULTS["comm_tree"]
     sync: str = DEFAULTS["comm_sync"]
@@ -102,9 +100,10 @@ class CommOptions:
         """Bytes an element of gradients in messages."""
         return 4 if self.dtype == "fp32" else 2
 
-    def bucket_elements(self, bucket_mb: float | None = None) -> int:
-        """Most elements of a bucket of so many MiB; None: of the configured size, or of the default one."""
-        return max(1, int((bucket_mb or self.bucket_mb or DEFAULT_BUCKET_MB) * 2**20 / 4))
+    @property
+    def bucket_elements(self) -> int:
+        """Most elements of a bucket."""
+        return max(1, int(self.bucket_mb * 2**20 / 4))
 
     def has_bucket_apart(self, buffers: Sequence[object]) -> bool:
         """Whether the last bucket has no gradients: only these buffers, whose changes are averaged, and the tail. They
@@ -118,9 +117,14 @@ class CommOptions:
         return (self.outer_lr, self.outer_momentum) != (1.0, 0.0)
 
     @property
-    def is_definite(self) -> bool:
-        """Whether schedule and bucket size are named."""
-        return self.schedule != "auto" and self.bucket_mb is not None
+    def leaves_choice(self) -> bool:
+        """Whether measured messages choose the schedule: where that does not change what was promised.
+
+        Reproducible sums and bf16 messages need all_to_all, sharded state its own program; with pair averaging nobody
+        waits for another worker.
+        """
+        fixed = self.reproducible or self.sharded or self.dtype != "fp32" or self.synchronisation.mode == "pair"
+        return self.schedule == "auto" and not fixed
 
     @property
     def sharded(self) -> bool:

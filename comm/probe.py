@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from kfuse.comm import devices, transports
-from kfuse.comm.buckets import BucketLayout
 from kfuse.comm.cost import LEAST_S, MARGIN, PROBED, Costs, Job, choose, fit, price, traffic
 from kfuse.comm.group import Group
-from kfuse.comm.options import CommOptions
 
 BUDGET_S = 0.12
 """How long a probe should take. It never begins messages that are expected to take longer than what is left."""
@@ -29,14 +27,20 @@ _MOST_ROUNDS = 15  # of a size; the shortest is fitted: others wait for a core, 
 _LEAST_ROUNDS = 3  # of the largest size
 _GROWTH = 16  # a larger message may be slower by more than its bytes: caches
 
+SCHEDULES = ("allreduce", "all_to_all")
+"""What `comm.schedule=auto` chooses from, its default first. A tree sends more bytes: it is for networks that its user
+knows."""
+_LARGER = 8
+"""A bucket may be so many times as large as the largest message that was measured; else nothing is predicted of it.
+Short messages lie in a link's queue as they are sent: they tell nothing of its rate."""
+
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule and the bucket size that are taken by measured messages, and why."""
+    """The schedule that is taken by measured messages, and why."""
 
     schedule: str
-    """A name in `options.TRANSPORT_NAMES`."""
-    bucket_mb: float
+    """A name in `SCHEDULES`."""
     workers: int
     predicted_s: Mapping[str, float]
     """Of each candidate, by name: seconds a step for communication and update, if backward hides nothing of it."""
@@ -44,83 +48,29 @@ class Choice:
     reason: str
 
 
-SCHEDULES = ("allreduce", "all_to_all")
-"""What `comm.schedule=auto` chooses from, its default first. A tree sends more bytes: it is for networks that its user
-knows."""
-BUCKETS_MB = (25.0, 10.0, 4.0)
-"""What `comm.bucket_mb=null` chooses from, its default first. No larger one: it would hide less."""
-_LARGER = 8
-"""A bucket may be so many times as large as the largest message that was measured; else nothing is predicted of it.
-Short messages lie in a link's queue as they are sent: they tell nothing of its rate."""
+def choose_in(group: Group, buckets: Sequence[int], again: bool) -> Choice:
+    """Returns what measured messages choose for buckets of so many elements. Raises CommError.
 
-
-def choose_in(
-    group: Group, options: CommOptions, plan: Callable[[float], Sequence[BucketLayout]], again: bool
-) -> Choice | None:
-    """Returns what measured messages choose, None where the options leave no choice. Raises CommError.
-
-    plan: lays out buckets of at most so many MiB. again: not for the first time.
-
-    A worker that joins does not know yet what the others' decisions chose. So these do not matter here: all workers of
-    a view must come to the same messages.
+    again: not for the first time. A worker that joins does not know yet what the others' decisions chose. So these do
+    not matter here: all workers of a view must come to the same messages.
     """
-    if not leaves_choice(options):
-        return None
-    sizes = BUCKETS_MB if options.bucket_mb is None else (options.bucket_mb,)
-    buckets = {size: [layout.numel for layout in plan(size)] or [1] for size in sizes}
     if group.costs is None:
-        group.costs = probe(group, max(buckets[sizes[0]]), AGAIN_S if again else BUDGET_S)
-    return choose_program(group.costs, group.size, options, buckets)
+        group.costs = probe(group, max(buckets), AGAIN_S if again else BUDGET_S)
+    return choose_program(group.costs, group.size, buckets)
 
 
-def leaves_choice(options: CommOptions) -> bool:
-    """Whether `comm.schedule` or `comm.bucket_mb` leaves a choice that does not change what was promised.
-
-    The bits of reproducible sums depend on the buckets. Sharded state lies as its buckets do.
-    """
-    fixed = options.reproducible or options.sharded or options.schedule not in ("auto", *SCHEDULES)
-    fixed = fixed or options.synchronisation.mode == "pair"  # nobody waits for another worker there
-    return not fixed and (len(_candidates(options)) > 1 or options.bucket_mb is None)
-
-
-def _candidates(options: CommOptions) -> tuple[str, ...]:
-    """The default first. bf16 messages are added up in fp32 by all_to_all alone."""
-    if options.schedule == "auto" and options.dtype == "fp32":
-        return SCHEDULES
-    return (options.transport(),)
-
-
-def choose_program(costs: Costs, workers: int, options: CommOptions, buckets: Mapping[float, Sequence[int]]) -> Choice:
-    """A pure function of what a probe found: every rank computes the same.
-
-    buckets: elements of each, by the bucket sizes in MiB that may be chosen, the default first.
-
-    How long backward takes is not known before the first step. For the bucket size it is taken to be as long as the
-    messages: then the size matters most, as smaller buckets hide more of them and larger ones have fewer messages.
-    """
-    names = _candidates(options)
-    jobs = {size: Job(tuple(elements), workers, wire_bytes=options.wire_bytes) for size, elements in buckets.items()}
-    programs = {name: transports.program(name, sharded=False) for name in names}
-    default, default_mb = names[0], next(iter(jobs))
-    predicted = {name: price(each, jobs[default_mb], costs).seconds for name, each in programs.items()}
-    if 4 * max(jobs[default_mb].buckets) > _LARGER * costs.largest_bytes:
+def choose_program(costs: Costs, workers: int, buckets: Sequence[int]) -> Choice:
+    """A pure function of what a probe found: every rank computes the same. buckets: elements of each."""
+    job, default = Job(tuple(buckets), workers), SCHEDULES[0]
+    predicted = {name: price(transports.program(name, sharded=False), job, costs).seconds for name in SCHEDULES}
+    if 4 * max(buckets) > _LARGER * costs.largest_bytes:
         why = f"no message above {costs.largest_bytes:.0f} bytes could be measured in time"
-        return Choice(default, default_mb, workers, predicted, costs.probe_s, why)
+        return Choice(default, workers, predicted, costs.probe_s, why)
     chosen = choose(predicted, default)
-    backward_s = min(predicted.values())
-    by_size = {
-        str(size): price(programs[chosen], replace(job, backward_s=backward_s), costs).seconds
-        for size, job in jobs.items()
-    }
-    bucket_mb = float(choose(by_size, str(default_mb)))
     why = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in predicted.items()) + " a step predicted"
     if chosen == default and min(predicted.values()) < predicted[default]:
         why += f"; the other saves less than {100 * MARGIN:.0f} %, or than {1e3 * LEAST_S:g} ms"
-    if len(jobs) > 1:
-        why += f"; buckets of {bucket_mb:g} MB, of " + ", ".join(
-            f"{1e3 * t:.2f} ms with {n}" for n, t in by_size.items()
-        )
-    return Choice(chosen, bucket_mb, workers, predicted, costs.probe_s, why)
+    return Choice(chosen, workers, predicted, costs.probe_s, why)
 
 
 def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
@@ -141,12 +91,14 @@ def probe(group: Group, elements: int, budget_s: float = BUDGET_S) -> Costs:
             break
         messages.grow(size)
         for _ in range(rounds):
-            plan.note(size, {kind: _seconds(messages.send, kind, size) for kind in PROBED})
+            plan.note(size, {kind: messages.seconds(kind, size) for kind in PROBED})
     # On all ranks at once, as in a step: those of one machine share its memory. Rank 0's figure is taken.
     gamma, constants = messages.memory_seconds(), [0.0] * (2 * len(PROBED) + 3)
     if group.rank == 0:
         found = plan.shortest()
-        constants = [*_fit(found, group.size), gamma, 4.0 * max(found), time.perf_counter() - started]
+        pairs = [fit([(traffic(k, 4 * n, group.size), times[k]) for n, times in found.items()]) for k in PROBED]
+        alphas, betas = zip(*pairs, strict=True)
+        constants = [*alphas, *betas, gamma, 4.0 * max(found), time.perf_counter() - started]
     sent = torch.tensor(constants, dtype=torch.float64, device=group.device)
     group.broadcast(sent, "probe (result)").wait()
     values = sent.tolist()
@@ -203,18 +155,6 @@ class Plan:
         return {n: {kind: min(r[kind] for r in self._rounds[n]) for kind in PROBED} for n in sizes}
 
 
-def _fit(found: Mapping[int, Mapping[str, float]], workers: int) -> list[float]:
-    """alpha of each kind, then beta of each kind."""
-    pairs = [fit([(traffic(k, 4 * n, workers), times[k]) for n, times in found.items()]) for k in PROBED]
-    return [alpha for alpha, _ in pairs] + [beta for _, beta in pairs]
-
-
-def _seconds(act: Callable[[str, int], None], kind: str, size: int) -> float:
-    started = time.perf_counter()
-    act(kind, size)
-    return time.perf_counter() - started
-
-
 class _Messages:
     """Buffers of zeros, and messages of them. The host waits for each."""
 
@@ -230,9 +170,9 @@ class _Messages:
             self._flat = torch.empty(elements, device=self._group.device).fill_(0)
             self._received = torch.empty(max(elements, most * self._group.size), device=self._group.device).fill_(0)
 
-    def send(self, kind: str, elements: int) -> None:
-        """One message of a kind of `PROBED`; returns when it has arrived."""
-        group, flat = self._group, self._flat[:elements]
+    def seconds(self, kind: str, elements: int) -> float:
+        """Sends one message of a kind of `PROBED`. Returns the seconds until it has arrived."""
+        started, group, flat = time.perf_counter(), self._group, self._flat[:elements]
         if kind == "all_reduce":
             group.all_reduce(flat, "probe (all_reduce)").wait()
         elif kind == "share":
@@ -242,6 +182,7 @@ class _Messages:
             mine = widths[group.rank]
             out = self._received[: mine * group.size]
             group.all_to_all(out, [mine] * group.size, flat, widths, "probe (all_to_all)").wait()
+        return time.perf_counter() - started
 
     def memory_seconds(self) -> float:
         """Seconds a byte of a pass that reads two rows and writes one, as the kernels' passes do."""

@@ -125,11 +125,10 @@ class CommSettings(TypedDict, total=False):
         ),
     ]
     comm_bucket_mb: Annotated[
-        float | None,
+        float,
         Setting(
             25.0,
-            "MiB of fp32 gradients reduced together; the default, DDP's, lets reductions overlap with backward; null: "
-            "4, 10 or 25, by measured messages",
+            "MiB of fp32 gradients reduced together; the default, DDP's, lets reductions overlap with backward",
             above=0,
         ),
     ]

@@ -100,8 +100,6 @@ REFUSED: list[dict[str, Any]] = [
     {"comm.reproducible": True, "comm.dtype": "bf16"},
     {"comm.schedule": "symmetric", "comm.dtype": "bf16"},
     {"comm.audit_every": 5},
-    {"comm.reproducible": True, "comm.bucket_mb": None},
-    {"comm.state": "sharded", "comm.bucket_mb": None},
     {"comm.state": "sharded", "optimizer": "SGD", "optimizer.shards_state": False},
     {"comm.state": "sharded", "policy": "CurvaturePolicy", "policy.fisher": True},
     {"optimizer": "SGD", "optimizer.tells_fisher": False, "policy": "CurvaturePolicy", "policy.fisher": True},

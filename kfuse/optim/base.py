@@ -92,8 +92,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.updates = updates
         self.reducer = Reducer(session, updates, self._trained(), self._named_parameters())
         self.engine.compared = self._comparison.compared
-        if not self.engine.has_chosen_buckets:  # comm.bucket_mb=null: the first one has measured which size is best
-            self.rebuild()
         session.on_group_change(self._set_group)
         session.on_planned_change(updates.hand_over)
         global _latest
@@ -143,8 +141,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _set_group(self, group: Group) -> None:
         self.engine.set_group(group)
-        if not self.engine.has_chosen_buckets:  # all workers come here, between two steps
-            self.rebuild()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

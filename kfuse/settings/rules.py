@@ -182,8 +182,6 @@ RULES = (
     ),
     Rule("comm.dtype", Is("fp32"), {"comm.schedule": Is("symmetric")}, "GPUs read each other's fp32 sums"),
     Rule("comm.reproducible", Is(True), {"comm.audit_every": _GIVEN}, "gradients are compared bit for bit"),
-    Rule("comm.bucket_mb", _GIVEN, {"comm.reproducible": Is(True)}, "a measured choice would differ between runs"),
-    Rule("comm.bucket_mb", _GIVEN, {"comm.state": Is("sharded")}, "the shards' bounds follow from it"),
     Rule(
         "comm.state",
         Is("replicated"),

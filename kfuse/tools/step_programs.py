@@ -55,7 +55,7 @@ def main(config: dict[str, Any]) -> int:
         return 1
     model = _model(config)
     params = [p for p in model.parameters() if p.requires_grad]
-    buckets = tuple(it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements()))
+    buckets = tuple(it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements))
     job = Job(buckets, workers, tuple(parents(options.tree, [""] * workers)), options.wire_bytes)
     # Buffers and tail are a bucket of their own where the last bucket has no room for them.
     buffers = averaged_buffers(model)

@@ -148,7 +148,7 @@ def test_a_probe_has_room_for_what_the_last_rank_receives() -> None:
         for elements in (1024, 13_777):
             messages = probe._Messages(group)
             messages.grow(elements)
-            messages.send("all_to_all", elements)
+            messages.seconds("all_to_all", elements)
 
 
 def late_barrier(log: Path) -> float:

@@ -312,7 +312,7 @@ def test_with_one_gpu_its_worker_tells_the_settings(on_gpu: bool, status: str, m
     strict |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     lax = strict | {"deterministic algorithms": False}
     case = {"name": "all_to_all", "reproducible": True, "digest": "0", "wrong": None, "repeats": True}
-    choice = {"schedule": "all_to_all", "bucket_mb": 25.0, "reason": "allreduce 3 ms, all_to_all 2 ms", "probe_s": 0.1}
+    choice = {"schedule": "all_to_all", "reason": "allreduce 3 ms, all_to_all 2 ms", "probe_s": 0.1}
     answers = {
         "devices": answer(H100, peers=[]),
         "reduction": {"backend": "gloo", "flags": lax, "cases": [case], "choice": choice},

@@ -105,7 +105,7 @@ def _self_test(settings: dict[str, Any], gpus: int) -> Iterator[Line]:
         yield _reduction(answers, gpus)
         if first is not None:
             choice = first["choice"]
-            text = f"2 processes over {first['backend']}, a bucket of {choice['bucket_mb']:g} MB in fp32: auto would "
+            text = f"2 processes over {first['backend']}, one bucket in fp32: auto would "
             text += f"take {choice['schedule']}: {choice['reason']}; measured in {choice['probe_s']:.2f} s"
             yield Line("schedule", "ok", text)
         if by_triton:

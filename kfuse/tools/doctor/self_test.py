@@ -24,7 +24,7 @@ from torch import Tensor
 from kfuse import session
 from kfuse.comm.engine import Engine
 from kfuse.comm.group import Group
-from kfuse.comm.options import DEFAULT_BUCKET_MB, CommOptions
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import MicroBatch, StepPlan
 from kfuse.comm.probe import choose_program, probe
 from kfuse.tools.doctor.kernel_checks import CHECKS, check
@@ -148,9 +148,8 @@ def reduction(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
             case = _case(replace(options, schedule=transport, bucket_mb=BUCKET_MB), group)
             cases[name] = {"name": name, "reproducible": options.reproducible, **case}
     _say(at="measuring messages")
-    size = configured.bucket_mb or DEFAULT_BUCKET_MB
-    elements = max(1, int(size * 2**20 / 4))
-    choice = choose_program(probe(group, elements, _BUDGET_S), group.size, CommOptions(), {size: [elements]})
+    elements = configured.bucket_elements
+    choice = choose_program(probe(group, elements, _BUDGET_S), group.size, [elements])
     backend = "NCCL" if group.device.type == "cuda" else "gloo"
     return {"backend": backend, "flags": _flags(), "cases": [*cases.values()], "choice": asdict(choice)}
 
