@@ -24,9 +24,8 @@ import kfuse as kf
 from kfuse.comm.group import Group, Pending
 from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import StepPlan
-from kfuse.comm.ranges import bound, bytes_a_parameter
 from kfuse.comm.sharded_gradient import ShardedGradient
-from kfuse.comm.sum_tree import plan_range
+from kfuse.comm.sum_tree import bound, bytes_a_parameter, plan_range
 from kfuse.data import worker_range
 from kfuse.session import reset
 

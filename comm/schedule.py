@@ -12,7 +12,6 @@ another one, and raises ValueError where that one does not allow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -113,140 +112,73 @@ class Program:
         return ", ".join(f"{op.kind}({', '.join(filter(None, (op.what, op.place)))})" for op in self.ops)
 
 
+KINDS = {
+    "pack": "must be the first, of all gradients",
+    "exchange": "must follow pack, once",
+    "wait": "no message under way brings that",
+    "reduce": "must follow the wait for an exchange that leaves this worker its shard",
+    "measure": "needs the mean gradient, and must come once, before the update",
+    "mirror": "needs the mean gradient of this worker's shard, before the barrier",
+    "share": "needs this worker's shard of the gradient before the update, or of the updated parameters",
+    "barrier": "must come once, when the bucket's sum is there",
+    "update": "must come once, after the barrier, with the mean gradient measured",
+}
+"""The kinds of operations. Of each: what it needs. Clipping needs all buckets, and a failure must leave none updated: so
+the update follows the barrier."""
+
+
 def validate(program: Program) -> None:
     """Raises ValueError unless the program makes one update by the mean gradient that all parameters get.
 
     Each operation needs what earlier ones left. No message may be under way where its data are used, nor at the end.
     """
-    state = _State()
+    done: set[str] = set()
+    under_way = brings = gradient = ""  # the place and content of a message; where the mean gradient is
+    contributions = False  # those of all workers to this one's shard are here
+    parameters = ALL  # where they are those of the last update
     for op in program.ops:
+        place = op.place
         for kind in op.kinds:
-            reason = f"{kind!r} is no operation" if kind not in KINDS else KINDS[kind](state, op)
-            if reason:
-                raise ValueError(f"{op.kind} ({op.place}): {reason}: {program}")
-    if not state.updated or state.under_way or state.parameters != ALL:
+            has_shard = not under_way and gradient == SHARD
+            match kind:
+                case "pack":
+                    fits = not done and place == ALL
+                case "exchange":
+                    fits = "pack" in done and not brings
+                    under_way, brings = place, "contributions" if place == SHARD else GRADIENT
+                case "wait":
+                    fits = bool(under_way) and under_way == place
+                    contributions = brings == "contributions"
+                    # Where the transport adds up itself the shard's sum is there; else a reduce makes it.
+                    gradient = {"contributions": SHARD, GRADIENT: ALL}.get(brings, gradient)
+                    parameters = ALL if brings == PARAMETER else parameters
+                    under_way = ""
+                case "reduce":
+                    fits = contributions and place == SHARD
+                case "measure":
+                    fits = not under_way and gradient in (place, ALL) and not done & {"measure", "update"}
+                case "mirror":
+                    fits = has_shard and place == SHARD and "barrier" not in done
+                    under_way, brings = ALL, "mirror"
+                case "share":
+                    before = op.what == GRADIENT and has_shard and "update" not in done
+                    after = op.what == PARAMETER and not under_way and "update" in done and parameters == SHARD
+                    fits = place == ALL and (before or after)
+                    under_way, brings = ALL, op.what
+                case "barrier":
+                    fits = "barrier" not in done and not under_way and bool(gradient) and place == ALL
+                case "update":
+                    ready = {"barrier", "measure"} <= done and "update" not in done
+                    fits = ready and gradient in (place, ALL)
+                    parameters = place
+                case _:
+                    raise ValueError(f"{kind!r} is no operation: {program}")
+            if not fits:
+                raise ValueError(f"{op.kind} ({place}): {KINDS[kind]}: {program}")
+            contributions = contributions and kind == "wait"
+            done.add(kind)
+    if "update" not in done or under_way or parameters != ALL:
         raise ValueError(f"at its end all parameters must be updated, and no message under way: {program}")
-
-
-@dataclass
-class _State:
-    """What has been left by the operations so far."""
-
-    packed: bool = False
-    under_way: str = ""
-    """The place of what a message under way brings."""
-    brings: str = ""
-    """What it brings: contributions, gradient, parameter or mirror."""
-    contributions: bool = False
-    """Those of all workers to this one's shard are here."""
-    gradient: str = ""
-    """Where the mean gradient is."""
-    measured: str = ""
-    """What part of it has been measured here. Workers exchange the sums of squares of their shards."""
-    at_barrier: bool = False
-    updated: bool = False
-    parameters: str = ALL
-    """Where the parameters are those of the last update."""
-
-
-def _covers(has: str, place: str) -> bool:
-    return has in (place, ALL)
-
-
-def _pack(state: _State, op: Op) -> str:
-    if state.packed or op.place != ALL:
-        return "must be the first, of all gradients"
-    state.packed = True
-    return ""
-
-
-def _exchange(state: _State, op: Op) -> str:
-    if not state.packed or state.brings:
-        return "must follow pack, once"
-    state.under_way, state.brings = op.place, "contributions" if op.place == SHARD else GRADIENT
-    return ""
-
-
-def _wait(state: _State, op: Op) -> str:
-    if state.under_way != op.place:
-        return "no message under way brings that"
-    if state.brings == "contributions":
-        state.contributions = True
-        state.gradient = SHARD  # where the transport adds up itself: a reduce that follows does so here
-    elif state.brings == GRADIENT:
-        state.gradient = ALL
-    elif state.brings == PARAMETER:
-        state.parameters = ALL
-    state.under_way = ""
-    return ""
-
-
-def _reduce(state: _State, op: Op) -> str:
-    if not state.contributions or op.place != SHARD:
-        return "must follow the wait for an exchange that leaves this worker its shard"
-    state.contributions = False
-    return ""
-
-
-def _measure(state: _State, op: Op) -> str:
-    if state.under_way or not _covers(state.gradient, op.place):
-        return "the mean gradient is not there"
-    if state.measured or state.updated:
-        return "must come once, before the update"
-    state.contributions, state.measured = False, op.place
-    return ""
-
-
-def _mirror(state: _State, op: Op) -> str:
-    if state.under_way or state.gradient != SHARD or op.place != SHARD or state.at_barrier:
-        return "needs the mean gradient of this worker's shard, before the barrier"
-    state.under_way, state.brings, state.contributions = ALL, "mirror", False
-    return ""
-
-
-def _share(state: _State, op: Op) -> str:
-    if state.under_way:
-        return "a message is under way"
-    if op.what == GRADIENT and (state.gradient != SHARD or state.updated):
-        return "needs the mean gradient of this worker's shard, before the update"
-    if op.what == PARAMETER and (not state.updated or state.parameters != SHARD):
-        return "needs this worker's shard of the parameters, updated"
-    if op.what not in (GRADIENT, PARAMETER) or op.place != ALL:
-        return "of gradient or parameter, to all"
-    state.under_way, state.brings, state.contributions = ALL, op.what, False
-    return ""
-
-
-def _barrier(state: _State, op: Op) -> str:
-    if state.at_barrier or state.under_way or not state.gradient or op.place != ALL:
-        return "must come once, when the bucket's sum is there"
-    state.at_barrier, state.contributions = True, False
-    return ""
-
-
-def _update(state: _State, op: Op) -> str:
-    if state.updated:
-        return "must come once"
-    if not state.at_barrier:
-        return "must follow the barrier: clipping needs all buckets, and a failure must leave no bucket updated"
-    if not _covers(state.gradient, op.place) or not state.measured:
-        return "needs the mean gradient, measured"
-    state.updated, state.parameters = True, op.place
-    return ""
-
-
-KINDS: dict[str, Callable[[_State, Op], str]] = {
-    "pack": _pack,
-    "exchange": _exchange,
-    "wait": _wait,
-    "reduce": _reduce,
-    "measure": _measure,
-    "mirror": _mirror,
-    "share": _share,
-    "barrier": _barrier,
-    "update": _update,
-}
-"""The kinds of operations. Of each: whether it may come now, as a reason why not (empty: it may); what it leaves."""
 
 
 def all_reduce(transport: str) -> Program:

@@ -24,21 +24,9 @@ _REFUSED = (
 )
 
 _TENSOR: Any = Tensor
-_ATTRIBUTES = (
-    "shape dtype device layout ndim itemsize nbytes grad grad_fn requires_grad is_cpu is_cuda is_leaf is_meta "
-    "is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu _base _version"
-)
-_METHODS = (
-    "size dim ndimension numel nelement stride element_size get_device is_contiguous is_complex is_floating_point "
-    "is_signed __len__ __format__ __dir__ __hash__"
-)
-_READ_NO_VALUE = {getattr(_TENSOR, name).__get__ for name in _ATTRIBUTES.split()}
-_READ_NO_VALUE |= {getattr(_TENSOR, name) for name in _METHODS.split()}
-_MOVES = "to cpu cuda float bfloat16 half double contiguous requires_grad_ detach_"
-_ALLOWED = {getattr(_TENSOR, name) for name in _MOVES.split()} | {torch._has_compatible_shallow_copy_type}
-"""Of nn.Module.to and the like: they return the tensor itself where there is nothing to do, and else come to
-`__torch_dispatch__`."""
-_ALLOWED |= _READ_NO_VALUE | {torch._amp_foreach_non_finite_check_and_unscale_}
+_PAST_DISPATCH = "data_ptr untyped_storage numpy tolist share_memory_ __array__ __dlpack__ __bool__ __reduce_ex__"
+_REFUSED_CALLS = {getattr(_TENSOR, name) for name in _PAST_DISPATCH.split()}
+"""Python's calls that reach memory without an operation of `__torch_dispatch__`."""
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _ADDING = torch.ops.aten.add_.Tensor
 _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -84,12 +72,9 @@ class ShardedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Python's calls, some of which (`.data`, `.numpy()`, `pickle`) do not come to `__torch_dispatch__`."""
-        if func == _TENSOR.data.__set__ and args[0] is args[1]:
-            return None  # by nn.Module.to, where there is nothing to do
-        if func not in _ALLOWED:
-            slot = func.__name__ in ("__get__", "__set__", "__delete__")
-            raise RuntimeError(_REFUSED.format(op=func.__self__.__name__ if slot else func.__name__))
+        sets_data = func == _TENSOR.data.__set__ and args[0] is not args[1]  # the same: by nn.Module.to
+        if sets_data or func in _REFUSED_CALLS:
+            raise RuntimeError(_REFUSED.format(op="data" if sets_data else func.__name__))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

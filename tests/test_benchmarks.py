@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from kfuse.comm.group import Pending
-from kfuse.comm.ranges import aligned_ranges, bound, bytes_a_parameter
-from kfuse.comm.sum_tree import plan_range
+from kfuse.comm.sum_tree import aligned_ranges, bound, bytes_a_parameter, plan_range
 from kfuse.data import worker_range
 from kfuse.models import MLP
 from kfuse.tools.plan.jobs import forecast

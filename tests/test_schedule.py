@@ -220,9 +220,9 @@ def test_no_operation_can_be_left_out_or_repeated(name: str) -> None:
             (*PLAIN.ops[:3], Op("reduce", SHARD)),
             "must follow the wait for an exchange",
         ),
-        ((*PLAIN.ops[:3], Op("measure"), Op("update")), "must follow the barrier"),
-        ((*SPLIT[False].ops[:3], Op("barrier"), Op("measure")), "the mean gradient is not there"),
-        ((*PLAIN.ops, Op("share", ALL, PARAMETER)), "needs this worker's shard of the parameters, updated"),
+        ((*PLAIN.ops[:3], Op("measure"), Op("update")), "must come once, after the barrier"),
+        ((*SPLIT[False].ops[:3], Op("barrier"), Op("measure")), "needs the mean gradient, and must"),
+        ((*PLAIN.ops, Op("share", ALL, PARAMETER)), "needs this worker's shard of the gradient before"),
         (PROGRAMS["sharded"].ops[:-2], "all parameters must be updated"),
         (PROGRAMS["sharded"].ops[:-1], "no message under way"),
         ((Op("pack"), Op("sort")), "'sort' is no operation"),
@@ -282,7 +282,7 @@ def test_the_programs_of_a_step_are_right_with_all_options() -> None:
 def test_an_engine_runs_valid_programs_only(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     without_measure = Program(tuple(op for op in PLAIN.ops if op.kind != "measure"))
     monkeypatch.setattr(transports, which, lambda *_: without_measure)
-    with pytest.raises(ValueError, match="needs the mean gradient, measured"):
+    with pytest.raises(ValueError, match="with the mean gradient measured"):
         kf.FusedSGD([nn.Parameter(torch.zeros(3))], lr=0.1)
 
 

@@ -74,13 +74,13 @@ def worker_range(
 
     Without `weights` (or with equal ones) the shares differ by at most one. With them, shares are in
     proportion and less than one micro-batch off. Rank 0, the leader, always has one; other shares may be empty.
-    aligned: for reproducible sums. The ranges are those of `kfuse.comm.ranges`, which need little memory: the largest
+    aligned: for reproducible sums. The ranges are those of `kfuse.comm.sum_tree`, which need little memory: the largest
     share is ceil(micro_batches / workers) where that is enough, and at most 1.25 of the mean share. Weighted shares
     keep their proportion instead, and may need more memory.
     Exact arithmetic: all workers find the same boundaries.
     """
     if weights is None and aligned and micro_batches >= workers:
-        from kfuse.comm.ranges import aligned_ranges  # imported when used: `import kfuse` is quick
+        from kfuse.comm.sum_tree import aligned_ranges  # imported when used: `import kfuse` is quick
 
         return aligned_ranges(micro_batches, workers)[rank]
     if weights is None:
