@@ -22,8 +22,8 @@ from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
 from kfuse.comm.options import CommOptions, allowed_transports
-from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, Reduced, StepPlan
-from kfuse.comm.step import Step
+from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
+from kfuse.comm.step import KeptStep, Step
 from kfuse.comm.tail import digest
 
 if TYPE_CHECKING:  # imported when used: `import kfuse` is quick
@@ -90,8 +90,7 @@ class Engine:
         """With sharded state: the last step whose gradients were all reduced, until the next one is begun."""
         self.superseded = False
         """A newer engine has taken over some of the parameters."""
-        self.warned = set[str]()
-        """Messages that have been logged: each comes once."""
+        self._warned = set[str]()
         self.group = group
         self._layouts = plan_parameters(self.params, kinds, options.bucket_elements)
         self._build([])
@@ -196,7 +195,7 @@ class Engine:
             raise self.executor.failed
         if micro_batch.several_backwards and self._still_there():
             raise RuntimeError(STILL_THERE)
-        self._now.open(micro_batch, self.step, self.reduced is not None)
+        self._now.open(micro_batch)
 
     def _wants_gradients(self) -> bool:
         """Whether the gradient that has just arrived is this engine's to take. A bare backward opens a micro-batch."""
@@ -252,11 +251,10 @@ class Engine:
             if not bucket.packed:
                 self._hooks.collect_set_by_hand(bucket)
                 now.pack(bucket)
-        is_last = now.close(None if now.told else self._digest())
-        if is_last and then_wait:
+        if now.close() and then_wait:
             self.on_last_micro_batch()
 
-    def _digest(self) -> Tensor | None:
+    def digest(self) -> Tensor | None:
         """Returns the digest of what must be equal on all ranks, in a step where they compare it; else None."""
         every = self.options.check_every
         compared = every is not None and self.step % every == 0 and not self._now.is_local and self.group.size > 1
@@ -274,10 +272,7 @@ class Engine:
         Raises CommError, and RuntimeError if the step's last micro-batch has not been run, or is being run.
         """
         now = self._now
-        if now.plan is not None and now.expected == 0 and not now.closed:
-            now.contribute_nothing(self.step, None if self.options.reproducible else self._digest())
-        if now.current is not None or not now.closed:
-            now.refuse_unfinished()
+        if not now.end():
             return
         kept = now.reduce()
         self.kept = kept if self.options.sharded else None
@@ -332,6 +327,12 @@ class Engine:
     def share_sums(self, sums: Tensor, what: str) -> None:
         """See `Executor.share_sums`."""
         self.executor.share_sums(sums, what)
+
+    def warn_once(self, message: str, *values: object) -> None:
+        """Logs a message, the first time that it comes."""
+        if message not in self._warned:
+            self._warned.add(message)
+            _LOG.warning(message, *values)
 
     # -- where the step stands ------------------------------------------------------------------------------------
 

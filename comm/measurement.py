@@ -12,7 +12,7 @@ from torch import Tensor
 from kfuse.comm import devices
 from kfuse.comm.buckets import Bucket
 from kfuse.comm.devices import Event
-from kfuse.comm.plan import StepState
+from kfuse.comm.step import Step
 from kfuse.comm.tail import LOSS, SAMPLES, SUM_SQUARES, Own, Tail
 from kfuse.kernels import BLOCK, block_sumsq, num_blocks, sum_partials
 
@@ -81,7 +81,7 @@ class Measurement:
 
             self.voter = Voter()
 
-    def write(self, bucket: Bucket, now: StepState, digest: Tensor | None) -> None:
+    def write(self, bucket: Bucket, now: Step, digest: Tensor | None) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket.
 
         digest: of the parameters, in some steps; only with the step's first micro-batch.
@@ -106,7 +106,7 @@ class Measurement:
             self._waiting.start()
             self.voter.take(self._waiting.seconds_before)
 
-    def sums_are_there(self, now: StepState) -> None:
+    def sums_are_there(self, now: Step) -> None:
         """All buckets are reduced. A step without messages of gradients is not timed."""
         if self.voter is None:
             return
@@ -116,7 +116,7 @@ class Measurement:
         else:
             self._waiting.stop(1)
 
-    def total_weight(self, tail: Tensor, now: StepState) -> Tensor | None:
+    def total_weight(self, tail: Tensor, now: Step) -> Tensor | None:
         """float64 scalar: what the reduced buckets are to be divided by. None: they hold means already."""
         if now.weights_are_known:
             return None
@@ -155,7 +155,7 @@ class Measurement:
             elif norms.numel():
                 block_sumsq(bucket.own, norms)
 
-    def record(self, tail: Tensor, now: StepState) -> Tensor:
+    def record(self, tail: Tensor, now: Step) -> Tensor:
         """The step's record (see `Tail.record`), once `norms` has the sums of squares of all shards.
 
         Where micro-batches weigh otherwise than by their samples, the record is put into units of samples, which are

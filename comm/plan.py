@@ -1,15 +1,13 @@
-"""The data of a step: its plan, a micro-batch, the state of the step under way, and the result of its reduction."""
+"""The data of a step: its plan, a micro-batch, and the result of its reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
-
-from kfuse.comm.sum_tree import WRITE, LeafStep
 
 REMEDY = (
     "one backward is one micro-batch. For several a step, iterate over a step of kf.DataLoader, or wrap each in "
@@ -98,71 +96,3 @@ class MicroBatch:
             self._engine.close_micro_batch()
         else:
             self._engine.abort()
-
-
-@dataclass
-class KeptStep:
-    """The last step's reduced gradients, kept until the next step begins. If a worker is lost during the update, the
-    survivors finish it from these (`Engine.resume`).
-    """
-
-    step: int
-    """Its number."""
-    now: StepState
-    used: Tensor | None
-    """As `Reduced.used`."""
-    changes: Sequence[Tensor]
-    """The averaged buffers' summed changes, in the order of their bucket."""
-    total_weight: Tensor | None
-    """What these sums are to be divided by; None: they are means."""
-    reduced: Reduced | None = None
-    """None: not known here, as some worker's sums of squares have not arrived."""
-    updated: bool = False
-    """The optimizer has updated this worker's part."""
-    resumed: bool = False
-    """It is being ended in another group: what is updated is not shared."""
-
-
-@dataclass
-class StepState:
-    """The state of the step under way."""
-
-    plan: StepPlan | None = None
-    expected: int | None = None
-    """Micro-batches that this worker has in the plan."""
-    implicit: bool = False
-    """A bare backward, outside opt.micro_batch."""
-    parts: int = 1
-    """Bare backwards in the step, each of a loss divided by their number."""
-    current: MicroBatch | None = None
-    leaf: LeafStep = WRITE
-    """What this worker does with the current micro-batch's gradients."""
-    scale: float = 1.0
-    """By which they are multiplied."""
-    done: int = 0
-    """Micro-batches finished."""
-    told: bool = False
-    """The tail has what only this rank writes."""
-    weight: float = 0.0
-    """Sum of their weights."""
-    closed: bool = False
-    """The last one is finished, or under way with all of its buckets packed."""
-    missed: set[int] = field(default_factory=set)
-    """Parameters that the current micro-batch gave no gradient."""
-    unused: set[int] = field(default_factory=set)
-    """Parameters that none of the finished micro-batches gave a gradient."""
-
-    @property
-    def begun(self) -> bool:
-        """A micro-batch has been run, or is being run."""
-        return self.done > 0 or self.current is not None
-
-    @property
-    def is_local(self) -> bool:
-        """Gradients stay with their worker; only the tail is reduced."""
-        return self.plan is not None and self.plan.local is not None
-
-    @property
-    def weights_are_known(self) -> bool:
-        """Gradients are scaled to their mean while packing, since the sum of the weights is known before."""
-        return self.implicit or (self.plan is not None and not self.plan.by_weight)

@@ -123,8 +123,8 @@ KINDS = {
     "barrier": "must come once, when the bucket's sum is there",
     "update": "must come once, after the barrier, with the mean gradient measured",
 }
-"""The kinds of operations. Of each: what it needs. Clipping needs all buckets, and a failure must leave none updated: so
-the update follows the barrier."""
+"""What each kind of operation needs. An update follows the barrier, since clipping needs all buckets, and a failure
+must leave none updated."""
 
 
 def validate(program: Program) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kfuse.comm.buckets import Bucket
-from kfuse.comm.plan import REMEDY, KeptStep, MicroBatch, StepPlan, StepState
+from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
 from kfuse.comm.sum_tree import ADD, WRITE, LeafStep
 from kfuse.kernels import pack
 
@@ -25,16 +26,59 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("kfuse")
 
 
-class Step(StepState):
-    """The step under way. The engine calls `follow` if it has a plan, then `open`, `pack` and `close` by turns."""
+class Step:
+    """The step under way. The engine calls `follow` if it has a plan, then `open`, `pack` and `close` by turns.
+
+    Without a plan each worker's micro-batches are counted as they come.
+    """
+
+    plan: StepPlan | None = None
+    expected: int | None = None
+    """Micro-batches that this worker has in the plan."""
+    implicit: bool = False
+    """A bare backward, outside opt.micro_batch."""
+    parts: int = 1
+    """Bare backwards in the step, each of a loss divided by their number."""
+    current: MicroBatch | None = None
+    leaf: LeafStep = WRITE
+    """What this worker does with the current micro-batch's gradients."""
+    scale: float = 1.0
+    """By which they are multiplied."""
+    done: int = 0
+    """Micro-batches finished."""
+    told: bool = False
+    """The tail has what only this rank writes."""
+    weight: float = 0.0
+    """Sum of the finished ones' weights."""
+    closed: bool = False
+    """The last one is finished, or under way with all of its buckets packed."""
 
     def __init__(self, engine: Engine) -> None:
-        """Without a plan each worker's micro-batches are counted as they come."""
-        super().__init__()
-        self._engine, self._number = engine, 0
+        self._engine = engine
+        self.missed = set[int]()
+        """Parameters that the current micro-batch gave no gradient."""
+        self.unused = set[int]()
+        """Parameters that none of the finished micro-batches gave a gradient."""
         self._leaves: Sequence[LeafStep] | None = None  # with the canonical tree: how this worker sums its own
         self._audited: int | None = None  # which of this worker's, from 0, has the digest of its gradient taken
         engine.executor.reset()
+
+    @property
+    def begun(self) -> bool:
+        """A micro-batch has been run, or is being run."""
+        return self.done > 0 or self.current is not None
+
+    @property
+    def is_local(self) -> bool:
+        """Gradients stay with their worker; only the tail is reduced."""
+        return self.plan is not None and self.plan.local is not None
+
+    @property
+    def weights_are_known(self) -> bool:
+        """Gradients are scaled to their mean while packing, since the sum of the weights is known before."""
+        return self.implicit or (self.plan is not None and not self.plan.by_weight)
+
+    # -- micro-batches --------------------------------------------------------------------------------------------
 
     def follow(self, plan: StepPlan) -> None:
         """Has this worker's micro-batches as the plan says."""
@@ -45,14 +89,10 @@ class Step(StepState):
         if self._engine.options.reproducible:
             self._leaves = self._engine.executor.plan_sums(plan).steps
 
-    def open(self, micro_batch: MicroBatch, number: int, untaken: bool) -> None:
-        """Gradients that arrive from now on belong to this micro-batch.
-
-        number: of the step, for messages. untaken: the optimizer has not taken the last step's result.
-        Raises RuntimeError where none may begin now.
-        """
-        self._refuse_to_open(untaken)
-        engine, self.current, self._number = self._engine, micro_batch, number
+    def open(self, micro_batch: MicroBatch) -> None:
+        """Gradients that arrive from now on belong to this micro-batch. Raises RuntimeError where none may begin."""
+        self._refuse_to_open()
+        engine, self.current = self._engine, micro_batch
         self.leaf = self._leaves[self.done] if self._leaves is not None else ADD if self.done else WRITE
         if self.implicit:
             self.scale = 1.0 / engine.group.size
@@ -71,18 +111,19 @@ class Step(StepState):
         for bucket in engine.buckets:
             bucket.begin_micro_batch()
         if self.plan is None and engine.options.reproducible and engine.group.rank == 0:
-            self._warn_once(
+            engine.warn_once(
                 "comm.reproducible=true: the micro-batches of this loop are not planned, so the bits depend on the "
                 "number of workers; kf.fit and kf.DataLoader plan them"
             )
 
-    def _refuse_to_open(self, untaken: bool) -> None:
-        if (untaken or self.closed) and self.parts > 1:
+    def _refuse_to_open(self) -> None:
+        over = self.closed or self._engine.reduced is not None  # the optimizer has not taken the last step's result
+        if over and self.parts > 1:
             raise RuntimeError(
                 f"opt.accumulate({self.parts}): another backward after the {self.parts} of a step: call opt.step() and "
                 "opt.zero_grad() first"
             )
-        if untaken or self.closed:
+        if over:
             raise RuntimeError(
                 f"another backward before opt.step(): {REMEDY}. Where the earlier one was for another optimizer, as a "
                 "GAN's generator's is, call opt.zero_grad() before this one"
@@ -107,23 +148,23 @@ class Step(StepState):
         if bucket is not engine.buckets[-1]:
             self._complete(bucket)
 
-    def close(self, digest: Tensor | None) -> bool:
+    def close(self) -> bool:
         """All buckets are packed: writes the tail, and completes the last bucket. Returns whether it was this worker's
-        last micro-batch. digest: see `Measurement.write`.
+        last micro-batch.
 
         Raises RuntimeError if the plan has more than were run.
         """
         engine, current, last = self._engine, self.current, self._engine.buckets[-1]
         assert current is not None
         if self.plan is not None and self.missed and len(self.missed) == len(engine.params):
-            self._warn_once(
+            engine.warn_once(
                 "step %d: a micro-batch ended without a backward: its samples count with a gradient of zero, in the "
                 "mean and in the statistics",
-                self._number,
+                engine.step,
             )
         if engine.averaged.tensors:
             engine.averaged.pack(last, self.leaf, self.scale / self.parts)
-        engine.measurement.write(last, self, digest)
+        engine.measurement.write(last, self, None if self.told else engine.digest())
         if current.last:
             engine.measurement.stopwatch.stop(self.done + 1)
             engine.measurement.own_part_ends()
@@ -145,42 +186,43 @@ class Step(StepState):
         assert self.current is not None
         bucket.merge(self.leaf)
         if self.current.last:
-            self._engine.executor.launch([bucket], self._number, self.is_local)
+            self._engine.executor.launch([bucket], self._engine.step, self.is_local)
 
-    def contribute_nothing(self, number: int, digest: Tensor | None) -> None:
-        """This worker has no micro-batch in the step: it sends zeros where the transport takes one contribution from
-        each, with the digest. With reproducible sums there is no slot to write to.
+    # -- its end --------------------------------------------------------------------------------------------------
+
+    def end(self) -> bool:
+        """Whether this worker's part is complete. One without a micro-batch in the plan contributes nothing now.
+
+        Raises RuntimeError if the step has begun, and its last micro-batch has not been run, or is being run.
+        """
+        if self.expected == 0 and not self.closed:
+            self._contribute_nothing()
+        if self.current is not None:
+            raise RuntimeError(f"opt.step() inside a micro-batch: {REMEDY}")
+        if self.done and self.implicit and not self.closed:
+            raise RuntimeError(
+                f"opt.accumulate({self.parts}): opt.step() after {self.done} of {self.parts} backwards. Where the last "
+                "batches of an epoch are fewer, leave them out with opt.zero_grad(), or use opt.micro_batch"
+            )
+        if self.done and not self.closed:
+            raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
+        return self.closed
+
+    def _contribute_nothing(self) -> None:
+        """Sends zeros where the transport takes one contribution from each worker, with the digest. With reproducible
+        sums there is no slot to write to.
         """
         engine = self._engine
         engine.measurement.own_part_ends()
         engine.averaged.begin_step()
         engine.measurement.stopwatch.forget()
-        self.closed, self._number, self.unused = True, number, set(range(len(engine.params)))
+        self.closed, self.unused = True, set(range(len(engine.params)))
         if not engine.options.reproducible:
             for bucket in engine.buckets:
                 bucket.slot(0).zero_()
-            if digest is not None:
+            if (digest := engine.digest()) is not None:
                 engine.measurement.tail.write_digest(engine.buckets[-1].tail_sum, digest)
-        engine.executor.launch(engine.buckets, number, self.is_local)
-
-    def _warn_once(self, message: str, *values: object) -> None:
-        if message not in self._engine.warned:
-            self._engine.warned.add(message)
-            _LOG.warning(message, *values)
-
-    # -- its end --------------------------------------------------------------------------------------------------
-
-    def refuse_unfinished(self) -> None:
-        """Raises RuntimeError if the step has begun: its last micro-batch is being run, or has not been."""
-        if self.current is not None:
-            raise RuntimeError(f"opt.step() inside a micro-batch: {REMEDY}")
-        if self.done and self.implicit:
-            raise RuntimeError(
-                f"opt.accumulate({self.parts}): opt.step() after {self.done} of {self.parts} backwards. Where the last "
-                "batches of an epoch are fewer, leave them out with opt.zero_grad(), or use opt.micro_batch"
-            )
-        if self.done:
-            raise RuntimeError(f"opt.step() before the step's last micro-batch: {REMEDY}")
+        engine.executor.launch(engine.buckets, engine.step, self.is_local)
 
     def reduce(self) -> KeptStep:
         """Waits for all buckets and measures them; then the `mean` of each is the mean gradient. Raises CommError."""
@@ -192,4 +234,27 @@ class Step(StepState):
         total_weight = engine.measurement.total_weight(last.tail_sum, self)
         engine.measurement.measure(total_weight, engine.executor.measured)
         used = engine.measurement.tail.flags(last.tail_sum) if self.unused else None
-        return KeptStep(self._number, self, used, last.views, total_weight)
+        return KeptStep(engine.step, self, used, last.views, total_weight)
+
+
+@dataclass
+class KeptStep:
+    """The last step's reduced gradients, kept until the next step begins. If a worker is lost during the update, the
+    survivors finish it from these (`Engine.resume`).
+    """
+
+    step: int
+    """Its number."""
+    now: Step
+    used: Tensor | None
+    """As `Reduced.used`."""
+    changes: Sequence[Tensor]
+    """The averaged buffers' summed changes, in the order of their bucket."""
+    total_weight: Tensor | None
+    """What these sums are to be divided by; None: they are means."""
+    reduced: Reduced | None = None
+    """None: not known here, as some worker's sums of squares have not arrived."""
+    updated: bool = False
+    """The optimizer has updated this worker's part."""
+    resumed: bool = False
+    """It is being ended in another group: what is updated is not shared."""

@@ -58,7 +58,7 @@ def bytes_a_parameter(ranges: Sequence[range]) -> float:
 
 
 def _piece_sizes(first: int, stop: int, total: int) -> list[int]:
-    """The leaves of each of the largest subtrees in first..stop-1. The one that ends with the tree may be incomplete."""
+    """Leaves of each of the largest subtrees in first..stop-1. One that ends with the tree may be incomplete."""
     sizes = []
     while first < stop:
         size = first & -first or 1 << total.bit_length()

@@ -1,4 +1,4 @@
-"""Any split over workers adds the same numbers in the order of the canonical tree, and the chosen one needs few bytes."""
+"""Any split over workers adds numbers in the order of the canonical tree; the one that is taken needs few bytes."""
 
 from __future__ import annotations
 

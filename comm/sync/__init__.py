@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 MODES = ("ssgd", "local", "sma", "pair")
 EVERY_MAX = 2**20
-"""Most steps between synchronisations. """
-_FORMS = "ssgd, local:N, sma, pair"
+"""Most steps between synchronisations."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,10 @@ class Sync:
 
     @staticmethod
     def parse(text: object) -> Sync:
-        """The mode that a text ("ssgd", "local:8") stands for.
-
-        Raises ValueError for anything else.
-        """
-        if isinstance(text, int) or (isinstance(text, str) and text.isdecimal()):
-            raise ValueError(f"comm.sync={text}: must be one of {_FORMS}; local:{text} averages every {text} steps")
+        """Returns what a text ("ssgd", "local:8") stands for. Raises ValueError for anything else."""
         mode, colon, every = text.partition(":") if isinstance(text, str) else ("", "", "")
         if mode not in MODES or (mode == "local") != bool(colon) or (colon and not every.isdecimal()):
-            raise ValueError(f"comm.sync={text}: must be one of {_FORMS}")
+            raise ValueError(f"comm.sync={text}: must be one of ssgd, local:N, sma, pair")
         if colon and not 1 <= int(every) <= EVERY_MAX:
             raise ValueError(f"comm.sync={text}: N must be 1 to {EVERY_MAX}")
         return Sync(mode, int(every) if colon else 1)

@@ -71,10 +71,6 @@ class CentralModel:
         self.model.add_(self.change)
         self.difference, self._total = None, torch.empty(0)
 
-    def write_to(self, weights: Sequence[Tensor]) -> None:
-        """The weights have the central model's values now."""
-        write(self.model, weights)
-
     def state_dict(self) -> dict[str, Tensor]:
         """The central model and its last change, not copies."""
         return {"model": self.model, "change": self.change}
@@ -86,5 +82,5 @@ class CentralModel:
         """
         self.model.copy_(state["model"])
         self.change.copy_(state["change"])
-        self.write_to(weights)
+        write(self.model, weights)
         self.difference, self._message = torch.zeros_like(self.model), None

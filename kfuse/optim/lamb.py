@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfuse.comm.buckets import Bucket
-from kfuse.comm.plan import KeptStep
+from kfuse.comm.step import KeptStep
 from kfuse.kernels import CHUNK, PackTable, lamb, lamb_trust
 from kfuse.optim.layout import BucketState, Extent, Part, Piece
 from kfuse.optim.rules import Options, Rule, adam_options

@@ -16,10 +16,10 @@ A wait for another worker may fail in 3) and 4): then the step is undone and com
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,6 @@ _LOG = logging.getLogger("kfuse")
 
 _AUDITING = 2**63 - 27
 """In the keys of choosing: sets them apart from the keys of a micro-batch's forward and of fetching."""
-_TEXT = 128  # bytes of `_Message.kind`
 
 
 @dataclass(frozen=True)
@@ -90,15 +89,6 @@ def refuse_unrepeatable(every: int, data: Dataset | Stream, user_loop: bool) -> 
 class Audit:
     """The audits of one training, on this worker."""
 
-    _chosen: Chosen | None
-    """The audit of the step under way."""
-    _before: list[_Buffer]
-    """In such a step: the model's buffers before it."""
-    _unequal: Group | None
-    """The newest group whose workers differ in kind: no audit takes place in it."""
-    _warned: set[tuple[int, ...]]
-    """The workers, together, that a warning was logged for."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -115,8 +105,14 @@ class Audit:
         self._every, self._seed = session.comm.audit_every, seed
         self._model, self._opt, self._forward = model, opt, forward
         self._session, self._progress, self._reporter = session, progress, reporter
-        self._kind = f"torch {torch.__version__}, {devices.of(session.group.device).model()}"
-        self._chosen, self._before, self._unequal, self._warned = None, [], None, set()
+        self._chosen: Chosen | None = None
+        """The audit of the step under way."""
+        self._before: list[_Buffer] = []
+        """In such a step: the model's buffers before it."""
+        self._unequal: Group | None = None
+        """The newest group whose workers differ in kind: no audit takes place in it."""
+        self._warned = set[tuple[int, ...]]()
+        """The workers, together, that a warning was logged for."""
 
     def before_step(self, samples: StepSamples) -> int | None:
         """Chooses the coming step's audit. Returns its micro-batch, for the step's plan; None if there is no audit."""
@@ -151,17 +147,17 @@ class Audit:
         rank = self._session.group.rank
         first = self._opt.engine.audited.digest() if rank == chosen.owner else None
         again = self._digest_again(step, chosen.micro_batch) if rank == chosen.checker else None
-        messages = self._gather(first, again, "audit")
-        if len({message.kind for message in messages}) > 1:
-            self._tell_of_unequal_workers(messages)
+        found = self._gather(first, again, "audit")
+        if len({kind for _, _, kind in found}) > 1:
+            self._tell_of_unequal_workers()
             return
-        digests = [messages[chosen.owner].first, messages[chosen.checker].again]
+        digests = [found[chosen.owner][0], found[chosen.checker][1]]
         ranks = [chosen.owner, chosen.checker]
         if digests[0] == digests[1]:
             return
         if chosen.third is not None:
             again = self._digest_again(step, chosen.micro_batch) if rank == chosen.third else None
-            digests.append(self._gather(None, again, "audit, third worker")[chosen.third].again)
+            digests.append(self._gather(None, again, "audit, third worker")[chosen.third][1])
             ranks.append(chosen.third)
         self._report(step.number, chosen.micro_batch, ranks, digests)
 
@@ -199,25 +195,25 @@ class Audit:
 
     # -- the comparison -------------------------------------------------------------------------------------------
 
-    def _gather(self, first: Tensor | None, again: Tensor | None, what: str) -> list[_Message]:
-        """By rank, what each worker found. Waits for the device, and for the others. Raises CommError."""
+    def _gather(self, first: Tensor | None, again: Tensor | None, what: str) -> list[list[int]]:
+        """By rank: the owner's digest in the step, the digest of a further run (0 where there is none each), and a
+        number of the worker's kind. Waits for the device, and for the others. Raises CommError.
+        """
         group = self._session.group
-        nothing = torch.zeros((), dtype=torch.int64, device=group.device)
-        digests = torch.stack([nothing if digest is None else digest for digest in (first, again)])
-        text = f"{torch.get_num_threads()} threads, {self._kind}".encode()[:_TEXT].ljust(_TEXT, b"\0")
-        mine = torch.cat([digests, torch.frombuffer(bytearray(text), dtype=torch.int64).to(group.device)])
-        return [_Message.of(message) for message in torch.stack(group.all_gather(mine, what)).tolist()]
+        text = f"{torch.get_num_threads()} {torch.__version__} {devices.of(group.device).model()}".encode()
+        kind = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+        mine = [torch.zeros((), dtype=torch.int64) if digest is None else digest for digest in (first, again)]
+        numbers = torch.stack([number.to(group.device) for number in (*mine, torch.tensor(kind))])
+        return [list(map(int, each.tolist())) for each in group.all_gather(numbers, what)]
 
-    def _tell_of_unequal_workers(self, messages: Sequence[_Message]) -> None:
+    def _tell_of_unequal_workers(self) -> None:
         """Warns once for each group."""
         self._unequal = self._session.group
         if self._session.group.rank == 0:
-            kinds = "; ".join(f"rank {rank}: {message.kind}" for rank, message in enumerate(messages))
             _LOG.warning(
                 "comm.audit_every=%d: no audits with these workers: they must have one kind of device, one number of "
-                "CPU threads and one version of torch (%s)",
+                "CPU threads and one version of torch",
                 self._every,
-                kinds,
             )
 
     def _report(self, step: int, micro_batch: int, ranks: Sequence[int], digests: Sequence[int]) -> None:
@@ -243,23 +239,6 @@ class Audit:
             return {"worker": 0, "rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
         member = session.view.members[rank]
         return {"worker": member.worker, "rank": rank, "pid": member.pid, "host": member.host}
-
-
-@dataclass(frozen=True)
-class _Message:
-    """What one worker found in an audit."""
-
-    first: int
-    """The digest of the gradient in the step, from the owner; else 0."""
-    again: int
-    """The digest of the second or third run, from who made it; else 0."""
-    kind: str
-    """The worker's CPU threads, version of torch and kind of device."""
-
-    @staticmethod
-    def of(values: Sequence[int]) -> _Message:
-        first, again, *text = values
-        return _Message(first, again, struct.pack(f"={len(text)}q", *text).rstrip(b"\0").decode(errors="replace"))
 
 
 _Buffer = tuple[nn.Module, str, Tensor | None, Tensor | None]
@@ -301,13 +280,7 @@ def _note(micro_batch: int, runs: Sequence[dict[str, Any]], wrong: int | None) -
     if wrong is not None:
         others = " and ".join(str(run["worker"]) for index, run in enumerate(runs) if index != wrong)
         return f"{names[wrong]} computes wrongly: its {what} differ from those of workers {others}, which are equal"
-    if runs[0]["worker"] == runs[1]["worker"]:
-        return (
-            f"{names[0]} computed two different {what}: the model is not deterministic, or the worker computes wrongly"
-        )
-    if len(runs) == 2:
-        return f"{' and '.join(names)} computed different {what}: one of them computes wrongly"
-    return (
-        f"{', '.join(names)} computed three different {what}: the model is not deterministic, or several of them "
-        "compute wrongly"
-    )
+    who = ", ".join(dict.fromkeys(names))
+    if len(runs) == 2 and runs[0]["worker"] != runs[1]["worker"]:
+        return f"{who} computed different {what}: one of them computes wrongly"
+    return f"{who} computed different {what} in each run: the model is not deterministic, or a worker computes wrongly"

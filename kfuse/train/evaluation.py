@@ -50,7 +50,7 @@ def evaluate_once(training: TrainContext, synchronisation: Synchronisation, step
     at, settings, model = training.progress, training.settings, training.model
     if training.heldout is None or at.evaluated == steps:
         return
-    with synchronisation.shown():
+    with synchronisation.method.shown():
         result = evaluate(
             model,
             training.heldout,

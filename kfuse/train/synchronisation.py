@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from kfuse.comm.sync import Sync
 from kfuse.comm.sync.central import CentralModel
 from kfuse.comm.sync.outer import OuterMomentum
+from kfuse.comm.sync.weights import write
 from kfuse.train.context import TrainContext
 
 
@@ -82,12 +83,10 @@ class LocalSGD(SyncMethod):
         if self._outer is None:
             if at.drifted >= every or common or over:
                 self.meet(every)
-        elif self._round_is_complete(every):
+        elif (complete := self._round_is_complete(every)) or ((common or over) and at.drifted):
             self._opt.average_models(states=False)
-            self._outer_step()
-            at.drifted = 0
-        elif (common or over) and at.drifted:
-            self._opt.average_models(states=False)
+            if complete:
+                self._outer_step()
             at.drifted = 0
 
     def meet(self, every: int) -> None:
@@ -165,8 +164,8 @@ class ModelAveraging(SyncMethod):
     def meet(self, every: int) -> None:
         """All workers have the central model, and the mean of their optimizer states and buffers."""
         if self._centre is not None:
-            # The central model moves last: if a worker is lost before, all workers that have not ended this stage begin
-            # it again, and average once more what is equal by then.
+            # The central model moves last: where a worker is lost before, those that have not ended this stage begin it
+            # again, and average once more what is equal by then.
             if self._progress.uneven:
                 self._opt.agree_on_state()
             self._opt.average_models(weights=False)
@@ -176,7 +175,8 @@ class ModelAveraging(SyncMethod):
 
     def finish(self) -> None:
         """This worker has the central model."""
-        self._take_centre()
+        if self._centre is not None:
+            self._take(self._centre)
         self._centre = None
 
     @contextlib.contextmanager
@@ -188,17 +188,16 @@ class ModelAveraging(SyncMethod):
         self._opt.average_models(weights=False, states=False)
         weights = self._opt.updates.weights()
         own = [weight.clone() for weight in weights]
-        self._take_centre()
+        self._take(self._centre)
         try:
             yield
         finally:
             torch._foreach_copy_(weights, own)
             self._opt.updates.weights_changed()
 
-    def _take_centre(self) -> None:
-        if self._centre is not None:
-            self._centre.write_to(self._opt.updates.weights())
-            self._opt.updates.weights_changed()
+    def _take(self, centre: CentralModel) -> None:
+        write(centre.model, self._opt.updates.weights())
+        self._opt.updates.weights_changed()
 
     def state_dict(self) -> dict[str, Any]:
         """The central model and its momentum."""
@@ -230,7 +229,7 @@ class Synchronisation:
         self._session, self._opt, self._progress = training.session, training.opt, training.progress
         self._sync = Sync()
         """In force in the step under way, up to the meeting at its end."""
-        self._method = SyncMethod(training)
+        self.method = SyncMethod(training)
         """Of the mode in force; that of ssgd until the first step of another mode."""
         self._params: list[Parameter] = []
         """Those that were trained as the method began: what it keeps is laid out as they are."""
@@ -242,7 +241,7 @@ class Synchronisation:
             self._begin(wanted.mode)
         self._sync = wanted
         self._refuse_other_parameters()
-        self._method.before_step()
+        self.method.before_step()
 
     def after_step(self, common: bool, over: bool) -> None:
         """After the update, and after decisions are applied, which count from the next step on.
@@ -253,45 +252,35 @@ class Synchronisation:
         view, every = self._session.view, self._sync.every
         if Sync.parse(self._progress.sync).mode == self._sync.mode:
             view_changes = view is not None and self._progress.generation > view.generation
-            self._method.after_step(every, common or view_changes, over)
+            self.method.after_step(every, common or view_changes, over)
         else:
-            self._method.meet(every)
+            self.method.meet(every)
             self._begin("ssgd")
 
     def _refuse_other_parameters(self) -> None:
-        if not self._method.keeps_weights:
+        if not self.method.keeps_weights:
             return
-        params = self._opt.engine.params
-        if len(params) == len(self._params) and all(p is q for p, q in zip(params, self._params, strict=True)):
-            return
-        raise RuntimeError(
-            f"comm.sync={self._progress.sync}: the trained parameters have changed since this mode began: call "
-            "kf.set_sync('ssgd') first, change them, then set the mode again"
-        )
-
-    def finish(self) -> None:
-        """Training is over: this worker has the model that is the result. Without messages."""
-        self._method.finish()
-
-    def shown(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the module has the weights that are evaluated, the same on all workers. Raises CommError."""
-        return self._method.shown()
+        if list(map(id, self._opt.engine.params)) != list(map(id, self._params)):
+            raise RuntimeError(
+                f"comm.sync={self._progress.sync}: the trained parameters have changed since this mode began: call "
+                "kf.set_sync('ssgd') first, change them, then set the mode again"
+            )
 
     def close(self) -> None:
         """Training is over, or has failed."""
         self._begin("ssgd")
 
     def _begin(self, mode: str) -> None:
-        self._method.close()
+        self.method.close()
         self._sync, self._params = Sync(mode), list(self._opt.engine.params)
-        self._method = self._new_pair() if mode == "pair" else _METHODS[mode](self._training)
+        self.method = self._new_pair() if mode == "pair" else _METHODS[mode](self._training)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the mode in force, and its method's state."""
-        return {"mode": self._sync.mode, "every": self._sync.every, "method": self._method.state_dict()}
+        return {"mode": self._sync.mode, "every": self._sync.every, "method": self.method.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what another worker, or a checkpoint, has. Raises ValueError where it does not fit."""
         self._begin(state["mode"])
         self._sync = Sync(state["mode"], state["every"])
-        self._method.load_state_dict(state["method"])
+        self.method.load_state_dict(state["method"])

@@ -345,7 +345,7 @@ class Trainer:
 
     def _conclude(self) -> None:
         """Training is over: evaluates, writes a last checkpoint and the model, waits until the summary has arrived."""
-        self._synchronisation.finish()
+        self._synchronisation.method.finish()
         if not self.progress.stop:
             evaluation.evaluate_once(self._training, self._synchronisation, self.progress.step)
         self._recovery.save_last()

@@ -9,8 +9,7 @@ import pytest
 import torch
 from gpu.steps import OPTIMIZERS, job
 
-from kfuse.comm import devices
-from kfuse.comm.sync.pair import Pair
+from kfuse.comm.sync.pair import Pair, Pull
 
 AHEAD = 2  # steps that the host is ahead of the device, whatever it does
 
@@ -90,16 +89,15 @@ def test_pair_averaging_waits_in_the_thread_that_serves_a_snapshot_alone(
     with job(OPTIMIZERS[optimizer], lag=AHEAD, parameters=parameters) as it:
         weights = it.opt.updates.weights()
         pair = Pair(weights, 0, "127.0.0.1", lambda step, ranks: ranks[0])
-        arrived = devices.of(torch.device("cpu")).pinned((sum(w.numel() for w in weights),), torch.float32)
-        arrived.zero_()
-        pair.puller.take = lambda: arrived  # type: ignore[method-assign]
         it.opt.average_with(pair)
         for _ in range(5):
+            pair.pull = Pull(1, lambda: None)
+            assert pair.pull.ended.wait(60)
             it.bare_step()
         assert pair.mixed == 5 and it.recorder.host_waits == []
 
         def read() -> None:
-            with pair.snapshots.newest() as snapshot:
+            with pair._snapshots.newest() as snapshot:
                 snapshot.flat.sum().item()
 
         waits = it.recorder.waits_of(read)

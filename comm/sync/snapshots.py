@@ -1,7 +1,8 @@
-"""How a snapshot travels from one worker to another (pair averaging): plain TCP, one connection for each pull.
+"""Pair averaging: the snapshot of its weights that a worker offers to the others, and how one of them fetches it.
 
-The puller sends the token of the worker that it pulls from. That one answers with a header (step, bytes) and the
-weights, fp32, in the byte order of x86 and ARM. A connection whose first bytes are not the token is closed unanswered.
+It travels by plain TCP, one connection for each pull. The puller sends the token of the worker that it pulls from. That
+one answers with a header (step, bytes) and the weights, fp32, in the byte order of x86 and ARM. A connection whose
+first bytes are not the token is closed unanswered.
 
 Sockets rather than the group's send and receive: with gloo a receive that times out closes all connections that have
 something pending, for good (gloo, transport/tcp/unbound_buffer.cc: "Application timeout caused pair closure"), and here
@@ -17,11 +18,14 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from kfuse.comm.sync.pair_snapshots import Snapshots
+from kfuse.comm.devices import Device
+from kfuse.comm.sync.weights import views
 
 SILENCE_S = 2.0
 """Seconds without a byte after which a transfer is given up, on both sides. A transfer that goes on has no limit."""
@@ -34,6 +38,64 @@ _CHUNK = 2**20  # bytes a send; Python's sendall would limit the whole transfer'
 
 class PairError(RuntimeError):
     """A worker offers a snapshot of another model."""
+
+
+class Snapshot:
+    """A copy of a model's weights in the host's memory, as they were after `step` steps."""
+
+    step = -1
+    readers = 0
+    """How many read it now; `Snapshots` counts them under its lock."""
+
+    def __init__(self, weights: Sequence[Tensor], device: Device) -> None:
+        self.flat = device.pinned((sum(weight.numel() for weight in weights),), torch.float32)
+        """fp32 [numel], each weight's elements in logical order."""
+        self.views = views(self.flat, weights)
+        self.copied = device.event()
+
+
+class Snapshots:
+    """The newest snapshot of one worker, and the buffers that it lies in by turns. Thread-safe.
+
+    A buffer that a reader still reads is not written: where a transfer outlasts a publication a further one is made,
+    and kept. So no reader gets parts of two snapshots, and the writer never waits. Needs twice the weights' bytes in
+    fp32 on the host, and as much again for each such transfer.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], step: int, device: Device) -> None:
+        """weights: of the model, fp32 or bf16, on `device`. They are published, as those after `step` steps."""
+        self._device, self._lock = device, threading.Lock()
+        self.buffers: list[Snapshot] = []
+        self._newest: Snapshot | None = None
+        self.publish(weights, step)
+
+    def publish(self, weights: Sequence[Tensor], step: int) -> None:
+        """Offers these weights, those of before with other values, from now on. For one thread; it does not wait."""
+        with self._lock:
+            free = next((each for each in self.buffers if each is not self._newest and not each.readers), None)
+        if free is None:
+            free = Snapshot(weights, self._device)
+            self.buffers.append(free)
+        # No reader can come to it: only the newest one is given out.
+        torch._foreach_copy_(free.views, list(weights), non_blocking=True)
+        free.copied.record()
+        free.step = step
+        with self._lock:
+            self._newest = free
+
+    @contextlib.contextmanager
+    def newest(self) -> Iterator[Snapshot]:
+        """Context: the newest snapshot, complete, which is not written meanwhile."""
+        with self._lock:
+            assert self._newest is not None
+            found = self._newest
+            found.readers += 1
+        try:
+            found.copied.synchronize()
+            yield found
+        finally:
+            with self._lock:
+                found.readers -= 1
 
 
 @dataclass(frozen=True)
@@ -90,11 +152,11 @@ class SnapshotServer:
             with connection:
                 connection.settimeout(SILENCE_S)
                 token = bytearray(TOKEN_BYTES)
-                receive(connection, memoryview(token))
+                _receive(connection, memoryview(token))
                 if not hmac.compare_digest(token, self.peer.token):
                     return
                 with self._snapshots.newest() as snapshot:
-                    weights = as_bytes(snapshot.flat)
+                    weights = _as_bytes(snapshot.flat)
                     connection.sendall(_HEADER.pack(_MAGIC, snapshot.step, len(weights)))
                     while weights:
                         weights = weights[connection.send(weights[:_CHUNK]) :]
@@ -113,7 +175,7 @@ def pull(peer: Peer, into: Tensor) -> int:
     with socket.create_connection((peer.host, peer.port), timeout=SILENCE_S) as connection:
         connection.sendall(peer.token)
         header = bytearray(_HEADER.size)
-        receive(connection, memoryview(header))
+        _receive(connection, memoryview(header))
         magic, step, size = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise ConnectionError("another program answers there")  # which has got the port of a worker that is gone
@@ -122,11 +184,11 @@ def pull(peer: Peer, into: Tensor) -> int:
                 f"comm.sync=pair: the worker at {peer.host}:{peer.port} offers {size} bytes, and this worker's weights "
                 f"have {into.nbytes}: all must have the same model"
             )
-        receive(connection, as_bytes(into))
+        _receive(connection, _as_bytes(into))
     return int(step)
 
 
-def receive(connection: socket.socket, place: memoryview) -> None:
+def _receive(connection: socket.socket, place: memoryview) -> None:
     """Fills `place`. Raises OSError after the socket's timeout without a byte, and where the connection ends before."""
     while place:
         count = connection.recv_into(place)
@@ -135,6 +197,5 @@ def receive(connection: socket.socket, place: memoryview) -> None:
         place = place[count:]
 
 
-def as_bytes(flat: Tensor) -> memoryview:
-    """The tensor's memory, on the host, as bytes."""
+def _as_bytes(flat: Tensor) -> memoryview:
     return memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]
