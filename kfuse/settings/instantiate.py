@@ -34,36 +34,35 @@ def locate(path: object) -> Callable[..., Any]:
     """Returns the class or function at a dotted path. Raises ValueError, in one line, if there is none."""
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")) or "." not in path:
         raise ValueError(f"_target_={path}: must be a dotted path, package.module.Class")
-    found: Any
-    found, names = _import_longest(path)
-    for name in names:
-        if not hasattr(found, name):
-            where = getattr(found, "__name__", type(found).__name__)
-            raise ValueError(f"_target_={path}: {where} has no {name}{did_you_mean(name, dir(found))}")
-        found = getattr(found, name)
+    found, (name, *rest) = _import(path, path.partition(".")[0]), path.split(".")
+    for part in rest:
+        name = f"{name}.{part}"
+        if not hasattr(found, part) and isinstance(found, types.ModuleType):
+            _import(path, name)
+        if not hasattr(found, part):
+            raise ValueError(f"_target_={path}: there is no {name}{did_you_mean(part, dir(found))}")
+        found = getattr(found, part)
     if not callable(found):
         raise ValueError(f"_target_={path}: must be a class or function, not something of type {type(found).__name__}")
     return typing.cast(Callable[..., Any], found)
 
 
-def _import_longest(path: str) -> tuple[types.ModuleType, list[str]]:
-    """Imports the longest prefix of `path` that is a module; returns it and the names after it."""
-    parts = path.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:end])
-        try:
-            return importlib.import_module(name), parts[end:]
-        except ModuleNotFoundError as error:
-            # The module itself is missing, or its parent is no package: then a shorter prefix is the module.
-            if error.name is None or not (name + ".").startswith(error.name + "."):
-                raise ValueError(f"_target_={path}: importing {name} needs {error.name}, not installed") from error
-        except Exception as error:  # the module is the user's: it may raise anything
-            raise ValueError(f"_target_={path}: importing {name} failed: {one_line(error)}") from error
-    raise ValueError(f"_target_={path}: there is no module {parts[0]}")
+def _import(path: str, name: str) -> Any:
+    """Imports a module of a dotted path; returns None where there is none of this name. Raises ValueError."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # the module is the user's: it may raise anything
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name is not None
+            and f"{name}.".startswith(f"{error.name}.")
+        ):
+            return None
+        raise ValueError(f"_target_={path}: importing {name} failed: {one_line(error)}") from error
 
 
 def is_node(value: object) -> bool:
-    """Whether a value of the configuration is a node."""
+    """Returns whether a value of the configuration is a node."""
     return isinstance(value, Mapping) and "_target_" in value
 
 
@@ -135,7 +134,7 @@ def check_arguments(
 
 
 def parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Its parameters, annotations evaluated where that is possible; None where it has no signature."""
+    """Returns its parameters, annotations evaluated where that is possible; None where it has no signature."""
     for evaluate in (True, False):
         try:
             return inspect.signature(factory, eval_str=evaluate).parameters
@@ -147,7 +146,7 @@ def parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
 
 
 def is_finite(value: Any) -> bool:
-    """Whether each number in a plain value is one that a float can hold."""
+    """Returns whether each number in a plain value is one that a float can hold."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -156,7 +155,7 @@ def is_finite(value: Any) -> bool:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value (as YAML has them) suits a type annotation. True where that is not known."""
+    """Returns whether a plain value (as YAML has them) suits a type annotation. True where that is not known."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, arg) for arg in args)

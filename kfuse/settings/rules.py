@@ -19,36 +19,24 @@ A rule that needs a fact that is not known is passed over: it is asked again whe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from kfuse.settings.tree import ConfigError, show, spell
 
 Facts = Mapping[str, Any]
 
 
-class Condition(Protocol):
-    """What a value must be, for tests and in words."""
-
-    def holds(self, value: Any, facts: Facts) -> bool: ...
-
-    def words(self, facts: Facts, shell: bool) -> str: ...
-
-    def needs(self) -> tuple[str, ...]:
-        """Returns the other facts that it compares the value with."""
-
-
-@dataclass(frozen=True)
 class Is:
     """One of these values. With `or_own`: or a dotted path, a class of the user's own."""
 
-    values: tuple[Any, ...]
-    or_own: bool = False
+    other: str | None = None
+    """The fact that the value is compared with: none."""
 
     def __init__(self, *values: Any, or_own: bool = False) -> None:
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "or_own", or_own)
+        self.values, self.or_own = values, or_own
 
     def holds(self, value: Any, facts: Facts) -> bool:
         return value in self.values or (self.or_own and "." in str(value))
@@ -56,9 +44,6 @@ class Is:
     def words(self, facts: Facts, shell: bool) -> str:
         one_of = "one of " if len(self.values) > 1 else ""
         return one_of + ", ".join(show(value, shell) for value in self.values)
-
-    def needs(self) -> tuple[str, ...]:
-        return ()
 
 
 class IsNot(Is):
@@ -71,42 +56,30 @@ class IsNot(Is):
         return "another than " + ", ".join(show(value, shell) for value in self.values)
 
 
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "at least": operator.ge,
+    "at most": operator.le,
+    "equal to": operator.eq,
+    "a multiple of": lambda value, other: value % other == 0,
+    "one of": lambda value, other: value in other,
+}
+
+
 @dataclass(frozen=True)
 class Compared:
-    """At least, at most, equal to, or a multiple of another fact; true where either is None."""
+    """Compared with another fact; true where either is None."""
 
     how: str
     other: str
 
     def holds(self, value: Any, facts: Facts) -> bool:
         other = facts[self.other]
-        if value is None or other is None:
-            return True
-        if self.how == "a multiple of":
-            return bool(value % other == 0)
-        return bool({"at least": value >= other, "at most": value <= other, "equal to": value == other}[self.how])
+        return value is None or other is None or _COMPARISONS[self.how](value, other)
 
     def words(self, facts: Facts, shell: bool) -> str:
+        if self.how == "one of":
+            return Is(*facts[self.other]).words(facts, shell)
         return f"{self.how} {_shown(self.other, facts, shell)}"
-
-    def needs(self) -> tuple[str, ...]:
-        return (self.other,)
-
-
-@dataclass(frozen=True)
-class Among:
-    """A value that is among those of another fact; true where that is None."""
-
-    other: str
-
-    def holds(self, value: Any, facts: Facts) -> bool:
-        return facts[self.other] is None or value in facts[self.other]
-
-    def words(self, facts: Facts, shell: bool) -> str:
-        return Is(*facts[self.other]).words(facts, shell)
-
-    def needs(self) -> tuple[str, ...]:
-        return (self.other,)
 
 
 @dataclass(frozen=True)
@@ -114,13 +87,13 @@ class Rule:
     """While each fact of `when` is as it says there, `key` must be `must`."""
 
     key: str
-    must: Condition
-    when: Mapping[str, Condition] = field(default_factory=dict)
+    must: Is | Compared
+    when: Mapping[str, Is] = field(default_factory=dict)
     why: str = ""
 
     def is_broken(self, facts: Facts) -> bool:
         """Returns whether it refuses these facts; False where one of them is unknown."""
-        if not {self.key, *self.when, *self.must.needs()} <= facts.keys():
+        if not {self.key, *self.when, self.must.other or self.key} <= facts.keys():
             return False
         applies = all(condition.holds(facts[key], facts) for key, condition in self.when.items())
         return applies and not self.must.holds(facts[self.key], facts)
@@ -129,9 +102,8 @@ class Rule:
         """Returns `KEY=VALUE: must be ... with OTHER=VALUE (why)`."""
         others = dict.fromkeys(_shown(key, facts, shell) for key in self.when)
         given = f" with {' and '.join(others)}" if others else ""
-        return f"{_shown(self.key, facts, shell)}: must be {self.must.words(facts, shell)}{given}" + (
-            f" ({self.why})" if self.why else ""
-        )
+        why = f" ({self.why})" if self.why else ""
+        return f"{_shown(self.key, facts, shell)}: must be {self.must.words(facts, shell)}{given}{why}"
 
 
 def _shown(key: str, facts: Facts, shell: bool) -> str:
@@ -141,10 +113,9 @@ def _shown(key: str, facts: Facts, shell: bool) -> str:
     return f"{spell(key, shell)}={show(facts.get(key), shell)}"
 
 
-_OWN_MODELS = IsNot("ssgd")
-_NO_SUPERVISOR = "nobody passes on decisions between workers at different steps; kfuse and kfuse-run do"
-_NEEDS_ALL = "it needs all second moments"
 _GIVEN = IsNot(None)
+_SHARDING = Is("auto", "all_to_all", "reduce_scatter", "symmetric")
+_CANONICAL = Is("auto", "all_to_all", "symmetric", or_own=True)
 
 RULES = (
     Rule("batch.micro", Compared("at most", "batch.size")),
@@ -155,50 +126,23 @@ RULES = (
     Rule("workers.max", Compared("at least", "workers.count")),
     Rule("workers.count", Compared("equal to", "job.workers"), why="torchrun has started them"),
     Rule("workers.count", Compared("at most", "job.gpus"), why="each worker needs a GPU of its own"),
-    Rule(
-        "comm.sync", Is("ssgd"), {"comm.state": Is("sharded")}, "in other modes each worker updates a model of its own"
-    ),
+    Rule("comm.sync", Is("ssgd"), {"comm.state": Is("sharded")}, "in others each worker updates a model of its own"),
     Rule("comm.sync", Is("ssgd"), {"comm.reproducible": Is(True)}, "other modes' models depend on the workers' number"),
-    Rule("comm.sync", IsNot("pair"), {"job": Is("fixed")}, _NO_SUPERVISOR),
-    Rule(
-        "comm.schedule",
-        Is("auto", "all_to_all", "reduce_scatter", "symmetric"),
-        {"comm.state": Is("sharded")},
-        "others bring each worker the whole sum; it needs its shard",
-    ),
-    Rule(
-        "comm.schedule",
-        Is("auto", "all_to_all", "symmetric", or_own=True),
-        {"comm.reproducible": Is(True)},
-        "others add up in an order that depends on the workers' number",
-    ),
+    Rule("comm.sync", IsNot("pair"), {"job": Is("fixed")}, "it needs a supervisor: kfuse or kfuse-run"),
+    Rule("comm.schedule", _SHARDING, {"comm.state": Is("sharded")}, "others bring each worker the whole sum"),
+    Rule("comm.schedule", _CANONICAL, {"comm.reproducible": Is(True)}, "others' order depends on the workers' number"),
     Rule("comm.schedule", IsNot("symmetric"), {"job": Is("elastic")}, "it needs a fixed number of workers: torchrun"),
     Rule("comm.schedule", IsNot("symmetric"), {"job.gpus": Is(None)}, "it needs GPUs"),
-    Rule(
-        "comm.dtype",
-        Is("fp32"),
-        {"comm.reproducible": Is(True)},
-        "what is rounded to bf16 depends on the workers' number",
-    ),
+    Rule("comm.dtype", Is("fp32"), {"comm.reproducible": Is(True)}, "what is rounded depends on the workers' number"),
     Rule("comm.dtype", Is("fp32"), {"comm.schedule": Is("symmetric")}, "GPUs read each other's fp32 sums"),
     Rule("comm.reproducible", Is(True), {"comm.audit_every": _GIVEN}, "gradients are compared bit for bit"),
-    Rule(
-        "comm.state",
-        Is("replicated"),
-        {"optimizer.shards_state": Is(False)},
-        "FusedAdamW, FusedSGD and FusedLAMB can keep a part",
-    ),
-    Rule("comm.state", Is("replicated"), {"policy.fisher": Is(True)}, _NEEDS_ALL),
-    Rule(
-        "policy.fisher",
-        Is(False),
-        {"optimizer.tells_fisher": Is(False)},
-        "it needs the second moments of FusedAdamW or FusedLAMB",
-    ),
-    Rule("lr.scaling", Among("policy.scaling"), {"policy": _GIVEN}, "the policy is right with these alone"),
-    Rule("lr.decay", Among("policy.decay"), {"policy": _GIVEN}, "the policy lowers the rate itself"),
+    Rule("comm.state", Is("replicated"), {"optimizer.shards_state": Is(False)}, "it cannot keep a part"),
+    Rule("comm.state", Is("replicated"), {"policy.fisher": Is(True)}, "it needs all second moments"),
+    Rule("policy.fisher", Is(False), {"optimizer.tells_fisher": Is(False)}, "it needs FusedAdamW or FusedLAMB"),
+    Rule("lr.scaling", Compared("one of", "policy.scaling"), {"policy": _GIVEN}, "it is right with these alone"),
+    Rule("lr.decay", Compared("one of", "policy.decay"), {"policy": _GIVEN}, "the policy lowers the rate itself"),
     Rule("scheduler", Is(None), {"policy.decay": _GIVEN}, "the policy lowers the rate itself"),
-    Rule("scaler", Is(False), {"comm.sync": _OWN_MODELS}, "each worker would find another scale; bf16 needs none"),
+    Rule("scaler", Is(False), {"comm.sync": IsNot("ssgd")}, "each worker would find another scale; bf16 needs none"),
     Rule("scaler", Is(False), {"job": Is("elastic")}, "a worker that joins would begin with another scale"),
     Rule("train.epochs", Is(None), {"data": Is("stream")}, "a stream has no epochs"),
     Rule("train.steps", _GIVEN, {"data": Is("stream")}, "a stream has no epochs"),
@@ -211,12 +155,7 @@ RULES = (
     Rule("metrics", Is(None), {"step_fn": Is(True)}, "a step function keeps its output; let it return (loss, figures)"),
     Rule("checkpoint.every_steps", Is(None), {"checkpoint.dir": Is(None)}, "there is no folder to write to"),
     Rule("checkpoint.resume", IsNot("auto"), {"checkpoint.dir": Is(None)}, "there is no folder to look in"),
-    Rule(
-        "train.save_model",
-        IsNot(True),
-        {"checkpoint.dir": Is(None), "run_dir": Is(None)},
-        "there is no folder to write to",
-    ),
+    Rule("train.save_model", IsNot(True), {"checkpoint.dir": Is(None), "run_dir": Is(None)}, "there is no folder"),
 )
 
 

@@ -35,29 +35,17 @@ class JobSettings(ShownSettings, total=False):
         int, Setting(1, "worker processes of the first steps; policies may change it", at_least=1, at_most=WORKERS_MAX)
     ]
     workers_min: Annotated[
-        int,
-        Setting(1, "worker processes; lost ones are replaced up to it in any case", at_least=1, at_most=WORKERS_MAX),
+        int, Setting(1, "workers; lost ones are replaced up to it in any case", at_least=1, at_most=WORKERS_MAX)
     ]
     workers_max: Annotated[
         int | None,
-        Setting(
-            None,
-            "worker processes; policies never go above; at most as many as GPUs; null: workers.count",
-            at_least=1,
-            at_most=WORKERS_MAX,
-        ),
+        Setting(None, "workers, at most as many as GPUs; null: workers.count", at_least=1, at_most=WORKERS_MAX),
     ]
     elastic_replace: Annotated[
         bool, Setting(True, "start a new worker for each lost one; false: only up to workers.min")
     ]
     elastic_heartbeat_timeout_s: Annotated[
-        float,
-        Setting(
-            10.0,
-            "seconds without a heartbeat (sent each 0.5 s), after which a worker is killed",
-            above=1,
-            at_most=10**6,
-        ),
+        float, Setting(10.0, "seconds without a heartbeat, after which a worker is killed", above=1, at_most=10**6)
     ]
     elastic_boot_timeout_s: Annotated[
         float, Setting(120.0, "seconds within which a new worker must be ready", above=0, at_most=10**6)
@@ -66,12 +54,7 @@ class JobSettings(ShownSettings, total=False):
         int, Setting(5, "workers lost with no step completed in between, after which the job ends", at_least=1)
     ]
     observe_log_level: Annotated[
-        str,
-        Setting(
-            "warning",
-            "lowest level of kfuse's own log lines, from the supervisor and each worker",
-            choices=("debug", "info", "warning", "error", "off"),
-        ),
+        str, Setting("warning", "lowest level of log lines", choices=("debug", "info", "warning", "error", "off"))
     ]
 
 
@@ -80,33 +63,18 @@ class LoopSettings(ShownSettings, total=False):
 
     seed: Annotated[
         int,
-        Setting(
-            0,
-            "of data order, augmentation and dropout (`kfuse`: of the initial parameters too)",
-            at_least=0,
-            at_most=2**32 - 1,
-        ),
+        Setting(0, "of data order, augmentation, dropout (`kfuse`: parameters too)", at_least=0, at_most=2**32 - 1),
     ]
     batch_size: Annotated[
         int, Setting(32, "samples of the first optimizer steps; policies may change it", at_least=1, at_most=BATCH_MAX)
     ]
     batch_micro: Annotated[
         int | None,
-        Setting(
-            None,
-            "samples of a micro-batch: one forward and backward pass; sets the memory needed; null: a quarter of "
-            "batch.size, so that the noise scale is known on one worker too",
-            at_least=1,
-        ),
+        Setting(None, "samples of one forward and backward pass; null: a quarter of batch.size", at_least=1),
     ]
     batch_micro_max: Annotated[
         int | None,
-        Setting(
-            None,
-            "samples; up to this the micro-batches of a batch that has become larger get larger too: fewer, larger "
-            "passes; a multiple of batch.micro; null: they stay as they are",
-            at_least=1,
-        ),
+        Setting(None, "samples up to which micro-batches grow with the batch; null: they do not grow", at_least=1),
     ]
     batch_min: Annotated[int | None, Setting(None, "samples; policies never go below; null: batch.micro", at_least=1)]
     batch_max: Annotated[
@@ -115,13 +83,7 @@ class LoopSettings(ShownSettings, total=False):
     ]
     workers_balance: Annotated[bool, Setting(True, "give slower workers fewer micro-batches, so that none waits long")]
     data_workers: Annotated[
-        int,
-        Setting(
-            0,
-            "loader processes of each worker, which fetch micro-batches ahead; 0: fetched in the step's own thread",
-            at_least=0,
-            at_most=2**10,
-        ),
+        int, Setting(0, "loader processes of each worker; 0: the step's own thread", at_least=0, at_most=2**10)
     ]
     data_prefetch: Annotated[
         int, Setting(2, "micro-batches that each loader process fetches ahead", at_least=1, at_most=2**5)
@@ -141,8 +103,7 @@ class LoopSettings(ShownSettings, total=False):
         str,
         Setting(
             "none",
-            "how the rate falls after the warm-up, to zero at the run's end; wsd: in its last part only; constant: as "
-            "none",
+            "how the rate falls to zero at the run's end; wsd: in its last part only; constant: as none",
             choices=("none", "cosine", "linear", "wsd", "constant"),
         ),
     ]
@@ -150,33 +111,19 @@ class LoopSettings(ShownSettings, total=False):
         float, Setting(0.1, "part of the run in which lr.decay=wsd lowers the rate", above=0, at_most=1)
     ]
     train_epochs: Annotated[
-        int | None,
-        Setting(
-            None, "passes over the data; null: train.steps alone ends the run; where that is null too, 1", at_least=1
-        ),
+        int | None, Setting(None, "passes over the data; null: no limit, but 1 without train.steps", at_least=1)
     ]
     train_steps: Annotated[
         int | None,
-        Setting(
-            None,
-            "optimizer steps at most, with lr.scaling=adascale scale-invariant ones (each counts by its gain: 1 at the "
-            "first batch size); null: train.epochs alone ends the run",
-            at_least=1,
-        ),
+        Setting(None, "optimizer steps; with lr.scaling=adascale each counts by its gain; null: no limit", at_least=1),
     ]
     train_clip_norm: Annotated[
         float | None,
-        Setting(
-            None, "largest norm of the mean gradient; null: as the optimizer was made (`kfuse`: no clipping)", above=0
-        ),
+        Setting(None, "largest norm of the mean gradient; null: as the optimizer says (`kfuse`: no limit)", above=0),
     ]
     train_save_model: Annotated[
         bool | None,
-        Setting(
-            None,
-            "write model.pt at the end, with safetensors installed model.safetensors too, and best.pt by evaluation; "
-            "null: where there is a folder for them",
-        ),
+        Setting(None, "write model.pt, model.safetensors and best.pt; null: where there is a folder for them"),
     ]
     checkpoint_dir: Annotated[
         str | os.PathLike[str] | None,
@@ -191,17 +138,11 @@ class LoopSettings(ShownSettings, total=False):
     ]
     checkpoint_resume: Annotated[
         str | os.PathLike[str],
-        Setting(
-            "never", "where training goes on from: never, auto (the newest good checkpoint in the folder), or a path"
-        ),
+        Setting("never", "where training goes on from: never, auto (the folder's newest good checkpoint), or a path"),
     ]
     run_dir: Annotated[
         str | os.PathLike[str] | None,
-        Setting(
-            None,
-            "a new folder (or that of the training that is resumed) for metrics.jsonl, events.jsonl, summary.json and "
-            "tb/; null: none are written. Commands keep their own: hydra.run.dir, --run-dir",
-        ),
+        Setting(None, "new folder for records and tb/, or a resumed run's; null: none. Commands keep their own"),
     ]
 
 
@@ -212,7 +153,7 @@ class TrainSettings(LoopSettings, total=False):
         str,
         Setting(
             "fp32",
-            "arithmetic of forward and backward; bf16: autocast over fp32 parameters; bf16-true: bf16 parameters (but "
+            "of forward and backward; bf16: autocast over fp32 parameters; bf16-true: bf16 parameters (but "
             "BatchNorm's), of which the optimizers but torch's keep fp32 masters",
             choices=("fp32", "bf16", "bf16-true"),
         ),
@@ -231,8 +172,7 @@ class CommandSettings(TypedDict, total=False):
         int | None,
         Setting(
             None,
-            "CPU threads of each worker; null: OMP_NUM_THREADS, else the cores divided by workers.max; 1 with "
-            "comm.reproducible=true",
+            "CPU threads of each worker; null: OMP_NUM_THREADS, else cores / workers.max; 1 with comm.reproducible",
             at_least=1,
             at_most=2**12,
         ),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kfuse.policies.signals import Signals
 from kfuse.settings.instantiate import CLASS_GROUPS
-from kfuse.settings.rules import RULES
+from kfuse.settings.rules import RULES, Compared
 from kfuse.settings.tree import SCRIPTS_ONLY, SECTIONS, SETTINGS, CommandSettings, show
 from kfuse.statistics.figures import FIGURES, METRICS, StepContext
 
@@ -81,10 +81,11 @@ def _rules() -> Iterator[str]:
     rows = []
     for rule in RULES:
         facts = {key: "..." for key in (*rule.when, rule.key)}
-        needs = rule.must.needs()
-        must = " ".join([getattr(rule.must, "how", "one of"), *(f"`{key}`" for key in needs)]) if needs else ""
         when = " and ".join(f"`{key}`: {condition.words(facts, True)}" for key, condition in rule.when.items())
-        rows.append((f"`{rule.key}`", must or rule.must.words(facts, True), when, rule.why))
+        must = (
+            f"{rule.must.how} `{rule.must.other}`" if isinstance(rule.must, Compared) else rule.must.words(facts, True)
+        )
+        rows.append((f"`{rule.key}`", must, when, rule.why))
     yield _table(("", "must be", "with", "because"), rows)
 
 
