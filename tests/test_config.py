@@ -130,44 +130,25 @@ def test_every_option_of_every_group_is_valid(overrides: list[str]) -> None:
     validate(compose(*overrides))
 
 
-def test_validate_changes_nothing() -> None:
-    cfg = compose("batch.micro=4")
-    before = OmegaConf.to_yaml(cfg)
-    validate(cfg)
-    assert OmegaConf.to_yaml(cfg) == before
-
-
 # -- `_target_` --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "hint", "fitting"),
-    [
-        (1, int, True),
-        (1.0, int, False),
-        (True, int, False),
-        ("1", int, False),
-        (1, float, True),
-        (True, float, False),
-        (1, bool, False),
-        (None, int | None, True),
-        (None, int, False),
-        ([1, 2], Sequence[int], True),
-        ([1, "x"], Sequence[int], False),
-        ("ab", Sequence[str], False),
-        ([1, 2], tuple[float, float], True),
-        ([1], tuple[float, float], False),
-        ([1, 2, 3], tuple[int, ...], True),
-        ({"a": 1}, Mapping[str, int], True),
-        ([1], dict[str, int], False),
-        ("a", Literal["a", "b"], True),
-        ("c", Literal["a", "b"], False),
-        ("anything", Path, True),
-        (object(), Any, True),
-    ],
-)
-def test_plain_values_against_annotations(value: Any, hint: Any, fitting: bool) -> None:
-    assert instantiate.fits(value, hint) is fitting
+def test_plain_values_against_annotations() -> None:
+    fitting: list[tuple[Any, Any]] = [
+        *((1, hint) for hint in (int, float, int | None, Any)),
+        *((None, hint) for hint in (int | None, None)),
+        *(([1, 2], hint) for hint in (Sequence[int], tuple[float, float], tuple[int, ...])),
+        ({"a": 1}, Mapping[str, int]),
+        ("a", Literal["a", "b"]),
+        ("anything", Path),
+    ]
+    unfit: list[tuple[Any, Any]] = [
+        *((True, hint) for hint in (int, float)),
+        *((1.0, int), ("1", int), (1, bool), (None, int), ("ab", Sequence[str]), ("c", Literal["a", "b"])),
+        *(([1, "x"], Sequence[int]), ([1], tuple[float, float]), ([1], dict[str, int])),
+    ]
+    assert [pair for pair in fitting if not instantiate.fits(*pair)] == []
+    assert [pair for pair in unfit if instantiate.fits(*pair)] == []
 
 
 def test_locate_finds_what_is_inside_a_class() -> None:
@@ -195,29 +176,21 @@ def test_optimizer_of_ones_own_is_tried_as_what_it_derives_from(workplace: Path)
         validate(compose(*own, "optimizer.eps=-1.0"))
 
 
-@pytest.mark.parametrize("name", ["Keywords", "Anything", "OtherName", "OursDerived"])
-def test_optimizer_of_ones_own_gets_parameters_rate_and_clipping(name: str, workplace: Path) -> None:
-    cfg = compose("optimizer=torch", f"optimizer._target_=users_own.{name}", "lr.base=0.25", "train.clip_norm=0.5")
-    validate(cfg)
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    model = torch.nn.Linear(2, 2)
-    opt = _optimizer(config, model)
-    (group,) = opt.param_groups
-    assert group["lr"] == 0.25
-    assert group["params"] == list(model.parameters())
-    assert opt.clip_norm == 0.5 and opt.skip_nonfinite
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
+def test_optimizer_of_ones_own_gets_parameters_rate_and_clipping(workplace: Path) -> None:
+    for name in ("Keywords", "Anything", "OtherName", "OursDerived"):
+        cfg = compose("optimizer=torch", f"optimizer._target_=users_own.{name}", "lr.base=0.25", "train.clip_norm=0.5")
+        validate(cfg)
+        model = torch.nn.Linear(2, 2)
+        opt = _optimizer(OmegaConf.to_container(cfg, resolve=True), model)  # type: ignore[arg-type]
+        (group,) = opt.param_groups
+        assert group["lr"] == 0.25 and group["params"] == list(model.parameters())
+        assert opt.clip_norm == 0.5 and opt.skip_nonfinite
+    for overrides, said in (
         (["optimizer._target_=users_own.NoRate"], "optimizer: NoRate must take an argument lr; it has momentum"),
         (["optimizer._target_=users_own.Anything", "+optimizer.momentun=0.9"], "optimizer: .*momentun=0.9.*unexpected"),
-    ],
-)
-def test_optimizer_that_cannot_be_made_is_refused(overrides: list[str], said: str, workplace: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^{said}"):
-        validate(compose("optimizer=torch", *overrides))
+    ):
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            validate(compose("optimizer=torch", *overrides))
 
 
 # -- the command line ----------------------------------------------------------------------------------------------
@@ -256,18 +229,16 @@ def test_home_directory_is_found_wherever_a_path_is_taken(
     for number, arguments in enumerate(
         [
             ["--config-dir", "~/options", "model=mine"],
-            ["--config-dir=~/options", "model=mine"],
-            [*text, "data.path=~/book.txt"],
+            ["--config-dir=~/options", "model=gpt", "data=book"],
             [*text, "data.path='~/book.txt'"],
             ["checkpoint.resume=~/options"],
-            ["checkpoint.resume='~/options'"],
-            ["--config-dir=~/options", "model=gpt", "data=book"],
         ]
     ):
         assert command(monkeypatch, *arguments, f"hydra.run.dir='~/run{number}'") == 0, capsys.readouterr().err
     assert command(monkeypatch, "-m", *text, "data.path=~/book.txt,~/../home/book.txt", "hydra.sweep.dir=~/sweep") == 0
-    made = [f"run{number}" for number in range(7)] + ["sweep/0", "sweep/1"]
+    made = [f"run{number}" for number in range(4)] + ["sweep/0", "sweep/1"]
     assert [run_dir for _, run_dir in runs] == [home / name for name in made]
+    assert runs[0][0].model == {"_target_": "users_own.Net", "width": 7}
     assert {cfg.data.path for cfg, _ in runs if "path" in cfg.data} == {f"{home}/book.txt", f"{home}/../home/book.txt"}
     assert {cfg.checkpoint.resume for cfg, _ in runs} == {"never", f"{home}/options"}
     args = kfuse_run._parse(["--run-dir", "~/run", "--token-file=~/token", "~/train.py"])
@@ -308,16 +279,12 @@ def test_run_directory_is_used_once(
     assert len(runs) == 1
 
 
-def test_sweep_runs_each_job_in_its_own_directory(
+def test_sweep_runs_each_job_in_its_own_directory_and_flags_may_stand_between_overrides(
     workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command(monkeypatch, "-m", "seed=1,2", "policy=none,gns", "hydra.sweep.dir=sweep") == 0
-    assert [(cfg.seed, cfg.policy._target_.split(".")[-1]) for cfg, _ in runs] == [
-        (1, "NoPolicy"),
-        (1, "GNSPolicy"),
-        (2, "NoPolicy"),
-        (2, "GNSPolicy"),
-    ]
+    assert command(monkeypatch, "policy=none,gns", "-m", "seed=1,2", "hydra.sweep.dir=sweep") == 0
+    found = [(cfg.policy._target_.split(".")[-1], cfg.seed) for cfg, _ in runs]
+    assert found == [("NoPolicy", 1), ("NoPolicy", 2), ("GNSPolicy", 1), ("GNSPolicy", 2)]
     assert [run_dir for _, run_dir in runs] == [workplace / "sweep" / str(job) for job in range(4)]
 
 
@@ -329,109 +296,51 @@ def test_sweep_says_what_each_job_is_and_ends_with_a_table(
         if cfg.seed == 1:
             raise RuntimeError("a mistake of ours")
         summary = {"steps": 10 * cfg.seed, "loss": 0.25, "eval_accuracy": 0.5, "eval_loss": None, "wall_s": 75.0}
-        summary["exit_reason"] = "failed" if cfg.seed == 3 else "steps"
-        (run_dir / "summary.json").write_text(json.dumps(summary))
-        (run_dir / "metrics.jsonl").write_text('{"noise_scale": null}\n{"noise_scale": 312.4}\n')
-        (run_dir / "events.jsonl").write_text('{"kind": "view"}\n{"kind": "failure", "why": "worker 0 is lost"}\n')
-        return 1 if cfg.seed == 3 else 0
+        (run_dir / "summary.json").write_text(json.dumps({**summary, "exit_reason": "steps"}))
+        return 0
 
     monkeypatch.setattr(kfuse.cli.run, "run", run)
     # Another run's directory, and its results: this sweep's job is refused, and they are not its own.
-    (workplace / "sweep" / "3" / ".hydra").mkdir(parents=True)
-    (workplace / "sweep" / "3" / ".hydra" / "config.yaml").touch()
-    (workplace / "sweep" / "3" / "summary.json").write_text('{"steps": 77}')
-    assert command(monkeypatch, "-m", "seed=1,2,3,4", "batch.size=16", "hydra.sweep.dir=sweep") == 2
-    out = capsys.readouterr().out.splitlines()
+    (workplace / "sweep" / "2" / ".hydra").mkdir(parents=True)
+    (workplace / "sweep" / "2" / ".hydra" / "config.yaml").touch()
+    (workplace / "sweep" / "2" / "summary.json").write_text('{"steps": 77}')
+    assert command(monkeypatch, "-m", "seed=1,2,3", "batch.size=16", "hydra.sweep.dir=sweep") == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("Traceback") and "RuntimeError: a mistake of ours\n" in captured.err
+    out = captured.out.splitlines()
     assert [line for line in out if line.startswith("job ")] == [
-        f"job {k} ({k + 1} of 4): seed={k + 1}" for k in range(4)
+        f"job {k} ({k + 1} of 3): seed={k + 1}" for k in range(3)
     ]
-    (heading,) = [number for number, line in enumerate(out) if "held-out accuracy" in line]
-    cells = [re.split(r"  +", line.strip()) for line in out[heading:]]
-    assert cells[0] == [
-        "job",
-        "seed",
-        "steps",
-        "loss",
-        "held-out accuracy",
-        "noise scale",
-        "time",
-        "exit reason",
-        "status",
-        "directory",
+    where = workplace / "sweep"
+    refused = f"hydra.run.dir={where / '2'}: holds a run already; use a new one, or checkpoint.resume=auto"
+    names = ["job", "seed", "steps", "loss", "eval_accuracy", "wall_s", "exit_reason", "status", "run_dir", "error"]
+    cells = [
+        ["0", "1", "-", "-", "-", "-", "-", "1", f"{where}/0", "RuntimeError: a mistake of ours"],
+        ["1", "2", "20", "0.25", "0.5", "75", "steps", "0", f"{where}/1", "-"],
+        ["2", "3", "-", "-", "-", "-", "-", "2", f"{where}/2", refused],
     ]
-    where = workplace / "sweep" / "3"
-    refused = f"hydra.run.dir={where}: holds a run already; use a new one, or checkpoint.resume=auto"
-    assert cells[1:] == [
-        ["0", "1", "-", "-", "-", "-", "-", "-", "1", "0"],
-        ["1", "2", "20", "0.25", "50.0%", "312", "1:15", "steps", "0", "1"],
-        ["2", "3", "30", "0.25", "50.0%", "312", "1:15", "failed", "1", "2"],
-        ["3", "4", "-", "-", "-", "-", "-", "-", "2", "3"],
-        ["error of job 0: RuntimeError: a mistake of ours"],
-        ["error of job 2: worker 0 is lost"],
-        [f"error of job 3: {refused}"],
-    ]
-    with (workplace / "sweep" / "results.csv").open(newline="") as file:
+    assert [re.split(r"  +", line.strip()) for line in out[-4:]] == [names, *cells]
+    with (where / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    names = ["seed", "steps", "loss", "eval_accuracy", "eval_loss", "noise_scale", "wall_s", "exit_reason", "status"]
-    assert list(rows[0]) == ["job", *names, "run_dir", "error"]
-    assert [[row[name] for name in [*names, "error"]] for row in rows] == [
-        ["1", "", "", "", "", "", "", "", "1", "RuntimeError: a mistake of ours"],
-        ["2", "20", "0.25", "0.5", "", "312.4", "75.0", "steps", "0", ""],
-        ["3", "30", "0.25", "0.5", "", "312.4", "75.0", "failed", "1", "worker 0 is lost"],
-        ["4", "", "", "", "", "", "", "", "2", refused],
+    assert [[row[name] for name in names] for row in rows] == [
+        [cell.replace("75", "75.0") if cell != "-" else "" for cell in line] for line in cells
     ]
-    assert [row["run_dir"] for row in rows] == [str(workplace / "sweep" / str(job)) for job in range(4)]
 
 
-@pytest.mark.parametrize("status", [130, 143])
 @pytest.mark.full
 def test_interrupt_ends_the_whole_sweep(
-    status: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seeds = []
-
-    def run(cfg: DictConfig, run_dir: Path) -> int:
-        seeds.append(cfg.seed)
-        return status if cfg.seed == 2 else 0
-
-    monkeypatch.setattr(kfuse.cli.run, "run", run)
-    assert command(monkeypatch, "-m", "seed=1,2,3,4", "hydra.sweep.dir=sweep") == status
-    assert seeds == [1, 2]
-    assert "not run: 2 of 4 jobs" in capsys.readouterr().out
-
-
-def test_flags_may_stand_between_overrides(
-    workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert command(monkeypatch, "policy=none", "-m", "seed=1,2", "hydra.sweep.dir=sweep") == 0
-    assert [(cfg.seed, cfg.policy._target_.split(".")[-1]) for cfg, _ in runs] == [(1, "NoPolicy"), (2, "NoPolicy")]
-
-
-def test_crash_keeps_its_traceback_and_the_sweep_goes_on(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seeds = []
 
     def run(cfg: DictConfig, run_dir: Path) -> int:
         seeds.append(cfg.seed)
-        if cfg.seed == 1:
-            raise RuntimeError("a mistake of ours")
-        return 0
+        return 130 if cfg.seed == 2 else 0
 
     monkeypatch.setattr(kfuse.cli.run, "run", run)
-    assert command(monkeypatch, "-m", "seed=1,2") == 1
+    assert command(monkeypatch, "-m", "seed=1,2,3,4", "hydra.sweep.dir=sweep") == 130
     assert seeds == [1, 2]
-    err = capsys.readouterr().err
-    assert err.startswith("Traceback") and err.endswith("RuntimeError: a mistake of ours\n")
-
-
-def test_users_own_options_come_from_a_directory(
-    workplace: Path, runs: list[tuple[DictConfig, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workplace / "options" / "model").mkdir(parents=True)
-    (workplace / "options" / "model" / "mine.yaml").write_text("_target_: users_own.Net\nwidth: 7\n")
-    assert command(monkeypatch, "--config-dir", "options", "model=mine") == 0
-    assert runs[0][0].model == {"_target_": "users_own.Net", "width": 7}
+    assert "not run: 2 of 4 jobs" in capsys.readouterr().out
 
 
 def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -470,12 +379,11 @@ def test_every_example_of_the_help_runs(
     assert len(runs) == 11  # five, and a sweep of six
 
 
-@pytest.mark.parametrize("module", ["kfuse", "kfuse.cli.kfuse_run"])
 @pytest.mark.full
-def test_version_is_ours(module: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=tmp_path, timeout=60, **PIPES)
-    program = {"kfuse": "kfuse", "kfuse.cli.kfuse_run": "kfuse-run"}[module]
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{program} {kfuse.__version__}\n", "")
+def test_version_is_ours(tmp_path: Path) -> None:
+    for module, program in (("kfuse", "kfuse"), ("kfuse.cli.kfuse_run", "kfuse-run")):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], cwd=tmp_path, timeout=60, **PIPES)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{program} {kfuse.__version__}\n", "")
 
 
 def heed_interrupts() -> None:
@@ -484,12 +392,12 @@ def heed_interrupts() -> None:
 
 
 # A module that never ends to be imported, in the place of one that takes a while.
-@pytest.mark.parametrize("module", ["kfuse", "kfuse.cli.kfuse_run", "kfuse.cli.worker"])
-@pytest.mark.parametrize("slow", ["torch", "rich"])
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [("kfuse", "torch"), ("kfuse", "rich"), ("kfuse.cli.kfuse_run", "rich"), ("kfuse.cli.worker", "torch")],
+)
 @pytest.mark.full
 def test_interrupt_while_importing_is_quiet(module: str, slow: str, tmp_path: Path) -> None:
-    if (module, slow) == ("kfuse.cli.worker", "rich"):
-        slow = "numpy"  # which it imports too
     (tmp_path / f"{slow}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(kfuse.__file__).parents[1])])
     with subprocess.Popen(

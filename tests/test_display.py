@@ -5,14 +5,11 @@ from __future__ import annotations
 import io
 import re
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from kfuse.observe.display import LINE_EVERY_S, Display, duration, figure
+from kfuse.observe.display import LINE_EVERY_S, Display, figure
 
 
 class Clock:
@@ -104,26 +101,25 @@ def test_without_progress_only_the_summary_is_shown() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_live_part_fits_the_terminal(width: int) -> None:
+def test_live_part_fits_the_terminal_and_breaks_no_figure(width: int) -> None:
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=True, width=width, color_system=None, highlight=False)
     display = Display(True, console, clock)
-    display.start(total_samples=64_000, total_steps=1000, title="a run")
+    display.start(total_samples=64_000, total_steps=1000, title="a [run]")
     try:
         figures = {"noise_scale": 312.4, "noise_scale_low": 251.0, "noise_scale_high": 393.0}
-        display.metrics(metrics(0, **figures))
-        clock.now = 1.0
-        display.metrics(metrics(249, **figures))
+        for step in (0, 100, 200, 250):
+            clock.now = step / 250
+            display.metrics(metrics(step, **figures))
         with console.capture() as captured:
             console.print(display._render())
     finally:
         display.stop()
     shown = captured.get().splitlines()
     assert max(map(len, shown)) <= width
-    text = " ".join(" ".join(shown).split())
-    # 249 of 1000 steps in one second is further than 8000 of 64000 samples, and leaves 751 / 249 s.
-    assert re.search(r"a run \S+ +25% 0:03 left", text)
-    for field in ("step 249", "loss 0.5", "noise scale 312 (251 to 393)", "batch 32", "lr 0.001", "workers 2"):
+    # 250 of 1000 steps in one second is further than 8032 of 64000 samples, and leaves 3 s.
+    assert re.search(r"^a \[run\] +\S+ +25% 0:00:0[34]", shown[0])
+    for field in ("step 250", "loss 0.5", "noise scale 312 (251 to 393)", "batch 32", "lr 0.001", "workers 2"):
         assert any(field in line for line in shown), field
 
 
@@ -139,27 +135,8 @@ def test_terminal_is_given_back_and_events_stay() -> None:
     assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1  # cursor hidden, shown
 
 
-@given(
-    st.lists(st.text("ab ", min_size=1, max_size=20).map(lambda text: f"x{text}x"), min_size=1), st.integers(30, 100)
-)
-def test_fields_are_never_broken(fields: list[str], width: int) -> None:
-    console = Console(width=width, color_system=None, highlight=False, file=io.StringIO())
-    display = Display(False, console)
-    display.start(None, None, "a run")
-    display._latest = {"step": 0}
-    with patch.object(display, "_fields", lambda: fields), console.capture() as captured:
-        console.print(display._render())
-    lines = [line.rstrip() for line in captured.get().splitlines()[1:]]
-    assert "  ".join(lines) == "  ".join(fields)
-    assert all(len(line) <= width for line in lines)
-
-
 def test_figures() -> None:
     assert [figure(x) for x in (0.01234, 99.94, 312.4, 1136.4, 2e7)] == ["0.0123", "99.9", "312", "1,136", "2e+07"]
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (0.4, 59.6, 61, 3661)] == ["0:00", "1:00", "1:01", "1:01:01"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -174,4 +151,4 @@ def test_a_run_that_begins_anew_shows_figures_of_now(terminal: bool) -> None:
             clock.now += 1.0
     rate = display._rate()
     display.stop()
-    assert rate == pytest.approx((32 * 50, 50))
+    assert rate == pytest.approx(32 * 50)

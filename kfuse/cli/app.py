@@ -222,11 +222,11 @@ def _run_hydra(sweep: Sweep | None) -> int:
         context = HydraConfig.get()
         run_dir = Path(context.runtime.output_dir)
         if sweep is not None:
-            sweep.begin(context.job.num, Path(os.path.abspath(context.sweep.dir)))
+            sweep.begin(context.job.num)
         status, error = _job(cfg, run_dir)
         statuses.append(status)
         if sweep is not None:
-            sweep.end(context.job.num, run_dir, status, error)
+            sweep.end(context.job.num, Path(os.path.abspath(context.sweep.dir)), run_dir, status, error)
         if status in STOP_STATUS.values():  # by Ctrl-C or SIGTERM, which mean the rest of a sweep too
             raise KeyboardInterrupt
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from kfuse.statistics.figures import display_text
@@ -44,17 +43,25 @@ class Display:
         self._clock = clock
         self._live: Live | None = None
         self._title = ""
-        self._totals: dict[str, int | None] = {}
+        name = TextColumn("{task.description}", "bold", markup=False)
+        columns = name, BarColumn(None), TaskProgressColumn(), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=self._console, get_time=clock, expand=True)
+        self._begin(None, None)
+
+    def _begin(self, total_samples: int | None, total_steps: int | None) -> None:
+        self._totals = {"samples": total_samples, "step": total_steps}
         self._latest: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
-        self._rates: deque[tuple[float, int, int]] = deque()
+        self._rates: deque[tuple[float, int]] = deque()  # moments, and the samples until then
         self._last_line = -float("inf")
 
     def start(self, total_samples: int | None, total_steps: int | None, title: str) -> None:
         """Starts the display, or starts it again. total_samples, total_steps: the run's length; None where unknown."""
-        self._title, self._totals = title, {"samples": total_samples, "step": total_steps}
-        self._latest, self._evaluation, self._last_line = {}, {}, -float("inf")
-        self._rates.clear()
+        self._title = title
+        self._begin(total_samples, total_steps)
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._bar.add_task(title, total=1.0 if total_samples or total_steps else None)
         if not self._progress or self._live is not None:
             return
         if self._console.is_terminal:
@@ -75,9 +82,12 @@ class Display:
         now = self._clock()
         self._latest = record
         if not self._rates or now - self._rates[-1][0] >= _RATE_WINDOW_S / 20:
-            self._rates.append((now, record["samples"], record["step"]))
+            self._rates.append((now, record["samples"]))
             while now - self._rates[0][0] > _RATE_WINDOW_S and len(self._rates) > 2:
                 self._rates.popleft()
+        done = max((record[key] / total for key, total in self._totals.items() if total), default=0.0)
+        for task in self._bar.task_ids:
+            self._bar.update(task, completed=min(done, 1.0))
         if self._progress and self._live is None and now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
             self.line("  ".join(self._fields()))
@@ -115,15 +125,15 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def _rate(self) -> tuple[float, float] | None:
-        """Samples and steps a second over the last few seconds; None before there are two moments."""
+    def _rate(self) -> float | None:
+        """Returns samples a second over the last few seconds; None before there are two moments."""
         if len(self._rates) < 2:
             return None
-        (t0, samples0, step0), (t1, samples1, step1) = self._rates[0], self._rates[-1]
-        return ((samples1 - samples0) / (t1 - t0), (step1 - step0) / (t1 - t0)) if t1 > t0 else None
+        (t0, samples0), (t1, samples1) = self._rates[0], self._rates[-1]
+        return (samples1 - samples0) / (t1 - t0) if t1 > t0 else None
 
     def _fields(self) -> list[str]:
-        """The latest figures, each as text; unknown ones are left out."""
+        """Returns the latest figures, each as text; unknown ones are left out."""
         record, rate, noise, quality = self._latest, self._rate(), None, None
         low, high = record.get("noise_scale_low"), record.get("noise_scale_high")
         if record.get("noise_scale") is not None:
@@ -137,41 +147,19 @@ class Display:
             quality = f"held-out loss {self._evaluation['loss']:.4g}"
         known = [*(display_text(name, record) for name in ("step", "epoch", "loss")), noise]
         known += [*(display_text(name, record) for name in ("batch_size", "lr", "workers")), quality]
-        known += [None if rate is None else f"{figure(rate[0])} samples/s"]
+        known += [None if rate is None else f"{figure(rate)} samples/s"]
         return [text for text in known if text is not None]
 
-    def _progress_made(self) -> tuple[float, float | None] | None:
-        """The fraction done and the seconds left (None while unknown); None where no total is known."""
-        rate = self._rate()
-        done = []
-        for key, speed in zip(("samples", "step"), rate or (None, None), strict=True):
-            total = self._totals[key]
-            if total:
-                at = self._latest.get(key, 0)
-                done.append((min(at / total, 1.0), max(total - at, 0) / speed if speed else None))
-        return max(done, key=lambda pair: pair[0]) if done else None
-
     def _render(self) -> RenderableType:
-        head = Table.grid(padding=(0, 1), expand=True)
-        head.add_column(no_wrap=True)
-        made = self._progress_made()
-        cells: list[RenderableType] = [Text(self._title, style="bold")]
-        if made is not None:
-            fraction, left = made
-            head.add_column(ratio=1)
-            head.add_column(no_wrap=True, justify="right")
-            ending = f"{fraction:4.0%}" + (f"  {duration(left)} left" if left is not None else "")
-            cells += [ProgressBar(total=1.0, completed=fraction), Text(ending)]
-        head.add_row(*cells)
         if not self._latest:
-            return head
+            return self._bar
         fields = "  ".join(field.replace(" ", _NO_BREAK) for field in self._fields())
         lines = textwrap.wrap(fields, self._console.width, break_long_words=False, break_on_hyphens=False)
-        return Group(head, Text("\n".join(lines).replace(_NO_BREAK, " ")))
+        return Group(self._bar, Text("\n".join(lines).replace(_NO_BREAK, " ")))
 
 
 def figure(value: float) -> str:
-    """A number with at least three digits; no exponent from 100 to a million: "0.0123", "1,136", "2e+07"."""
+    """Returns a number with at least three digits; no exponent from 100 to a million: "0.0123", "1,136", "2e+07"."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
@@ -188,7 +176,7 @@ def _label(key: str) -> str:
 
 
 def _value(key: str, value: Any) -> str:
-    """A value as text: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
+    """Returns a value as text: seconds for `..._s`, a change for a pair, a count for a list of mappings."""
     if value is None:
         return "unknown"
     if isinstance(value, list | tuple):
@@ -201,10 +189,3 @@ def _value(key: str, value: Any) -> str:
         text = f"{value:.1%}" if key.endswith("accuracy") else f"{value:.4g}"
         return text + (" s" if key.endswith("_s") else "")
     return str(value)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as minutes and seconds, with hours if there are any: "0:59", "1:01:01"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
