@@ -62,7 +62,7 @@ class Run:
         self.path = path
         if not config_path(path).is_file():
             raise ConfigError(f"run={path}: must be the directory of a run of `kfuse`; it has no .hydra/config.yaml")
-        self.config = read_config(path, {*AT_SHELL, *CLASS_GROUPS})
+        self.config = read_config(path, [*AT_SHELL, *(f"{group}._target_" for group in CLASS_GROUPS)])
         self.checkpoints = steps_in(path / "checkpoints")
         if not self.checkpoints:
             raise ConfigError(f"run={path}: has no checkpoint: checkpoint.every_steps=N, checkpoint.keep=N write them")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,21 @@ from kfuse.tools.run_files import config_path, read_config, read_events, read_me
 from kfuse.train.lr_schedule import gain
 
 USAGE = """\
-kfuse replay RUN_DIR [policy=...] [policy.NAME=VALUE ...] [plot=PATH]
+kfuse replay RUN_DIR [policy=...] [policy.NAME=VALUE ...]
 
 Prints what a policy would have decided on the run recorded in RUN_DIR, and how many steps and samples it would have
-taken to the same point; draws it to RUN_DIR/replay_POLICY.png, or to PATH (plot=null: no plot). Without policy=... it
-is the run's own policy, with other arguments if you give some. batch.min, batch.max, workers.min and workers.max set
-other bounds than the run's. Nothing is trained. docs/policies.md says what is assumed.
+taken to the same point. Without policy=... it is the run's own policy, with other arguments if you give some.
+batch.min, batch.max, workers.min and workers.max set other bounds than the run's. Nothing is trained. docs/policies.md
+says what is assumed.
 Exit status 0; 1 where the policy raises an error; 2 for what is no run directory, or no policy."""
 
 _BOUNDS = ("batch.min", "batch.max", "workers.min", "workers.max")
-_OF_A_RUN = ("policy", "lr.scaling", "lr.decay", "comm.sync")
+_OF_A_RUN = ("policy._target_", "lr.scaling", "lr.decay", "comm.sync")
 """What must be in the configuration of the recorded run."""
-_HOOKS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
 
 
 def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> int:
-    """Replays, prints and draws. Returns the exit status: 1 where the policy fails, or the plot cannot be written.
+    """Replays and prints. Returns the exit status: 1 where the policy fails.
 
     words: of the command line, after `kfuse replay`. compose: makes a run's configuration from overrides. Raises
     ConfigError for what cannot be replayed.
@@ -68,13 +66,6 @@ def main(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -> in
         report.say(console, compared(result.changes, request.gain, request.events, first))
     elif request.is_own:
         report.say(console, "not compared with the recorded decisions: there is no events.jsonl")
-    if request.plot is not None:
-        try:
-            report.draw(request, result, trade_off, request.plot)
-        except OSError as error:
-            report.say(console, f"{request.plot}: cannot be written: {error.strerror or error}")
-            return 1
-        report.say(console, f"plot: {request.plot}")
     return 0
 
 
@@ -82,8 +73,7 @@ def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -
     """Reads the run directory, and makes the policy. Raises ConfigError, in one line, for what cannot be replayed."""
     if not words:
         raise ConfigError("kfuse replay: must be given the directory of a run: kfuse replay RUN_DIR policy=...")
-    run_dir, asked_plot = Path(words[0]), dict(word.partition("=")[::2] for word in words[1:]).get("plot")
-    overrides = OverridesParser.create().parse_overrides([word for word in words[1:] if not word.startswith("plot=")])
+    run_dir, overrides = Path(words[0]), OverridesParser.create().parse_overrides(list(words[1:]))
     for each in overrides:
         _check_override(each)
     lines = read_metrics(run_dir)
@@ -118,9 +108,6 @@ def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -
     name, is_own = str(option or type(policy).__name__), config is not None and node == config["policy"]
     is_own = is_own and bounds == first.bounds
     scaling = "none" if config is None else config["lr"]["scaling"]
-    plot, notes = _plot_path(run_dir, name, asked_plot), [*_notes(recorded, config, policy)]
-    if plot is None and asked_plot is None:
-        notes.append("no plot is drawn, which needs matplotlib: pip install matplotlib")
     return ReplayRequest(
         run_dir=run_dir,
         policy=policy,
@@ -132,8 +119,7 @@ def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -
         bounds=bounds,
         gain=lambda batch_size, *means: gain(scaling, batch_size, base, *means),
         sync=None if config is None else config["comm"]["sync"],
-        plot=plot,
-        notes=tuple(notes),
+        notes=tuple(_notes(recorded, config, policy)),
     )
 
 
@@ -141,7 +127,7 @@ def _check_override(override: Override) -> None:
     """Raises ConfigError for an override that a replay cannot have."""
     key, why = override.key_or_group, ""
     if key not in (*_BOUNDS, "policy") and not key.startswith("policy."):
-        why = f"one of policy, policy.NAME, {', '.join(_BOUNDS)} or plot: nothing is trained"
+        why = f"one of policy, policy.NAME, {', '.join(_BOUNDS)}: nothing is trained"
     elif override.is_delete() or override.is_sweep_override():
         why = "key=value, with one value; a list needs [brackets]"
     elif key == "policy" and not isinstance(override.value(), str):
@@ -174,14 +160,8 @@ def _policy_node(
 
 
 def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePolicy) -> Iterator[str]:
-    """Yields what is not known of the run, and what of it the policy is not right with, in sentences.
-
-    Raises ConfigError for a policy that acts in hooks alone: no training is under way.
-    """
+    """Yields what is not known of the run, and what of it the policy is not right with, in sentences."""
     name = type(policy).__name__
-    hooks = [hook for hook in _HOOKS if getattr(type(policy), hook, None) is not getattr(BasePolicy, hook)]
-    if hooks and getattr(type(policy), "decide", None) is BasePolicy.decide:
-        raise ConfigError(f"policy: {name} acts in {', '.join(hooks)}: to be replayed it must have decide(signals)")
     if config is None:
         yield "a script's run: its lr_scaling is not recorded, so lr follows lr_scale alone"
     if first := recorded.signals[0].step:
@@ -191,22 +171,5 @@ def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePol
     for setting, allowed in policy.lr_settings.items():
         if config is not None and (has := config["lr"].get(setting)) not in allowed:
             yield f"{name} is right with lr.{setting}={', '.join(allowed)}; the run has {has}"
-    if hooks:
-        yield f"{name}: its hooks are not called: {', '.join(hooks)}"
-
-
-def _plot_path(run_dir: Path, name: str, asked: str | None) -> Path | None:
-    """Returns where to draw; None: nowhere. asked: the value of `plot=`; None: without one.
-
-    Raises ConfigError for a path that cannot be, and where it is asked for without matplotlib.
-    """
-    if asked == "null":
-        return None
-    if find_spec("matplotlib") is None:
-        if asked is not None:
-            raise ConfigError(f"plot={asked}: needs matplotlib: pip install matplotlib")
-        return None
-    path = run_dir / f"replay_{name}.png" if asked is None else Path(asked)
-    if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"plot={asked}: must be a file in a directory that is there, or null")
-    return path
+    if type(policy).after_step is not BasePolicy.after_step or type(policy).after_epoch is not BasePolicy.after_epoch:
+        yield f"{name}: its hooks are not called"

@@ -1,4 +1,4 @@
-"""What `kfuse replay` prints and draws."""
+"""What `kfuse replay` prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kfuse.observe.whole_file import write_whole
 from kfuse.policies.signals import BasePolicy, Bounds
 from kfuse.tools.replay.run import Change, Replay
 from kfuse.tools.replay.steps import DecidedSettings, Gain, Recorded, TradeOff
@@ -29,7 +28,7 @@ class ReplayRequest:
     run_dir: Path
     policy: BasePolicy
     name: str
-    """Its option of `policy=`; the class's name for a class that has none."""
+    """Its option of `policy=`, or its class."""
     is_own: bool
     """The policy is the run's own, so it follows the recorded steps."""
     recorded: Recorded
@@ -41,8 +40,6 @@ class ReplayRequest:
     gain: Gain
     """The learning rate's factor, by `lr.scaling` of the run."""
     sync: str | None
-    plot: Path | None
-    """Where to draw; None: nowhere."""
     notes: tuple[str, ...]
     """What is not known of the run, in sentences."""
 
@@ -128,42 +125,3 @@ def _totals(request: ReplayRequest, result: Replay, trade_off: TradeOff | None) 
             cells += [text, "" if value is None or not recorded else f"{value / recorded:.2f}"]
         table.add_row(*cells)
     return table
-
-
-def draw(request: ReplayRequest, result: Replay, trade_off: TradeOff | None, path: Path) -> None:
-    """Draws batch size, noise scale and workers over samples, and steps over samples. Whole, or not at all.
-
-    Raises OSError where the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    recorded, name = request.recorded, request.name
-    figure: Any = Figure(figsize=(8, 10), layout="constrained")
-    sizes, workers, lengths = figure.subplots(3, height_ratios=(3, 1, 3))
-    samples = [each.samples for each in recorded.signals]
-    if (noise := recorded.noise_scales()) is not None:
-        sizes.plot(samples, noise, color="0.5", linewidth=1, label="noise scale")
-    unknown = (math.nan, math.nan)
-    ends = [(s.noise_scale_low, s.noise_scale_high) if s.noise_scale_high else unknown for s in recorded.signals]
-    sizes.fill_between(samples, *zip(*ends, strict=True), color="0.85", label="its interval")
-    curves = {"recorded": [(each.samples, each.batch_size, each.workers) for each in recorded.signals]}
-    points = {"recorded": recorded.totals()}
-    if not request.is_own:
-        curves[name] = [*result.curve, (result.samples, *result.curve[-1][1:])]
-    for of, curve in curves.items():
-        at, batch_sizes, counts = zip(*curve, strict=True)
-        sizes.step(at, batch_sizes, where="post", label=of)
-        workers.step(at, counts, where="post", label=of)
-    if trade_off is not None:
-        pairs = [trade_off.predict(trade_off.critical_batch * 2 ** (k / 4)) for k in range(-16, 17)]
-        lengths.plot([pair[1] for pair in pairs], [pair[0] for pair in pairs], color="0.5", label="fixed batch sizes")
-        if not request.is_own and not result.cut_off:
-            points[name] = result.steps, result.samples
-    for of, (steps, used) in points.items():
-        lengths.plot([used], [steps], marker="o", linestyle="none", label=of)
-    sizes.set(yscale="log", ylabel="batch size [samples]", title=f"{request.run_dir.name}: {name}")
-    workers.set(ylabel="workers", xlabel="samples (noise scale: of the recorded run)")
-    lengths.set(xscale="log", yscale="log", xlabel="samples to the recorded run's end", ylabel="steps")
-    sizes.legend()
-    lengths.legend()
-    write_whole(path, lambda to: figure.savefig(to, format="png", dpi=120))

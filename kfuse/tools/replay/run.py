@@ -52,15 +52,13 @@ class Replay:
     steps: int = 0
     samples: int = 0
     """Samples of these steps."""
-    curve: list[tuple[int, int, int]]
-    """(samples so far, batch size, workers) of the first step, and of each step where one of the two is another."""
     seconds: float | None = 0.0
     """Time of all steps; None where some have a batch size and worker count that the run did not have."""
     cut_off: bool = False
     """The recorded run's end was not reached: the replay would take too many steps."""
 
     def __init__(self, begin: DecidedSettings, bounds: Bounds, sync: str | None) -> None:
-        self.changes, self.curve, self._bounds = [], [], bounds
+        self.changes, self._bounds = [], bounds
         self._now = begin
         """What the step that comes is made with."""
         self._workers_requested = begin.workers
@@ -73,8 +71,6 @@ class Replay:
     def take_in(self, seen: Signals, took: float | None) -> None:
         """Adds the step that was made last. A recorded step's own settings are those in force now."""
         self._now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
-        if not self.curve or self.curve[-1][1:] != (seen.batch_size, seen.workers):
-            self.curve.append((seen.samples, seen.batch_size, seen.workers))
         self.seconds = None if took is None or self.seconds is None else self.seconds + took
         self._newest.appendleft(seen)
 

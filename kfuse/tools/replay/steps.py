@@ -85,11 +85,6 @@ class TradeOff:
         """Emin / Smin, in samples: there both steps and samples are twice their least."""
         return self.least_samples / self.least_steps
 
-    def predict(self, batch_size: float) -> tuple[float, float]:
-        """Returns steps and samples with this batch size from the first step to the last."""
-        steps = self.least_steps + self.least_samples / batch_size
-        return steps, steps * batch_size
-
 
 @dataclass(frozen=True)
 class Recorded:
