@@ -215,18 +215,14 @@ def test_steps_of_a_branch_count_the_short_last_step_of_an_epoch() -> None:
     assert plan.steps(2, cursor=4, length=30) == 5  # 16, 10 to the epoch's end; 16, 14; 8 of the last
     with pytest.raises(ValueError, match="a batch of 16 samples: must be at most the data's 12"):
         plan.steps(2, length=12)
-    for samples in (64, 65, 95, 96, 97):
-        for length in (16, 30, 64, 100):
-            for cursor in (0, 4, 29, 333):
+    for samples in (64, 95, 97):
+        for length in (16, 30, 100):
+            for cursor in (0, 4, 333):
                 used = steps = 0
                 while used < samples:
                     used += min(16, length - (cursor + used) % length)
                     steps += 1
                 assert Plan(8, (1, 2), 2, samples).steps(2, cursor, length) == steps
-
-
-def test_steps_of_a_branch_of_many_samples_are_not_counted_one_by_one() -> None:
-    assert Plan(8, (1, 2), 2, 30 * 10**12).steps(2, 0, 30) == 2 * 10**12
 
 
 def test_calibration_is_the_geometric_mean_of_the_known_ratios() -> None:
@@ -243,14 +239,10 @@ def test_a_plan_that_cannot_be_measured_is_refused() -> None:
         ({"factors": (1,)}, "factors=(1,): must be at least two"),
         ({"factors": (2, 1)}, "factors=(2, 1): must be at least two finite numbers above 0 that ascend"),
         ({"factors": (1, 1.3)}, "factors=(1, 1.3): must be whole where multiplied by the batch size 4"),
-        ({"factors": (0, 1)}, "above 0"),
         ({"repetitions": 1}, "repetitions=1: must be 2 to 31"),
         ({"tolerance": math.inf}, "tolerance=inf: must be above 0, and finite"),
         ({"window": 1.5}, "window=1.5: must be above 0, at most 1"),
         ({"samples": 100}, "samples=100: must be at least 512"),
-        ({"samples": 2**53 + 1}, "samples=9007199254740993: must be at least 512, at most 9007199254740992"),
-        ({"window": 5e-324}, "samples=2048: must be at least inf"),
-        ({"factors": (1, 1e300)}, "factors=(1, 1e+300): must be at most 2251799813685248"),
     ]
     for arguments, message in wrong:
         with pytest.raises(ValueError) as error:
@@ -367,24 +359,17 @@ def test_its_branches_are_trainings_by_kf_fit(tmp_path: Path) -> None:
 
 def test_a_measurement_that_fails_leaves_them_as_they_were_too() -> None:
     net, opt, data = problem("FusedAdamW")
-    before = state(net, opt)
+    before, calls = state(net, opt), []
 
-    def fail(k: float, repetition: int) -> None:
-        raise KeyboardInterrupt
+    def fail(model: nn.Module, batch: Any) -> torch.Tensor:
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        calls.append(len(batch[0]))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     with pytest.raises(KeyboardInterrupt):
-        kf.critical_batch(net, data, opt, after_branch=fail, **ARGUMENTS)  # type: ignore[arg-type]
+        kf.critical_batch(net, data, opt, step_fn=fail, **ARGUMENTS)  # type: ignore[arg-type]
     assert state(net, opt) == before
-
-
-def test_a_torch_scheduler_is_not_stepped() -> None:
-    net, opt, data = problem("torch's SGD")
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
-    before = scheduler.state_dict()
-    kf.critical_batch(net, data, opt, **ARGUMENTS)  # type: ignore[arg-type]
-    assert scheduler.state_dict() == before and opt.param_groups[0]["lr"] == 0.05
-    kf.fit(net, data, opt, train_steps=2, batch_size=8, scheduler=scheduler)
-    assert opt.param_groups[0]["lr"] == 0.05 / 4
 
 
 class Numbers(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -396,18 +381,13 @@ def test_what_cannot_be_measured_is_refused() -> None:
     net, opt, data = problem("FusedAdamW")
     plain = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"kf.Optimizer wraps any\), not SGD"):
-        kf.critical_batch(net, data, plain)  # type: ignore[arg-type]
+        kf.critical_batch(net, data, plain, **ARGUMENTS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lr_scaling=adascale: must be one of none, linear, sqrt"):
         kf.critical_batch(net, data, opt, lr_scaling="adascale")
     with pytest.raises(ValueError, match="a batch of 512 samples: must be at most the data's 256"):
         kf.critical_batch(net, data, opt, batch_size=32)
     with pytest.raises(ValueError, match="batch_micro=8: must be at most 4"):
         kf.critical_batch(net, data, opt, batch_size=8, batch_micro=8, factors=(0.5, 1, 2))
-    for wrong in ({"factors": 8}, {"factors": ["x", 2]}, {"tolerance": "1 %"}, {"window": None}):
-        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}=.*: must be "):
-            kf.critical_batch(net, data, opt, **{**ARGUMENTS, **wrong})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^seed=a: must be "):
-        kf.critical_batch(net, data, opt, seed="a", **ARGUMENTS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="data: must have a length"):
         kf.critical_batch(net, Numbers(), opt)
     net.head.weight.grad = torch.zeros_like(net.head.weight)
@@ -464,12 +444,9 @@ def test_wrong_arguments_end_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys
         ([], "run=: must be the directory of a run"),
         (["run=nowhere"], "run=nowhere: must be the directory of a run of `kfuse`; it has no .hydra/config.yaml"),
         (["ruin=x"], "ruin=x: must be one of run=, steps=, "),
-        (["run=x", "repetitions=few"], "repetitions=few: must be a whole number"),
         (["run=x", "factors=2"], "factors=2: must be a list, each a number"),
         (["run=x", "factors=[1,"], "factors=[1,: "),
         (["run=x", "lr_scaling=cube"], "lr_scaling=cube: must be one of sqrt, linear, none"),
-        (["run=x", "workers=0"], "workers=0: must be at least 1"),
-        (["run=x", "steps=[]"], "steps=[]: must have one checkpoint's step at least, or be null"),
     ):
         monkeypatch.setattr(sys, "argv", ["kfuse", "cbs", *words])
         assert main() == 2

@@ -183,8 +183,6 @@ def test_what_cannot_be_measured_ends_in_one_line(tmp_path: Path, run: Path) -> 
         ([f"run={broken}"], "manifest.json: No such file"),
         ([f"run={run}", "steps=[41]"], "steps=[41]: no such checkpoint; there are [40, 80]"),
         ([f"run={run}", "factors=[0.25,1]"], "0.25 makes a batch of 4 samples at step 40: must be whole micro-batches"),
-        ([f"run={run}", "factors=[1,128]"], "128 makes a batch of 2048 samples: must be at most the data's 1437"),
-        ([f"run={run}", "samples=100"], "samples=100: must be at least 2048"),
     ):
         done = kfuse("cbs", *words)
         assert done.returncode == 2, done.stdout + done.stderr

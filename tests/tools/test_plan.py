@@ -98,23 +98,11 @@ def test_without_a_model_only_what_was_measured_is_an_option() -> None:
     assert [(o.workers, o.batch) for o in job.options(range(1, 9))] == [(2, 64), (4, 64)]
 
 
-@given(
-    constants=st.tuples(st.floats(1e-3, 1), st.floats(1e-5, 0.1), st.floats(1e-4, 0.1)),
-    settings=st.lists(st.tuples(st.integers(1, 64), st.sampled_from((32, 64, 512))), min_size=5, unique=True),
-)
-def test_the_model_is_found_from_its_own_times(
-    constants: tuple[float, float, float], settings: list[tuple[int, int]]
-) -> None:
-    model = LinearStepTime(*constants)
-    found = fit({(n, batch): model(n, share(n, batch, 8)) for n, batch in settings}, 8)
-    if found is not None:
-        for workers, batch in settings:
-            most = share(workers, batch, 8)
-            assert found(workers, most) == pytest.approx(model(workers, most), rel=1e-6)
-
-
-def test_the_model_has_no_negative_constants_and_needs_three_settings() -> None:
-    assert fit({(1, 64): 0.1}, 1) is None
+def test_the_model_is_found_from_its_own_times_and_needs_three_settings() -> None:
+    """Without negative constants."""
+    settings = [(1, 32), (1, 64), (2, 64), (4, 512), (7, 512)]
+    found = fit({(n, batch): STEP(n, share(n, batch, 8)) for n, batch in settings}, 8)
+    assert found is not None and vars(found) == pytest.approx(vars(STEP))
     assert fit({(1, 64): 0.1, (2, 64): 0.06}, 1) is None
     assert fit({(1, 32): 0.1, (1, 64): 0.16, (1, 128): 0.3}, 1) is None  # nothing is known of a second worker
     # Faster than linear: the unconstrained fit has a negative constant.
@@ -125,26 +113,13 @@ def test_the_model_has_no_negative_constants_and_needs_three_settings() -> None:
 # --- the allocation ---
 
 
-def brute_force(choices: list[list[tuple[int, int]]], workers: int) -> tuple[int, int]:
-    """The largest sum, and the fewest workers that have it, of all allocations."""
-    best = (0, 0)
-    for picked in itertools.product(*([(0, 0), *options] for options in choices)):
-        used, gain = sum(n for n, _ in picked), sum(v for _, v in picked)
-        if used <= workers:
-            best = max(best, (gain, -used))
-    return best[0], -best[1]
+def test_workers_and_batch_sizes_are_those_of_brute_force_over_both() -> None:
+    """`plan` against every (workers, batch) of every job, by the formula of the objective written out here.
 
-
-def check(choices: list[list[tuple[int, int]]], workers: int, taken: list[int]) -> int:
-    """The sum of an allocation, which keeps to the workers and to each job's choices."""
-    assert len(taken) == len(choices) and sum(taken) <= workers
-    return sum(dict(options)[count] for options, count in zip(choices, taken, strict=True) if count)
-
-
-def test_workers_and_batch_sizes_are_those_of_brute_force_over_both_on_200_instances() -> None:
-    """`plan` against every (workers, batch) of every job, by the formula of the objective written out here."""
+    One worker more never makes it worse.
+    """
     instances = 0
-    for seed in range(1000):
+    for seed in range(100):
         rng = random.Random(seed)
         found: list[Job] = []
         for _ in range(rng.randint(1, 3)):
@@ -157,9 +132,7 @@ def test_workers_and_batch_sizes_are_those_of_brute_force_over_both_on_200_insta
         workers, options = rng.randint(2, 8), [job.options(range(1, 9)) for job in found]
         if not all(options):
             continue
-        if (instances := instances + 1) > 200:
-            return
-        each = []
+        instances, each = instances + 1, []
         for job in found:
             settings = [
                 (n, b)
@@ -175,29 +148,24 @@ def test_workers_and_batch_sizes_are_those_of_brute_force_over_both_on_200_insta
             for picked in itertools.product(*each)
             if sum(n for n, _ in picked) <= workers
         )
-        reached = 0.0
-        for option, its in zip(plan(options, [1.0] * len(found), workers), options, strict=True):
-            if option is not None:
-                reached += option.goodput / (its[0].goodput / its[0].workers) - LEAST_GAIN * option.workers
-        assert reached == pytest.approx(best, abs=1e-5), f"seed {seed}"  # values are rounded to a millionth
-    raise AssertionError(f"{instances} instances only")
+        reached = []
+        for count in (workers, workers + 1):
+            given = plan(options, [1.0] * len(found), count)
+            assert sum(option.workers for option in given if option) <= count
+            gains = [
+                option.goodput / (its[0].goodput / its[0].workers) - LEAST_GAIN * option.workers
+                for option, its in zip(given, options, strict=True)
+                if option
+            ]
+            reached.append(sum(gains))
+        assert reached[0] == pytest.approx(best, abs=1e-5), f"seed {seed}"  # values are rounded to a millionth
+        assert reached[1] >= reached[0] - 1e-5
+    assert instances > 30
 
 
-CHOICES = st.lists(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(-5, 50)), max_size=4, unique_by=lambda each: each[0]).map(
-        sorted
-    ),
-    max_size=5,
-)
-
-
-@given(choices=CHOICES, workers=st.integers(0, 20))
-def test_an_allocation_is_that_of_brute_force_and_one_worker_more_never_makes_it_worse(
-    choices: list[list[tuple[int, int]]], workers: int
-) -> None:
-    taken = allocate(choices, workers)
-    assert (check(choices, workers, taken), sum(taken)) == brute_force(choices, workers)
-    assert check(choices, workers + 1, allocate(choices, workers + 1)) >= check(choices, workers, taken) >= 0
+def test_of_equal_sums_the_fewest_workers_are_taken_and_given_to_the_first_jobs() -> None:
+    assert allocate([[(1, 5), (2, 5)], [(1, 5)]], 1) == [1, 0]
+    assert allocate([[(1, 5), (2, 5)], [(1, -1)]], 4) == [1, 0]
 
 
 def linear(most: int, each: float = 1.0, fewest: int = 1) -> list[Option]:

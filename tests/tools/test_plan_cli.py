@@ -40,11 +40,8 @@ POINTS = {key: value for key, value in JOB.items() if key not in ("step_time", "
 # Changes of JOB (None: without the key), and what the error must say: each key once, and what no key alone tells.
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"samples_left": 0}, "samples_left=0: must be a number, numbers above 0"),
-    ({"samples_left": float("inf")}, "samples_left=inf: must be a number"),
     ({"samples_left": None}, "samples_left=null: must be given"),
     ({"base_batch": 3.5}, "base_batch=3.5: must be a whole number, numbers above 0"),
-    ({"base_batch": True}, "base_batch=true: must be a whole number"),
-    ({"base_batch": 10**400}, "must be a whole number, numbers above 0"),
     ({"base_batch": 64, "batch": [8, 32]}, "base_batch=64: must be within batch=[8, 32]"),
     ({"batch": [64, 8]}, "batch=[64, 8]: must be a list of 2: a whole number"),
     ({"micro": 64}, "workers=[1, 4]: none of them fits workers=8, batch=[32, 32] and 64 samples each"),
@@ -52,11 +49,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"workers": None}, "workers=null: must be given"),
     ({"noise_scale": [3, 2]}, "noise_scale=[3, 2]: must be a list of 2"),
     ({"step_time": [0.1, 0, 0]}, "step_time=[0.1, 0, 0]: must be a list of 3"),
-    ({"step_time": [0.1, 0.01, False]}, "must be a list of 3"),
     ({"step_time": None}, "must have one of run, throughput, step_time"),
     ({"throughput": {0: 3}, "step_time": None}, "throughput={0: 3}: must be a mapping"),
+    ({"throughput": {1: 9, 3: 20}, "step_time": None, "workers": [4, 9]}, "must include some of those that were measu"),
+    (
+        {"throughput": {1: 9, 3: 20}, "step_time": None, "workers": [2, 2]},
+        "none of them fits workers=8, batch=[32, 32]",
+    ),
     ({"run": "nowhere", "step_time": None}, "run=nowhere: must be a run directory of `kfuse`: nowhere/.hydra/config"),
-    ({"step_time": [0.1, 1e-300, 0], "samples_left": 1e30}, "samples a second for 1e+30 samples left: must be fig"),
     ({"noise": 3}, "noise: no such key (did you mean noise_scale?); a job has name, run, samples_left"),
 ]
 
@@ -89,25 +89,20 @@ def test_a_wrong_job_is_refused_in_one_line(tmp_path: Path, capsys: Capsys, monk
 
 def test_wrong_words_and_files_are_refused_in_one_line(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     path = write(tmp_path, GOOD)
-    for name, text in (("text", "a: 3"), ("broken", "- {a: 3"), ("twice", "- {name: a, name: b}")):
+    for name, text in (("text", "a: 3"), ("broken", "- {a: 3")):
         (tmp_path / name).write_text(text)
     for words, said in (
-        ([], "must be one file of jobs and workers=N"),
-        ([path], "must be one file of jobs and workers=N"),
-        ([path, "workers=0"], "workers=0: must be a whole number"),
-        ([path, "workers=٣"], "workers=٣: must be a whole number"),
-        ([path, "workers=2", "workers=3"], "must be one file of jobs and workers=N"),
-        ([path, "worker=8"], "must be one file of jobs and workers=N"),
+        *(
+            ([path, *words], "must be one file of jobs and workers=N")
+            for words in ([], ["workers=0"], ["workers=2", "workers=3"], ["worker=8"])
+        ),
         (["nowhere.yaml", "workers=8"], "nowhere.yaml: cannot be read: FileNotFoundError"),
         ([f"{tmp_path}/text", "workers=8"], "must be a list of jobs, each with some of name, run"),
         ([f"{tmp_path}/broken", "workers=8"], "broken: cannot be read: "),
-        ([f"{tmp_path}/twice", "workers=8"], "twice: cannot be read: "),
     ):
         status, out, err = kfuse(capsys, monkeypatch, *words)
         assert (status, out) == (2, "")
         assert err.startswith("kfuse: error: ") and said in err and err.count("\n") == 1
-    with pytest.raises(ConfigError, match=r"job a: name: must be another one than that of the jobs before$"):
-        read(write(tmp_path, json.dumps([JOB, JOB | {"name": "b"}, JOB])))
 
 
 def test_the_table_by_hand(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
@@ -132,34 +127,6 @@ def test_the_table_by_hand(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -
     lines = [line.split() for line in out.splitlines()]
     assert ["short", "1", "30", "1.6", "1.6", "to", "1.6", "1.6", "1.6", "h"] in lines
     assert ["long", "waits", "for", "1", "30", "3.2", "3.2", "to", "3.2", "3.2", "4.8", "h"] in lines
-
-
-def test_a_name_is_printed_as_written(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
-    name = ":smile: [/red] [bold]x"
-    status, out, err = kfuse(capsys, monkeypatch, write(tmp_path, json.dumps([JOB | {"name": name}])), "workers=2")
-    assert (status, err) == (0, "")
-    assert f" {name} " in out.splitlines()[1] and f"{name}: the noise scale is unknown" in out
-
-
-def test_figures_that_no_model_fits_are_planned_or_refused(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
-    """A huge speedup, a slow first worker, a slow one."""
-    for throughput in ({1: 1, 2: 1e15}, {1: 0.064, 2: 640, 3: 64}, {1: 1e-9, 2: 3, 3: 1, 4: 2}):
-        text = "- " + str(POINTS | {"throughput": throughput}).replace("'", "")
-        status, _, err = kfuse(capsys, monkeypatch, write(tmp_path, text), "workers=4")
-        assert (status, err.count("\n")) in ((0, 0), (2, 1))
-
-
-def test_workers_that_were_not_measured_are_refused_as_given(
-    tmp_path: Path, capsys: Capsys, monkeypatch: Patch
-) -> None:
-    for workers, told in (
-        ([4, 16], "workers=[4, 16]: must include some of those that were measured, [1, 3]"),
-        ([2, 2], "workers=[2, 2]: none of them fits workers=8, batch=[32, 32] and 1 samples each, and was measured: "),
-    ):
-        given = POINTS | {"throughput": {1: 100, 3: 200}, "workers": workers}
-        path = write(tmp_path, "- " + str(given).replace("'", ""))
-        assert kfuse(capsys, monkeypatch, path, "workers=8")[0] == 2
-        assert kfuse(capsys, monkeypatch, path, "workers=8")[2].startswith(f"kfuse: error: {path}: job a: {told}")
 
 
 def test_a_file_is_read_as_written(tmp_path: Path) -> None:
@@ -245,20 +212,11 @@ def test_a_run_that_tells_too_little(tmp_path: Path) -> None:
     (job,), notes = read(write(tmp_path, f"- {{run: {run}, samples_left: 1000}}"))
     assert [(option.workers, option.batch) for option in job.options(range(1, 9))] == [(1, 32)]
     assert len(notes) == 2 and "noise scale is unknown" in notes[1]
-    # 320 samples are 40 % of the run, whatever its steps count: with lr.scaling=adascale they are no optimizer steps.
-    run = run_directory(tmp_path / "part", [(1, 32)], signals={"done": 0.4})
-    assert read(write(tmp_path, f"- run: {run}"))[0][0].samples_left == pytest.approx(480)
     # The last line has no signals: they are those of the line before.
     run = run_directory(tmp_path / "same", [(1, 32)], signals={})
     assert read(write(tmp_path, f"- run: {run}"))[0][0].samples_left == pytest.approx(320 * (9600 - 288) / 288)
     run = run_directory(tmp_path / "done", [(1, 96)] * 10)
     with pytest.raises(ConfigError, match=r"samples_left=0\.0.*until its end"):
-        read(write(tmp_path, f"- run: {run}"))
-    (run / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="must be a run directory of `kfuse`"):
-        read(write(tmp_path, f"- run: {run}"))
-    (run / ".hydra" / "config.yaml").write_text("model: 3")
-    with pytest.raises(ConfigError, match="must be a run directory of `kfuse`"):
         read(write(tmp_path, f"- run: {run}"))
 
 

@@ -1,23 +1,16 @@
-"""`kfuse cbs run=RUN_DIR`: the critical batch size over a run, measured by branches from its checkpoints.
-
-docs/critical_batch.md has the method. Branches that are finished are kept in RUN_DIR/cbs: a measurement that was
-stopped or killed goes on where it was.
-"""
+"""`kfuse cbs run=RUN_DIR`: the critical batch size over a run, measured by branches from its checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from omegaconf import OmegaConf
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from kfuse.observe.display import figure
@@ -25,19 +18,9 @@ from kfuse.observe.whole_file import write_whole
 from kfuse.settings.instantiate import describe, fits, one_line
 from kfuse.settings.tree import ConfigError, did_you_mean, show
 from kfuse.tools.cbs.branches import BranchError, Run, Start
-from kfuse.tools.cbs.estimate import (
-    FACTORS,
-    REPETITIONS,
-    TOLERANCE,
-    WINDOW,
-    CriticalBatch,
-    Plan,
-    Trace,
-    calibration,
-    measure,
-)
+from kfuse.tools.cbs.estimate import CriticalBatch, Plan, Trace, calibration, measure
 
-USAGE = f"""\
+USAGE = """\
 kfuse cbs run=RUN_DIR [key=value ...]
 
 Measures the critical batch size B*: from checkpoints of a run of kfuse, branches train on at k times the batch size
@@ -47,11 +30,11 @@ Run it where the run was started. Stopped or killed, it goes on where it was.
 
   run=DIR                     the run's directory; it needs checkpoints: checkpoint.every_steps=N checkpoint.keep=M
   steps=null                  checkpoints to measure at, by step: [200,400]; null: all that are there
-  factors=[{",".join(f"{k:g}" for k in FACTORS)}]     values of k, ascending; the first is the reference
-  repetitions={REPETITIONS}               of each branch, with other data orders (2 to 31)
+  factors=[1,2,4,8,16,32]     values of k, ascending; the first is the reference
+  repetitions=5               of each branch, with other data orders (2 to 31)
   samples=null                samples of each branch; null: 16 steps of the largest batch
-  tolerance={TOLERANCE}              how far a loss may be above the reference's, as a part of it
-  window={WINDOW}                 part of a branch, at its end, whose mean loss counts
+  tolerance=0.01              how far a loss may be above the reference's, as a part of it
+  window=0.25                 part of a branch, at its end, whose mean loss counts
   lr_scaling=null             f(k): sqrt, linear or none; null: linear for SGD, else sqrt
   workers=null                worker processes of a branch; null: workers.count of the run
 
@@ -73,22 +56,19 @@ def main(words: Sequence[str]) -> int:
     run = Run(Path(given["run"]).expanduser(), given.get("lr_scaling"), given.get("workers"))
     console = Console(highlight=False)
     plans = _plans(run, given, console)
-    with _alone(run.path / "cbs"):
-        try:
-            points = [_measure(run, step, plan, console) for step, plan in plans.items()]
-        except KeyboardInterrupt:
-            console.print("kfuse cbs: stopped; finished branches are kept, and the same command goes on from there")
-            raise
-        except BranchError as error:
-            console.print(f"kfuse cbs: {error}", markup=False, soft_wrap=True)
-            return 1
-        c = calibration([found for _, found in points])
-        checkpoints = [
-            {"step": step, "lr": lr} | each.as_dict() for step, (lr, each) in zip(plans, points, strict=True)
-        ]
-        result = {"run": str(run.path), "lr_scaling": run.lr_scaling, "c": c, "checkpoints": checkpoints}
-        text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-        write_whole(run.path / "cbs" / "cbs.json", lambda to: to.write_text(text))
+    try:
+        points = [_measure(run, step, plan, console) for step, plan in plans.items()]
+    except KeyboardInterrupt:
+        console.print("kfuse cbs: stopped; finished branches are kept, and the same command goes on from there")
+        raise
+    except BranchError as error:
+        console.print(f"kfuse cbs: {error}", markup=False, soft_wrap=True)
+        return 1
+    c = calibration([found for _, found in points])
+    checkpoints = [{"step": step, "lr": lr} | each.as_dict() for step, (lr, each) in zip(plans, points, strict=True)]
+    result = {"run": str(run.path), "lr_scaling": run.lr_scaling, "c": c, "checkpoints": checkpoints}
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    write_whole(run.path / "cbs" / "cbs.json", lambda to: to.write_text(text))
     table = _table("step", "noise scale", "B*", "95 % interval", "c")
     for step, (_, found) in zip(plans, points, strict=True):
         noise = "unknown" if found.noise_scale is None else figure(found.noise_scale[0])
@@ -116,17 +96,13 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
         values[name] = text if name == "run" else read[name]  # a path may look like a number
         if not fits(values[name], hints[name]):
             raise ConfigError(f"{word}: must be {describe(hints[name])}")
-        if name == "workers" and values[name] is not None and values[name] < 1:
-            raise ConfigError(f"{word}: must be at least 1")
-    if values.get("steps") == []:
-        raise ConfigError("steps=[]: must have one checkpoint's step at least, or be null, for all")
     if not values.get("run"):
         raise ConfigError("run=: must be the directory of a run of `kfuse`")
     return values
 
 
 def _plans(run: Run, given: dict[str, Any], console: Console) -> dict[int, Plan]:
-    """The plan of each checkpoint to measure at, by step. Raises ConfigError before anything is trained."""
+    """Returns the plan of each checkpoint to measure at, by step. Raises ConfigError before anything is trained."""
     steps = sorted(set(given.get("steps") or run.checkpoints))
     if missing := [step for step in steps if step not in run.checkpoints]:
         raise ConfigError(f"steps={show(missing)}: no such checkpoint; there are {show([*run.checkpoints])}")
@@ -145,35 +121,17 @@ def _plans(run: Run, given: dict[str, Any], console: Console) -> dict[int, Plan]
     return found
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Context: nobody else measures in this directory. Raises ConfigError where somebody does."""
-    try:
-        folder.mkdir(exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{folder}: another `kfuse cbs` is measuring there") from None
-        yield
-
-
 def _measure(run: Run, step: int, plan: Plan, console: Console) -> tuple[float, CriticalBatch]:
     """Trains the branches from one checkpoint, and prints what they show. Returns that and the learning rate."""
     start = Start(run, step)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"step {step}", total=len(plan.factors) * plan.repetitions)
+    with console.status("") as status:
 
         def branch(k: float, repetition: int) -> Trace:
-            what = f"step {step}: batch {plan.batch(k)}, repetition {repetition + 1} of {plan.repetitions}"
-            progress.update(task, description=what)
+            status.update(f"step {step}: batch {plan.batch(k)}, repetition {repetition + 1} of {plan.repetitions}")
             return start.train(plan, k, repetition)
 
         try:
-            found = measure(branch, plan, lambda k, repetition: progress.advance(task))
+            found = measure(branch, plan)
         except ValueError as error:
             raise BranchError(f"step {step}: {error}") from error
     print_point(step, start.lr, found, console)
@@ -209,7 +167,7 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
 
 
 def _texts(found: CriticalBatch) -> tuple[str, str]:
-    """B* and its interval."""
+    """Returns B* and its interval."""
     critical = f"above {figure(found.low)}" if found.critical is None else figure(found.critical)
     return critical, f"{figure(found.low)} to {'unknown' if found.high is None else figure(found.high)}"
 

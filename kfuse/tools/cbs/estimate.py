@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kfuse.settings.instantiate import describe, fits
 from kfuse.settings.tree import ConfigError
 from kfuse.statistics.noise_scale import fieller
 from kfuse.statistics.student import MOST_VALUES, t_of_mean
@@ -29,15 +28,7 @@ Branch = Callable[[float, int], Trace]
 """branch(k, repetition): trains a branch. Repetitions count from 0."""
 
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-REPETITIONS = 5
-TOLERANCE = 0.01
-WINDOW = 0.25
-STEPS = 16
-"""Steps of the branch with the largest batch, where the number of samples is not given."""
-
 _POINTS = 256  # of a curve, between two measured k
-_MOST_SAMPLES = 2**53
-"""Most samples of a branch: float64 holds every whole number up to it."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +42,15 @@ class Plan:
     """B: the batch size of k = 1, in samples."""
     factors: Sequence[float] = FACTORS
     """The values of k, ascending. The first is the reference, which all others are compared with."""
-    repetitions: int = REPETITIONS
+    repetitions: int = 5
     """Repetitions of each branch, each with a data order of its own; 2 to 31."""
     samples: int | None = None
     """Samples that each branch is to train on; None: 16 steps of the largest batch."""
     branch_samples: int = field(init=False)
     """Samples that each branch trains on."""
-    tolerance: float = TOLERANCE
+    tolerance: float = 0.01
     """Part of the reference's smoothed loss by which that of a branch may be above it."""
-    window: float = WINDOW
+    window: float = 0.25
     """The part of the samples, at the end of a branch, whose mean loss is its smoothed loss; above 0, at most 1."""
 
     def __post_init__(self) -> None:
@@ -67,12 +58,8 @@ class Plan:
             if not right:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be {allowed}")
 
-        for name, hint in (("factors", Sequence[float]), ("tolerance", float), ("window", float)):
-            must(fits(getattr(self, name), hint), name, describe(hint))
-        most = _MOST_SAMPLES / self.batch_size
         ascend = len(self.factors) > 1 and all(a < b for a, b in pairwise((0, *self.factors, math.inf)))
         must(ascend, "factors", "at least two finite numbers above 0 that ascend")
-        must(self.factors[-1] <= most, "factors", f"at most {most:.17g}")
         whole = all(float(k * self.batch_size).is_integer() for k in self.factors)
         must(whole, "factors", f"whole where multiplied by the batch size {self.batch_size}")
         must(2 <= self.repetitions <= MOST_VALUES, "repetitions", f"2 to {MOST_VALUES}")
@@ -80,20 +67,17 @@ class Plan:
         must(0 < self.window <= 1, "window", "above 0, at most 1")
         object.__setattr__(self, "factors", tuple(map(float, self.factors)))
         largest = self.batch(self.factors[-1])
-        object.__setattr__(self, "branch_samples", STEPS * largest if self.samples is None else self.samples)
-        least = np.ceil(largest / self.window)
-        if not least <= self.branch_samples <= _MOST_SAMPLES:
-            raise ConfigError(
-                f"samples={self.branch_samples}: must be at least {least:.0f}, at most {_MOST_SAMPLES}: the last "
-                f"{self.window:g} of them must be a step of the largest batch, {largest}"
-            )
+        object.__setattr__(self, "branch_samples", 16 * largest if self.samples is None else self.samples)
+        if self.branch_samples < (least := math.ceil(largest / self.window)):
+            why = f"the last {self.window:g} of them must be a step of the largest batch, {largest}"
+            raise ConfigError(f"samples={self.branch_samples}: must be at least {least}: {why}")
 
     def batch(self, k: float) -> int:
-        """The batch size of branch k, in samples."""
+        """Returns the batch size of branch k, in samples."""
         return round(k * self.batch_size)
 
     def steps(self, k: float, cursor: int = 0, length: int | None = None) -> int:
-        """Steps after which branch k has trained on all of its samples.
+        """Returns the steps after which branch k has trained on all of its samples.
 
         An epoch's last step is shorter. cursor: samples of the epoch that were used before. length: samples of an
         epoch; None: a stream. Raises ConfigError where the batch is larger than an epoch.
@@ -109,9 +93,7 @@ class Plan:
 
 
 def smoothed(trace: Trace, total: float, window: float) -> float:
-    """The mean loss over the last `window` of the first `total` samples of a branch: each step counts by its samples
-    there. NaN where a loss there is unknown or not finite.
-    """
+    """Returns the mean loss over the last `window` of the first `total` samples; NaN where one there is not known."""
     ends, losses = np.array(trace, dtype=np.float64).T[:2]
     starts = np.concatenate([[0.0], ends[:-1]])
     first = total * (1 - window)
@@ -149,8 +131,7 @@ class CriticalBatch:
     def excess(self) -> list[tuple[float, float, float]]:
         """Returns by k how far the smoothed loss is above the reference's, as a part of it, with its 95 % interval.
 
-        (mean, low, high); NaN where a branch diverged, and all of them where the reference's loss is 0. Compare it with
-        the tolerance.
+        (mean, low, high); NaN where a branch diverged, and all of them where the reference's loss is 0.
         """
         losses = np.array(self.losses)
         scale = float(np.abs(losses[0]).mean()) or math.nan
@@ -158,45 +139,35 @@ class CriticalBatch:
         return [(mean, low, high) for mean, low, high in bounds]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; what is not finite is None."""
-        known = [[value if math.isfinite(value) else None for value in row] for row in self.losses]
+        """Returns plain values for JSON; what is not finite is None."""
         found = {name: getattr(self, name) for name in ("critical", "low", "high", "noise_scale", "ratio")}
-        rows = [[value if math.isfinite(value) else None for value in row] for row in self.excess()]
-        return asdict(self.plan) | found | {"measured": list(self.factors), "losses": known, "excess": rows}
+        for name, rows in (("losses", self.losses), ("excess", self.excess())):
+            found[name] = [[value if math.isfinite(value) else None for value in row] for row in rows]
+        return asdict(self.plan) | found | {"measured": list(self.factors)}
 
 
-def measure(branch: Branch, plan: Plan, after_branch: Callable[[float, int], None] | None = None) -> CriticalBatch:
+def measure(branch: Branch, plan: Plan) -> CriticalBatch:
     """Trains the branches, from the smallest k to the largest, and estimates the critical batch size.
 
     It ends with the first k whose loss is significantly above the tolerance (one-sided test at 2.5 %): larger ones
-    would not change the result. after_branch(k, repetition): called after each one. Raises ValueError where a branch of
-    the reference diverges.
+    would not change the result. Raises ValueError where a branch of the reference diverges.
     """
-    losses: list[list[float]] = []
-    reference: list[Trace] = []
+    losses, traces = list[list[float]](), list[list[Trace]]()
     for k in plan.factors:
-        row = []
-        for repetition in range(plan.repetitions):
-            trace = branch(k, repetition)
-            row.append(smoothed(trace, plan.branch_samples, plan.window))
-            if not losses:
-                reference.append(trace)
-            if after_branch is not None:
-                after_branch(k, repetition)
-        losses.append(row)
+        traces.append([branch(k, repetition) for repetition in range(plan.repetitions)])
+        losses.append([smoothed(trace, plan.branch_samples, plan.window) for trace in traces[-1]])
         if not np.isfinite(losses[0]).all():
             raise ValueError(f"the branch of the smallest batch, {plan.batch(k)}, diverges: nothing to compare with")
-        if not np.isfinite(row).all() or _bounds(_over(losses, plan.tolerance)[-1:])[1][0] > 0:
+        if not np.isfinite(losses[-1]).all() or _bounds(_over(losses, plan.tolerance)[-1:])[1][0] > 0:
             break
-    return replace(estimate(losses, plan), noise_scale=noise_scale(reference))
+    return replace(estimate(losses, plan), noise_scale=noise_scale(traces[0]))
 
 
 def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
-    """mean S / mean G2 over repeated branches, and its 95 % interval by Fieller's theorem; None where that is not
-    bounded, or the statistics are unknown (one micro-batch a step).
+    """Returns mean S / mean G2 over repeated branches, and its 95 % interval by Fieller's theorem.
 
-    The interval is the set of r that a t-test over the branches does not reject: the mean of S - r G2 is 0. Steps in
-    which S and G2 are unknown, such as an epoch's last one where it is a single micro-batch, are left out.
+    The interval is the set of r for which a t-test over the branches does not reject that the mean of S - r G2 is 0.
+    None where it is not bounded, or S and G2 are unknown in all steps (one micro-batch each).
     """
     moments = [np.array(trace, dtype=np.float64)[:, 2:] for trace in traces]
     moments = [each[np.isfinite(each).all(axis=1)] for each in moments]
@@ -211,7 +182,7 @@ def noise_scale(traces: Sequence[Trace]) -> tuple[float, float, float] | None:
 
 
 def estimate(losses: Sequence[Sequence[float]], plan: Plan) -> CriticalBatch:
-    """The critical batch size from smoothed losses [k][repetition] of the first values of plan.factors.
+    """Returns the critical batch size from smoothed losses [k][repetition] of the first values of plan.factors.
 
     With d_s(k) = L_s(k) - L_s(reference) - tolerance |L_s(reference)| of repetition s, and linear in k between measured
     values:
@@ -245,29 +216,26 @@ def estimate(losses: Sequence[Sequence[float]], plan: Plan) -> CriticalBatch:
 
 
 def calibration(found: Sequence[CriticalBatch]) -> float | None:
-    """c over several checkpoints of a run: the geometric mean of B* / noise scale where it is known; None without any.
-
-    Logarithms are averaged, since a ratio is known up to a factor.
-    """
+    """Returns c of a run: the geometric mean of its checkpoints' B* / noise scale; None where none is known."""
     known = [each.ratio for each in found if each.ratio is not None]
     return math.exp(sum(map(math.log, known)) / len(known)) if known else None
 
 
 def _over(losses: Sequence[Sequence[float]], tolerance: float) -> Floats:
-    """d [k, repetition]: above 0 where the loss is beyond the tolerance."""
+    """Returns d [k, repetition]: above 0 where the loss is beyond the tolerance."""
     values = np.array(losses, dtype=np.float64)
     return np.asarray(values - values[0] - tolerance * np.abs(values[0]))
 
 
 def _bounds(values: Floats) -> tuple[Floats, Floats, Floats]:
-    """Each row's mean, and the ends of its 95 % interval."""
+    """Returns each row's mean, and the ends of its 95 % interval."""
     repetitions = values.shape[1]
     mean, half = values.mean(axis=1), t_of_mean(repetitions) * values.std(axis=1, ddof=1) / math.sqrt(repetitions)
     return mean, mean - half, mean + half
 
 
 def _first_above(grid: Floats, curve: Floats) -> float | None:
-    """Where the curve first rises above 0; None where it does not."""
+    """Returns where the curve first rises above 0; None where it does not."""
     above = np.flatnonzero(curve > 0)
     if not len(above):
         return None
@@ -275,6 +243,6 @@ def _first_above(grid: Floats, curve: Floats) -> float | None:
 
 
 def _crossing(grid: Floats, curve: Floats, i: int) -> float:
-    """Where the curve, at most 0 at point i and above 0 at the next, crosses 0."""
+    """Returns where the curve, at most 0 at point i and above 0 at the next, crosses 0."""
     part = -curve[i] / (curve[i + 1] - curve[i])
     return float(grid[i] + part * (grid[i + 1] - grid[i]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -13,22 +13,13 @@ from torch import nn
 from kfuse.checkpoint.snapshot import snapshot
 from kfuse.data import Stream
 from kfuse.data.dataset import Collate
-from kfuse.data.given import training_data
+from kfuse.data.given import TrainingData, training_data
 from kfuse.optim import DistributedOptimizer, refuse_wrapped
-from kfuse.policies.signals import BATCH_MAX, BasePolicy, Decision, Signals
+from kfuse.policies.signals import BasePolicy, Decision, Signals
 from kfuse.session import current
 from kfuse.settings.tree import ConfigError, TrainSettings, resolved
 from kfuse.statistics.step_stats import Statistics
-from kfuse.tools.cbs.estimate import (
-    FACTORS,
-    REPETITIONS,
-    TOLERANCE,
-    WINDOW,
-    CriticalBatch,
-    Plan,
-    Trace,
-    measure,
-)
+from kfuse.tools.cbs.estimate import FACTORS, CriticalBatch, Plan, Trace, measure
 from kfuse.train.context import TrainContext
 from kfuse.train.loss import LossFunction, Objective, StepFunction, WeightFunction
 from kfuse.train.precision import check_parameters
@@ -45,90 +36,76 @@ def critical_batch(
     opt: DistributedOptimizer,
     *,
     factors: Sequence[float] = FACTORS,
-    repetitions: int = REPETITIONS,
+    repetitions: int = 5,
     samples: int | None = None,
-    tolerance: float = TOLERANCE,
-    window: float = WINDOW,
+    tolerance: float = 0.01,
+    window: float = 0.25,
     loss_fn: LossFunction | None = None,
     step_fn: StepFunction | None = None,
     weight_fn: WeightFunction | None = None,
     collate_fn: Collate | None = None,
     worker_init_fn: Callable[[int], object] | None = None,
-    after_branch: Callable[[float, int], None] | None = None,
     **settings: Unpack[TrainSettings],
 ) -> CriticalBatch:
     """Measures the critical batch size where the model is now; model, optimizer and random state stay as they are.
 
-    Branches of the training are run one after the other, each from the present parameters and optimizer state: for each
-    k of `factors` and each of `repetitions` data orders, on `samples` samples in batches of k * batch_size, at the
-    present learning rate (group["lr"], which no schedule changes meanwhile) times f(k). docs/critical_batch.md has
-    the method (Merrill et al. 2025, arXiv 2505.23971), how the interval comes about, and what to do with the result.
+    Branches of the training start from the present state, one for each k of `factors` and each of `repetitions` data
+    orders, with batches of k * batch_size at the present learning rate (group["lr"]) times f(k): the method of
+    Merrill et al. 2025, in docs/critical_batch.md. Under torchrun every rank calls it, and gets the same result.
 
-    model, data, opt: as kf.fit's; data must have a length. All parameters are without gradients: call it between steps,
-        after opt.zero_grad(). Not inside of kf.fit or a kf.DataLoader's loop, and not under kfuse-run.
-    batch_size: samples of an optimizer step at k = 1, over all workers. batch_micro: samples of one forward and
-        backward, for all k. Default: a quarter of the smallest batch.
+    model, data, opt: as kf.fit's; data must have a length. Call it between steps, after opt.zero_grad().
     factors: the values of k, ascending. The first one is the reference.
     repetitions: of each branch, 2 to 31. Repetition r has the data order of the seed `seed` + r, r from 0.
     samples: of each branch. Default: 16 steps of the largest batch.
     tolerance: how far a smoothed loss may be above the reference's, as a part of the latter.
     window: the part of a branch's samples, at its end, whose mean loss is its smoothed loss.
-    lr_scaling: f: sqrt (for Adam-like optimizers), linear (for SGD) or none.
-    after_branch: called as after_branch(k, repetition) after each branch, with the repetition from 0.
-    The other arguments and settings are as kf.fit's; of these it takes those that a branch has.
+    settings: as kf.fit's. lr_scaling is f: sqrt, linear or none. batch_micro: a quarter of the smallest batch.
 
     All values are restored bit for bit, parameters in place; the optimizer's param_groups and state tensors are new
-    objects, as after opt.load_state_dict. A torch scheduler is not stepped.
-
-    Under torchrun every rank calls it, and gets the same result. The time is that of training on at most
-    samples * repetitions * len(factors) samples. Parameters and optimizer state are copied to the host's memory
-    meanwhile.
+    objects, as after opt.load_state_dict.
 
     Raises TypeError, ValueError as kf.fit does, ValueError also where the branches of the smallest batch diverge, and
     RuntimeError under kfuse-run.
     """
     if current().elastic:
-        raise RuntimeError(
-            "kf.critical_batch: must run in one process or under torchrun; under kfuse-run workers may change"
-        )
-    if not isinstance(opt, DistributedOptimizer):
-        raise TypeError(f"kf.critical_batch takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
-    for name in settings:
-        if name not in _TAKEN:
-            raise TypeError(f"kf.critical_batch takes no {name}=; of kf.fit's settings it takes {', '.join(_TAKEN)}")
+        raise RuntimeError("kf.critical_batch: under kfuse-run workers may change: use one process or torchrun")
+    if other := settings.keys() - {*_TAKEN}:
+        raise TypeError(f"kf.critical_batch takes {', '.join(_TAKEN)} of kf.fit's settings, not {', '.join(other)}")
     refuse_wrapped(model)
     given = training_data(data, collate_fn, worker_init_fn)
-    if isinstance(given.data, Stream):
-        raise ValueError("data: must have a length: a stream has one order only, and branches are repeated in others")
     values = resolved("kf.critical_batch", TrainSettings, {**given.of_loader, **settings})
-    if values["lr_scaling"] == "adascale":
-        raise ConfigError("lr_scaling=adascale: must be one of none, linear, sqrt")
     check_parameters(model, values["train_precision"])
     plan = Plan(values["batch_size"], factors, repetitions, samples, tolerance, window)
-    if plan.batch(plan.factors[-1]) > BATCH_MAX:
-        raise ValueError(f"factors={list(plan.factors)}: the largest batch must be at most {BATCH_MAX}")
+    of_branch, objective = _settings(plan, given, values), Objective(loss_fn, step_fn, weight_fn)
+    with _kept(model, opt) as restore:
+
+        def branch(k: float, repetition: int) -> Trace:
+            restore()
+            recording, own = _Recording(plan.batch(k)), of_branch(k, repetition)
+            Trainer(TrainContext(model, given.data, opt, own, policy=recording, objective=objective)).run()
+            return recording.trace
+
+        return measure(branch, plan)
+
+
+def _settings(plan: Plan, given: TrainingData, values: Mapping[str, Any]) -> Callable[[float, int], Settings]:
+    """Returns what makes the settings of branch k and repetition. Raises ConfigError where there can be none."""
+    if isinstance(given.data, Stream):
+        raise ConfigError("data: must have a length: a stream has one order only, and branches are repeated in others")
+    if values["lr_scaling"] == "adascale":
+        raise ConfigError("lr_scaling=adascale: must be one of none, linear, sqrt")
     steps = {k: plan.steps(k, length=len(given.data)) for k in plan.factors}
     smallest = plan.batch(plan.factors[0])
     micro = values["batch_micro"] or max(1, smallest // 4)
     if micro > smallest:
         raise ConfigError(f"batch_micro={micro}: must be at most {smallest}, the smallest batch")
-    objective = Objective(loss_fn, step_fn, weight_fn)
 
-    def branch(k: float, repetition: int) -> Trace:
-        own = {
-            "batch_micro": micro,
-            "batch_max": max(plan.batch_size, plan.batch(k)),
-            "train_steps": steps[k],
-            "seed": values["seed"] + repetition,
-        }
-        resolved_settings = Settings.of(values | own, worker_init_fn=given.worker_init_fn)
-        recording = _Recording(plan.batch(k))
-        restore()
-        Trainer(TrainContext(model, given.data, opt, resolved_settings, policy=recording, objective=objective)).run()
-        return recording.trace
+    def of_branch(k: float, repetition: int) -> Settings:
+        own = {"batch_micro": micro, "batch_max": max(plan.batch_size, plan.batch(k)), "train_steps": steps[k]}
+        own["seed"] = values["seed"] + repetition
+        return Settings.of({**values, **own}, worker_init_fn=given.worker_init_fn)
 
-    with _kept(model, opt) as restore:
-        return measure(branch, plan, after_branch)
+    return of_branch
 
 
 class _Recording(BasePolicy):
@@ -150,12 +127,14 @@ class _Recording(BasePolicy):
 
 @contextlib.contextmanager
 def _kept(model: nn.Module, opt: DistributedOptimizer) -> Iterator[Callable[[], None]]:
-    """Context of the branches: on exit, also by an error, model and optimizer are as they were.
+    """Context manager of the branches: on exit, also by an error, model and optimizer are as they were.
 
-    The context's value puts them back before a branch. What the branches record and count is not the optimizer's: they
-    have statistics of their own. (Each training restores random state.) For a group whose workers stay the same.
-    Raises ValueError where parameters have gradients: a training begins by dropping them.
+    Its value puts them back before a branch. The branches have statistics of their own. (Each training restores random
+    state.) Raises TypeError for another optimizer than kfuse's, and ValueError where parameters have gradients: a
+    training begins by dropping them.
     """
+    if not isinstance(opt, DistributedOptimizer):
+        raise TypeError(f"kf.critical_batch takes a kfuse optimizer (kf.Optimizer wraps any), not {type(opt).__name__}")
     params = [*model.parameters(), *(p for group in opt.param_groups for p in group["params"])]
     if any(p.grad is not None for p in params):
         raise ValueError("parameters have gradients: call kf.critical_batch between steps, after opt.zero_grad()")

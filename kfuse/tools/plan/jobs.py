@@ -13,8 +13,6 @@ from kfuse.policies.goodput import efficiency
 LEAST_GAIN = 0.1
 """What a worker must bring, over what each of the job's first ones brings, else it is released: Or et al. (MLSys 2020)
 keep a worker that gains a tenth of linear scaling. 0: all that help are used. Below 1."""
-_MOST_EFFICIENT = 1e6
-"""Largest efficiency of a worker over the job's first ones. More is a mistake; larger sums overflow int64."""
 
 # -- what a job can have ----------------------------------------------------------------------------------------------
 
@@ -41,7 +39,10 @@ class LinearStepTime:
 
 
 def fit(measured: Mapping[tuple[int, int], float], micro: int) -> LinearStepTime | None:
-    """Least squares of relative errors of seconds by (workers, batch), constants not below 0; None if it stays open."""
+    """Fits seconds by (workers, batch) by the least squares of relative errors, constants not below 0.
+
+    None where they leave a constant open.
+    """
     rows = np.array([[1, share(n, batch, micro), n - 1] for n, batch in measured], dtype=float)
     if len(rows) < 3 or np.linalg.matrix_rank(rows / np.abs(rows).max(axis=0).clip(1e-300)) < 3:
         return None
@@ -95,7 +96,7 @@ class Job:
     spread: tuple[float, float]
 
     def options(self, counts: Iterable[int]) -> list[Option]:
-        """The best batch size for each of these numbers of workers, ascending, that the job can have."""
+        """Returns the best batch size for each of these numbers of workers, ascending, that the job can have."""
         found: list[Option] = []
         for n in sorted(n for n in counts if self.workers[0] <= n <= self.workers[1]):
             each = (self._option(n, batch) for batch in sorted(self._batches(n)))
@@ -105,7 +106,7 @@ class Job:
         return found
 
     def _batches(self, workers: int) -> list[int]:
-        """Batch sizes one of which has the largest goodput; none where nothing is known of this many workers."""
+        """Returns sizes one of which has the largest goodput; none where nothing is known of this many workers."""
         least, most = max(self.batch[0], workers * self.micro), self.batch[1]
         if self.step_time is None:
             batches = [b for n, b in self.measured if n == workers and (self.noise_scale or b == self.base_batch)]
@@ -159,7 +160,7 @@ def plan(
         first, values = options[j][0].goodput / options[j][0].workers, []
         for option, pause in zip(options[j], pause_s[j] if pause_s else [0.0] * len(options[j]), strict=True):
             lost = pause / (samples_left[j] / option.goodput + pause) if pause else 0.0
-            efficiency = min(option.goodput / option.workers / first * (1 - lost), _MOST_EFFICIENT)
+            efficiency = option.goodput / option.workers / first * (1 - lost)
             values.append((option.workers, round(1e6 * option.workers * (efficiency - least_gain))))
         choices.append(values)
     taken = dict(zip(order, allocate(choices, workers), strict=True))
