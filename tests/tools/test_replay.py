@@ -69,7 +69,7 @@ def course(noise: Sequence[float | None], batch_size: int = 32, epoch: int | Non
         )
         for step, n in enumerate(noise)
     ]
-    return Recorded(signals, [0.5] * len(signals))
+    return Recorded(signals)
 
 
 def linear(batch_size: int, *means: float | None) -> float:
@@ -130,7 +130,7 @@ def test_its_signals_follow_its_own_settings() -> None:
         for each in recorded.signals
     ]
     watching = Watching(9, Decision(batch_size=128, workers=2, lr_scale=0.5))
-    source = SimulatedSteps(Recorded(signals, recorded.seconds), linear, BOUNDS)
+    source = SimulatedSteps(Recorded(signals), linear, BOUNDS)
     result = run(watching, source, DecidedSettings(32, 1), BOUNDS)
     before, after = watching.seen[12], watching.seen[13]
     assert before == signals[12]  # with the run's own settings: exactly as recorded
@@ -144,7 +144,6 @@ def test_its_signals_follow_its_own_settings() -> None:
     change = result.changes[0]
     assert (change.step, change.samples, change.before) == (9 + DECISION_LAG - 1, 13 * 32, DecidedSettings(32, 1))
     assert change.after == DecidedSettings(128, 2, 0.5)
-    assert result.seconds is None, "no step of 128 samples on 2 workers was measured"
     epochs = [each.epoch for each in watching.seen]
     assert epochs == [max(0, each.samples - 1) // 640 for each in watching.seen]
     ends = {each.samples for each in watching.seen if each.samples % 640 == 0}
@@ -156,7 +155,7 @@ def test_a_changes_means_are_those_that_had_been_read_as_it_was_applied() -> Non
     signals = [
         replace(each, mean_grad_sq=float(each.step), mean_grad_variance=1.0) for each in course([9.0] * 20).signals
     ]
-    recorded, asking = Recorded(signals, [0.5] * 20), Watching(9, Decision(batch_size=64))
+    recorded, asking = Recorded(signals), Watching(9, Decision(batch_size=64))
     (change,) = run(asking, RecordedSteps(recorded), DecidedSettings(32, 1), BOUNDS).changes
     assert change.means == (11.0, 1.0)
 
@@ -179,7 +178,7 @@ def test_the_noise_scale_where_it_is_unknown() -> None:
     assert recorded.noise_scales() == [50.0, 50.0, 50.0, 60.0, 60.0]
     low = [replace(recorded.signals[2], noise_scale_low=value) for value in (40.0, 90.0)]
     signals = [*recorded.signals[:2], *low, recorded.signals[4]]
-    assert Recorded(signals, [None] * 5).noise_scales() == [50.0, 50.0, 50.0, 90.0, 50.0]
+    assert Recorded(signals).noise_scales() == [50.0, 50.0, 50.0, 90.0, 50.0]
 
 
 def test_a_replay_that_takes_too_long_is_cut_off() -> None:
@@ -197,7 +196,7 @@ def test_decisions_are_clipped_to_the_bounds_of_their_step_and_said_once() -> No
     signals = [replace(each, bounds=later if each.step >= 20 else BOUNDS) for each in course([100.0] * 40).signals]
     asking = Watching()
     asking.decide = lambda signals: Decision(batch_size=999) if signals.step in (5, 25) else None  # type: ignore[method-assign]
-    replayed = run(asking, RecordedSteps(Recorded(signals, [0.5] * 40)), DecidedSettings(32, 1), BOUNDS)
+    replayed = run(asking, RecordedSteps(Recorded(signals)), DecidedSettings(32, 1), BOUNDS)
     assert [(each.step, each.after.batch_size) for each in replayed.changes] == [(8, 999), (28, 64)]
 
 
@@ -292,7 +291,7 @@ def test_the_table_and_the_summary(recorded: Path, monkeypatch: Patch, capsys: C
     assert row[:2] == ["7", "64"], "in force from step 8 on, as asked for"
     assert "1 -> 0.5" in out
     row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["recorded", "48"])
-    assert row[:5] == ["recorded", "48", "1.00", "384", "1.00"] and row[6:] == ["s", "1.00"] and float(row[5]) >= 0
+    assert row == ["recorded", "48", "1.00", "384", "1.00"]
 
 
 BAD = [
@@ -302,7 +301,6 @@ BAD = [
     (("RUN", "policy=none", "batch.size=8"), "batch.size=8: must be one of policy, policy.NAME, batch.min"),
     (("RUN", "policy=gns", "policy.every=0"), "policy.every=0: must be a whole number, at least 1"),
     (("RUN", "policy=none", "batch.max=x"), "batch.max=x: must be a whole number"),
-    (("RUN", "policy=none", "batch.max=4"), "must include the 8 that the run began with"),
     (("RUN", "policy=none", "workers.min=9", "workers.max=8"), "workers.min=9, workers.max=8: must be 1 <= min <= max"),
     (
         ("RUN", "policy=gns", "policy.factor=1,2"),

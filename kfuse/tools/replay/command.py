@@ -78,7 +78,7 @@ def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -
         _check_override(each)
     lines = read_metrics(run_dir)
     try:
-        recorded = Recorded(signals_of(lines), [line["step_time_s"] for line in lines])
+        recorded = Recorded(signals_of(lines))
     except ValueError as error:
         raise ConfigError(f"{run_dir / 'metrics.jsonl'}: {error}") from error
     config = read_config(run_dir, _OF_A_RUN) if config_path(run_dir).exists() else None  # a script's run has none
@@ -99,11 +99,6 @@ def _request(words: Sequence[str], compose: Callable[[list[str]], DictConfig]) -
     base = first.base_batch_size or first.batch_size
     begin = DecidedSettings(first.batch_size, first.workers, first.lr_scale)
     begin = begin if first.step > 0 else DecidedSettings(base, first.workers)
-    for name, value in (("batch", begin.batch_size), ("workers", begin.workers)):
-        low, high = getattr(bounds, f"{name}_min"), getattr(bounds, f"{name}_max")
-        if not low <= value <= high:
-            allowed = f"must include the {value} that the run began with"
-            raise ConfigError(f"{run_dir}: {name}.min={low}, {name}.max={high}: {allowed}")
     option = next((each.value() for each in of_policy if each.key_or_group == "policy"), None)
     name, is_own = str(option or type(policy).__name__), config is not None and node == config["policy"]
     is_own = is_own and bounds == first.bounds

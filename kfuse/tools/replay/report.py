@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,7 @@ def say(console: Console, text: str) -> None:
 
 
 def print_report(console: Console, request: ReplayRequest, result: Replay, trade_off: TradeOff | None) -> None:
-    """Prints the decisions, and steps, samples and time of the recorded run and of the replay."""
+    """Prints the decisions, and steps and samples of the recorded run and of the replay."""
     kind = "the run's own policy, on the recorded steps" if request.is_own else "another policy, on steps of its own"
     say(console, f"{type(request.policy).__name__} on {request.run_dir}: {kind}")
     for note in request.notes:
@@ -76,8 +75,6 @@ def print_report(console: Console, request: ReplayRequest, result: Replay, trade
         )
     if result.cut_off:
         say(console, f"Cut off after {result.steps} steps: the recorded run's end would take many more.")
-    elif not request.is_own and result.seconds is None:
-        say(console, "Time: unknown, as the run did not have all these batch sizes and numbers of workers.")
 
 
 def _table(*columns: str) -> Table:
@@ -110,18 +107,11 @@ def _changes(changes: Sequence[Change], gain: Gain) -> Table:
 
 
 def _totals(request: ReplayRequest, result: Replay, trade_off: TradeOff | None) -> Table:
-    """Returns steps, samples and time of the recorded run, and of the replay where they are predicted."""
+    """Returns steps and samples of the recorded run, and of the replay where they are predicted."""
     steps, samples = request.recorded.totals()
-    known = [took for took in request.recorded.seconds if took is not None]
-    seconds = math.fsum(known) if len(known) == steps else None
-    rows: list[tuple[str, int, int, float | None]] = [("recorded", steps, samples, seconds)]
+    table = _table("", "steps", "vs recorded", "samples", "vs recorded")
+    table.add_row("recorded", str(steps), "1.00", str(samples), "1.00")
     if not (request.is_own or result.cut_off) and (trade_off is not None or result.steps == steps):
-        rows.append((f"{request.name}, predicted", result.steps, result.samples, result.seconds))
-    table = _table("", "steps", "vs recorded", "samples", "vs recorded", "time of steps", "vs recorded")
-    for name, *values in rows:
-        cells = [name]
-        for value, recorded, unit in zip(values, (steps, samples, seconds), ("", "", " s"), strict=True):
-            text = "" if value is None else f"{value:.1f}{unit}" if unit else str(value)
-            cells += [text, "" if value is None or not recorded else f"{value / recorded:.2f}"]
-        table.add_row(*cells)
+        ratios = f"{result.steps / steps:.2f}", f"{result.samples / samples:.2f}"
+        table.add_row(f"{request.name}, predicted", str(result.steps), ratios[0], str(result.samples), ratios[1])
     return table

@@ -52,8 +52,6 @@ class Replay:
     steps: int = 0
     samples: int = 0
     """Samples of these steps."""
-    seconds: float | None = 0.0
-    """Time of all steps; None where some have a batch size and worker count that the run did not have."""
     cut_off: bool = False
     """The recorded run's end was not reached: the replay would take too many steps."""
 
@@ -68,10 +66,9 @@ class Replay:
         self._newest: deque[Signals] = deque(maxlen=2)
         """The signals of the last two steps, the latest first."""
 
-    def take_in(self, seen: Signals, took: float | None) -> None:
+    def take_in(self, seen: Signals) -> None:
         """Adds the step that was made last. A recorded step's own settings are those in force now."""
         self._now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
-        self.seconds = None if took is None or self.seconds is None else self.seconds + took
         self._newest.appendleft(seen)
 
     def apply(self, start: int, decision: Decision, seen: Signals | None, samples: int) -> DecidedSettings:
@@ -115,7 +112,7 @@ def run(
             now = out.apply(*pending.popleft(), source.samples)
         if (seen := source.step(now)) is None:
             break
-        out.take_in(seen, source.seconds())
+        out.take_in(seen)
         now = DecidedSettings(seen.batch_size, seen.workers, seen.lr_scale)
         decision = checked_decision(policy.decide(seen), f"{name}.decide")
         if decision is not None:

@@ -16,8 +16,6 @@ Smin the sum of its steps' progress, and Emin the sum of their progress times N.
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate
@@ -92,8 +90,6 @@ class Recorded:
 
     signals: Sequence[Signals]
     """At least one."""
-    seconds: Sequence[float | None]
-    """The wall time of each step; None where it is unknown."""
 
     @property
     def is_whole(self) -> bool:
@@ -118,8 +114,8 @@ class Recorded:
     def noise_scales(self) -> list[float] | None:
         """Returns the noise scale to reckon with at each line; None where nothing was known of it.
 
-        Where it is unknown it is the last one that was known, or the interval's low end, where that is known to be
-        above it. Before the first line that knows one of them it is the one there.
+        Where it is unknown it is the last known one, or the interval's low end if that is above it; before the first
+        line that knows one of them it is the one there.
         """
         out, last = list[float](), -math.inf
         for each in self.signals:
@@ -184,10 +180,6 @@ class RecordedSteps:
         self.next_step, self.samples = following[0].step if following else seen.step + 1, seen.samples
         return seen
 
-    def seconds(self) -> float | None:
-        """Returns how long the step that was made last took; None where that is unknown."""
-        return self._recorded.seconds[self._line - 1]
-
 
 class SimulatedSteps:
     """Steps with other settings than the run's, up to the progress that the run made.
@@ -211,12 +203,6 @@ class SimulatedSteps:
         self._reached = [*accumulate(recorded.progress())]  # after each line
         self._line, self._done = 0, 0.0
         self._last_step = first.step + _MOST_STEPS * (last.step - first.step + 1)
-        times: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for each, took in zip(recorded.signals, recorded.seconds, strict=True):
-            if took is not None:
-                times[each.batch_size, each.workers].append(took)
-        self._times = {key: statistics.median(values) for key, values in times.items()}
-        self._made = (0, 0)  # batch size and workers of the last step
 
     @property
     def _is_over(self) -> bool:
@@ -241,12 +227,8 @@ class SimulatedSteps:
             at += 1
         self.samples += count
         seen = self._signals(self._recorded.signals[at], now, count, epoch)
-        self.next_step, self._made = self.next_step + 1, (now.batch_size, now.workers)
+        self.next_step += 1
         return seen
-
-    def seconds(self) -> float | None:
-        """Returns the median of the recorded steps with the last step's batch size and workers."""
-        return self._times.get(self._made)
 
     def _advance(self, count: int) -> None:
         """Adds the progress of a step of `count` samples. It may go over several lines, each with its noise scale."""
@@ -263,7 +245,7 @@ class SimulatedSteps:
             self._line += 1
 
     def _signals(self, there: Signals, now: DecidedSettings, count: int, epoch: int | None) -> Signals:
-        """The signals of a step with `now` and `count` samples, at the progress of the recorded step `there`."""
+        """Returns the signals of a step with `now` and `count` samples, at the progress of the recorded `there`."""
         micro_batches = -(-count // there.micro_batch)
         factor = self._gain(now.batch_size, there.mean_grad_sq, there.mean_grad_variance) * now.lr_scale
         recorded = self._gain(there.batch_size, there.mean_grad_sq, there.mean_grad_variance) * there.lr_scale
