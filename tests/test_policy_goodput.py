@@ -17,17 +17,6 @@ from kfuse.policies.step_time import StepTime, fit
 # -- the model, and its fit ------------------------------------------------------------------------------------------
 
 
-def test_seconds_of_a_step_by_hand() -> None:
-    for model, k, n, seconds in [
-        (StepTime(0.01, 0.02, 0.03, 0.005), 3, 1, 0.01 + 3 * 0.02),  # one worker has no messages
-        (StepTime(0.01, 0.02, 0.03, 0.005), 3, 2, 0.07 + 0.03),
-        (StepTime(0.01, 0.02, 0.03, 0.005), 3, 4, 0.07 + 0.04),
-        (StepTime(0.01, 0.02, 0.03, 0.005, 2.0), 1, 4, 0.05),  # 3, 4, 5
-        (StepTime(0.01, 0.02, 0.03, 0.005, 10.0), 1, 4, 0.04 * (1 + 0.75**10) ** 0.1),
-    ]:
-        assert model.seconds(k, n) == pytest.approx(seconds)
-
-
 FITTED = StepTime(0.121, 0.00568, 0.0236, 0.00634, 1.14)
 OVERLAPPED = StepTime(0.01, 0.002, 0.05, 0.01, 5.0)
 

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import kfuse as kf
 from kfuse.cli.app import main
 from kfuse.statistics.student import MOST_VALUES, t_of_mean
-from kfuse.tools.cbs.command import print_point
 from kfuse.tools.cbs.estimate import (
     CriticalBatch,
     Plan,
@@ -161,19 +159,10 @@ def test_a_branch_that_diverges_is_beyond_the_tolerance() -> None:
     found = estimate([[1.0, 1.0], [math.nan, math.nan]], PLAN)
     assert (found.critical, found.low, found.high) == (4, 4, 8)
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["losses"] == [[1.0, 1.0], [None, None]]
+    found = estimate([[0.0, 0.0], [0.0, 0.0], [0.25, 0.25]], PLAN)  # the reference has nothing to compare with
+    assert (found.critical, found.low, found.high) == (8, 8, 8) and found.as_dict()["excess"] == [[None] * 3] * 3
     with pytest.raises(ValueError, match="the smallest batch, 4, diverges"):
         measure(lambda k, repetition: trace_of(loss=math.nan), PLAN)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_reference_of_loss_0_has_no_relative_excess(capsys: pytest.CaptureFixture[str]) -> None:
-    found = estimate([[0.0, 0.0], [0.0, 0.0], [0.25, 0.25]], PLAN)
-    assert (found.critical, found.low, found.high) == (8, 8, 8)
-    assert all(math.isnan(value) for row in found.excess() for value in row)
-    assert found.as_dict()["excess"] == [[None] * 3] * 3
-    print_point(40, 0.1, found, Console(width=120, highlight=False))
-    out = capsys.readouterr().out
-    assert "0.25" in out and "diverged" not in out and "nan" not in out
 
 
 def test_it_ends_with_the_first_k_beyond_the_tolerance() -> None:
@@ -194,9 +183,6 @@ def test_students_quantiles_by_the_integral_of_its_density() -> None:
         density *= math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2))
         assert np.trapezoid(density, t) == pytest.approx(0.475, abs=3e-6)
     assert t_of_mean(2) == pytest.approx(math.tan(0.475 * math.pi), abs=6e-5)
-    for values in (1, MOST_VALUES + 1):
-        with pytest.raises(ValueError, match=f"values={values}: must be 2 to 31"):
-            t_of_mean(values)
 
 
 def test_a_smoothed_loss_counts_steps_by_their_samples_in_the_window() -> None:
