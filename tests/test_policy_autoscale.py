@@ -59,21 +59,6 @@ def test_the_median_of_a_window_of_known_times_counts() -> None:
     assert policy.rates == {"2": 128.0}
 
 
-def test_prices() -> None:
-    """What is left takes 1 / R hours of V + P n: V = 6, P = 1, R = 1, 1.8, 2.4, 2.8 give 7, 4.44, 3.75, 3.57.
-
-    With a fifth at 3 it is 11 / 3 = 3.67. P = 3: 9, 6.67, 6.25, 6.43.
-    """
-    rates = {1: 1.0, 2: 1.8, 3: 2.4, 4: 2.8, 5: 3.0}
-
-    def priced(value: float, price: float) -> AutoscalePolicy:
-        return AutoscalePolicy(**WINDOW, value_per_hour=value, price_per_worker_hour=price)
-
-    assert path(run(priced(6, 1), rates, 1)) == [1, 2, 3, 4, 5, 4]
-    assert path(run(priced(6, 3), rates, 1)) == [1, 2, 3, 4, 3]
-    assert path(run(priced(0.1, 3), rates, 3)) == [3, 4, 2, 1]
-
-
 def test_it_stops_asking_when_settled_and_measures_anew_after_a_change_or_a_loss() -> None:
     policy = AutoscalePolicy(**WINDOW)
     rates = {1: 1.0, 2: 1.5, 3: 1.55}

@@ -182,21 +182,6 @@ class Monitor:
             return self._reason(stats)
         return "too few steps so far, or the gradient cannot be told from its noise (docs/statistics.md, the interval)"
 
-    @property
-    def noise_scale(self) -> float | None:
-        """tr(Sigma) / |G|^2 in samples (micro-batches without `samples`), running; None while it is unknown."""
-        return None if (stats := self.stats) is None else stats.noise_scale
-
-    @property
-    def grad_variance(self) -> float | None:
-        """S of the newest finished step, unbiased for tr(Sigma); None where unknown."""
-        return None if (stats := self.stats) is None else stats.grad_variance
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Norm of the newest finished step's mean gradient, before clipping; None where unknown."""
-        return None if (stats := self.stats) is None else stats.grad_norm
-
     def state_dict(self) -> dict[str, Any]:
         """The running estimate and the numbers of steps and samples, in plain values: the same on every worker."""
         self._settle()

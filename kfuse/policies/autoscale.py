@@ -13,10 +13,6 @@ class AutoscalePolicy(ConfiguredPolicy):
     It measures the throughput R(n), samples a second, with n workers and with n + 1. The further worker pays if
 
         (R(n + 1) / R(n) - 1) / (1 / n) > threshold              1: it adds as much as each of the others; 0: nothing
-        (V + P (n + 1)) / R(n + 1) < (V + P n) / R(n)            with V = value_per_hour, P = price_per_worker_hour
-
-    The second formula, where the prices are given, says that the job becomes cheaper: its rest takes a time in
-    proportion to 1 / R(n), in which an hour costs V of waiting and P a worker.
 
     It adds workers one at a time while they pay, and goes back from one that does not. If already the first one does
     not pay, it tries fewer in the same way. Then it is settled, and asks for nothing. It measures anew when the batch
@@ -25,7 +21,6 @@ class AutoscalePolicy(ConfiguredPolicy):
     window: steps whose median time counts; at least 1.
     settle: steps that are left out before, in which a worker that has joined warms up; at least 0.
     threshold: the least scaling efficiency that pays; above 0. The default is the paper's.
-    value_per_hour, price_per_worker_hour: None, or both, above 0, in one currency.
     patience_s: seconds of training in which requested workers must have come, else the present ones stay; above 0.
     120 is the default time in which a new worker must be ready (elastic.boot_timeout_s).
 
@@ -39,19 +34,13 @@ class AutoscalePolicy(ConfiguredPolicy):
         window: int = 50,
         settle: int = 10,
         threshold: float = 0.1,
-        value_per_hour: float | None = None,
-        price_per_worker_hour: float | None = None,
         patience_s: float = 120.0,
     ) -> None:
         check_whole("policy.window", window, 1)
         check_whole("policy.settle", settle, 0)
         check_positive("policy.threshold", threshold)
         check_positive("policy.patience_s", patience_s)
-        if value_per_hour is not None or price_per_worker_hour is not None:
-            check_positive("policy.value_per_hour", value_per_hour)
-            check_positive("policy.price_per_worker_hour", price_per_worker_hour)
         self.window, self.settle, self.threshold, self.patience_s = window, settle, threshold, patience_s
-        self.value_per_hour, self.price_per_worker_hour = value_per_hour, price_per_worker_hour
         self.last_step = -1
         self.batch_size = self.workers = 0
         """Batch size and workers of the last signals."""
@@ -115,10 +104,7 @@ class AutoscalePolicy(ConfiguredPolicy):
     def _pays(self, more: int, fewer: int) -> bool:
         """Whether so many workers pay, over fewer ones; both are measured."""
         fast, slow = self.rates[str(more)], self.rates[str(fewer)]
-        if self.value_per_hour is None or self.price_per_worker_hour is None:
-            return (fast / slow - 1) / (more / fewer - 1) > self.threshold
-        worth, costs = self.value_per_hour, self.price_per_worker_hour
-        return (worth + costs * more) / fast < (worth + costs * fewer) / slow
+        return (fast / slow - 1) / (more / fewer - 1) > self.threshold
 
     def _settle_at(self, workers: int) -> None:
         """Asks for these workers, and tries nothing more."""

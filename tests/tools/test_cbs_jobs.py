@@ -240,4 +240,4 @@ def test_under_kfuse_run_it_is_refused(tmp_path: Path) -> None:
         "kf.critical_batch(net, (torch.zeros(64, 2), torch.zeros(64).long()), opt, batch_size=2)\n"
     )
     done = run_script(tmp_path, script, workers=1)
-    assert done.status == 1 and "kf.critical_batch: must run in one process or under torchrun" in done.said
+    assert done.status == 1 and "kf.critical_batch: under kfuse-run workers may change" in done.said

@@ -1,8 +1,7 @@
 """Branches of a run: jobs that go on from one of its checkpoints with another batch size and learning rate.
 
-A branch is a job as any other of the command line, with the run's own configuration and the checkpoint's state.
-Only what a policy's decision would change is changed: the batch size, and the factor on the learning rate. Its files
-are in a directory of its own. The run's are read and never written.
+A branch has the run's own configuration and the checkpoint's state, and files in a directory of its own. Only what a
+policy's decision would change is changed: the batch size, and the factor on the learning rate.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from kfuse.settings.instantiate import CLASS_GROUPS
 from kfuse.settings.tree import AT_SHELL, ConfigError, flat
 from kfuse.tools.cbs.estimate import Plan, Trace
 from kfuse.tools.run_files import config_path, read_config, read_metrics
-from kfuse.train.lr_schedule import LRSchedule, gain
+from kfuse.train.lr_schedule import gain
+from kfuse.train.settings import Settings
 from kfuse.train.state import with_settings
 
 
@@ -79,10 +79,9 @@ class Run:
             raise ConfigError(f"{config_path(self.path)}, as a branch has it: {error}") from error
 
     def branch_config(self, batch_size: int, seed: int, start: Path | None, last_step: int) -> dict[str, Any]:
-        """The configuration of a branch that ends after `last_step` steps, those of the run included.
+        """Returns the configuration of a branch that ends after `last_step` steps, those of the run included.
 
-        batch.size stays the run's first one, which learning rates (and lr.scaling) refer to: the branch's own batch
-        size is in the checkpoint `start`, as after a decision.
+        batch.size stays the run's first one, which learning rates refer to: the branch's is in the checkpoint `start`.
         """
         config = copy.deepcopy(self.config)
         batch = config["batch"]
@@ -120,17 +119,9 @@ class Start:
         self._length: int | None = at["began_with"]["dataset size"]
         if self._length is None:
             raise ConfigError(f"run={run.path}: must train on data of a length: a stream has one order only")
-        lr, train = config["lr"], config["train"]
+        lr = config["lr"]
         try:
-            schedule = LRSchedule(
-                lr["scaling"],
-                lr["warmup_steps"],
-                lr["decay"],
-                config["batch"]["size"],
-                None if train["epochs"] is None else train["epochs"] * self._length,
-                train["steps"],
-                lr["decay_fraction"],
-            )
+            schedule = Settings.of(flat(config)).schedule(self._length)
         except ValueError as error:  # of values that do not fit together
             raise ConfigError(f"{config_path(run.path)}: lr: {error}") from error
         done = schedule.done(at["schedule"] if lr["scaling"] == "adascale" else self.step, at["samples"])

@@ -69,11 +69,6 @@ def main(words: Sequence[str]) -> int:
     result = {"run": str(run.path), "lr_scaling": run.lr_scaling, "c": c, "checkpoints": checkpoints}
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     write_whole(run.path / "cbs" / "cbs.json", lambda to: to.write_text(text))
-    table = _table("step", "noise scale", "B*", "95 % interval", "c")
-    for step, (_, found) in zip(plans, points, strict=True):
-        noise = "unknown" if found.noise_scale is None else figure(found.noise_scale[0])
-        table.add_row(str(step), noise, *_texts(found), "" if found.ratio is None else f"{found.ratio:.3g}")
-    console.print(table)
     if c is None:
         console.print("c is unknown: at no checkpoint are both B* and the noise scale known", soft_wrap=True)
     else:
@@ -146,7 +141,9 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
         f"{plan.branch_samples} samples, {plan.repetitions} repetitions; tolerated: {100 * plan.tolerance:g} %",
         soft_wrap=True,
     )
-    table = _table("k", "batch", "loss", "excess %", "95 % interval")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("k", "batch", "loss", "excess %", "95 % interval"):
+        table.add_column(column, justify="right", no_wrap=True)
     for k, losses, (mean, low, high) in zip(found.factors, found.losses, found.excess(), strict=True):
         cells = [f"{k:g}", str(plan.batch(k)), "diverged"]
         if all(map(math.isfinite, losses)):
@@ -155,25 +152,12 @@ def print_point(step: int, lr: float, found: CriticalBatch, console: Console) ->
                 cells += [f"{100 * mean:+.2f}", f"{100 * low:+.2f} to {100 * high:+.2f}"]
         table.add_row(*cells)
     console.print(table)
-    critical, interval = _texts(found)
-    text = f"  B* {'=' if found.critical else 'is'} {critical} samples ({interval})"
-    if found.critical is None:
-        text += ": try larger factors"
+    interval = f"({figure(found.low)} to {'unknown' if found.high is None else figure(found.high)})"
+    text = f"  B* is above {figure(found.low)} samples {interval}: try larger factors"
+    if found.critical is not None:
+        text = f"  B* = {figure(found.critical)} samples {interval}"
     if found.noise_scale is not None:
         text += "; noise scale {} ({} to {})".format(*map(figure, found.noise_scale))
     if found.ratio is not None:
         text += f"; c = {found.ratio:.3g}"
     console.print(f"{text}\n", soft_wrap=True)
-
-
-def _texts(found: CriticalBatch) -> tuple[str, str]:
-    """Returns B* and its interval."""
-    critical = f"above {figure(found.low)}" if found.critical is None else figure(found.critical)
-    return critical, f"{figure(found.low)} to {'unknown' if found.high is None else figure(found.high)}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
