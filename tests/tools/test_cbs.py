@@ -7,7 +7,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from kfuse.tools.cbs.estimate import (
     noise_scale,
     smoothed,
 )
-from kfuse.train.state import Stateful, TrainingState, with_settings
 
 DIMENSIONS = 40
 CURVATURES = 1 / np.arange(1, DIMENSIONS + 1)
@@ -79,7 +78,6 @@ class Quadratic:
 
 PROBLEMS = {
     "linear": (Quadratic("linear", 0.3, 1.0), Plan(4, (1, 2, 4, 8, 16, 32), 10, 2048, 0.05)),
-    "sqrt, little noise": (Quadratic("sqrt", 0.5, 1.0), Plan(4, (1, 2, 4, 8), 5, 2048, 0.4)),
     "sqrt, much noise": (Quadratic("sqrt", 0.3, 1.0), Plan(4, (1, 2, 4, 8, 16), 5, 2048, 0.3)),
     "two repetitions": (Quadratic("sqrt", 0.5, 1.0), Plan(4, (1, 2, 4, 8), 2, 2048, 0.4)),
 }
@@ -379,47 +377,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
     net.head.weight.grad = torch.zeros_like(net.head.weight)
     with pytest.raises(ValueError, match=r"after opt.zero_grad\(\)"):
         kf.critical_batch(net, data, opt, **ARGUMENTS)  # type: ignore[arg-type]
-
-
-# -- the state that a branch begins from ------------------------------------------------------------------------------
-
-
-def test_a_branch_begins_with_its_settings_and_nothing_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[TrainingState] = []
-
-    class Kept(TrainingState):
-        def __init__(self, parts: Mapping[str, Stateful]) -> None:
-            super().__init__(parts)
-            made.append(self)
-
-    class Asking(kf.BasePolicy):
-        calls = 0
-
-        def decide(self, signals: kf.Signals) -> kf.Decision:
-            self.calls += 1
-            return kf.Decision(lr_scale=1 + self.calls / 10)
-
-    monkeypatch.setattr("kfuse.train.trainer.TrainingState", Kept)
-    net, opt, data = problem("FusedAdamW")
-    kf.fit(net, data, opt, train_steps=5, batch_size=8, hook=kf.Hook(Asking()), seed=4)
-    state: dict[str, Any] = made[0].capture()
-    state["progress"] |= {"best": 0.5, "contexts": {4: "settings of a step whose record is not read"}}
-    state["decisions"]["requested"]["batch_size"] = 64
-    for statistics in (state["statistics"], state["optimizer"]["kfuse"]):
-        statistics |= {"in_flight": ["a record"], "unread": ["another one"]}
-    parts = "progress", "statistics", "decisions", "policy", "records"
-    before, found = copy.deepcopy({part: state[part] for part in parts}), with_settings(state, 16, 0.5, 7)
-    assert {part: state[part] for part in parts} == before, "what is given does not change"
-    changed = {"batch_size": 16, "lr_scale": 0.5, "contexts": {}, "best": None}
-    changed["began_with"] = before["progress"]["began_with"] | {"seed": 7}
-    assert found["progress"] == before["progress"] | changed
-    assert found["statistics"] == before["statistics"] | {"in_flight": [], "unread": []}
-    none = {"workers_requested": 0, "requested": {}, "under_way": {}}
-    assert found["decisions"] == before["decisions"] | none and state["policy"] and found["policy"] == {}
-    assert state["records"]["recent"] and not any(found["records"].values())
-    assert not found["optimizer"]["kfuse"]["in_flight"] and not found["optimizer"]["kfuse"]["unread"]
-    assert found["optimizer"]["state"] is state["optimizer"]["state"] and found.keys() == state.keys()
-    assert all(found[part] is state[part] for part in ("model", "trainable", "synchronisation"))
 
 
 # -- kfuse cbs: what is refused, before anything is trained -----------------------------------------------------------
