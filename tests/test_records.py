@@ -93,8 +93,8 @@ def test_an_error_of_who_keeps_them_ends_the_job() -> None:
     run(report, Broken())
 
 
-def quiet(folder: Path, every: int = 1) -> Recorder:
-    return Recorder(RunDirectory(folder, tensorboard=False, every=every), Display(False, Console(quiet=True)))
+def quiet(folder: Path) -> Recorder:
+    return Recorder(RunDirectory(folder, tensorboard=False), Display(False, Console(quiet=True)))
 
 
 def start(training: int, at: int = 0) -> tuple[str, dict[str, Any]]:
@@ -117,7 +117,7 @@ def test_a_training_that_begins_in_the_middle_of_a_batch_loses_nothing_of_the_on
 
 def test_a_gap_in_the_steps_is_said_in_an_event_and_in_the_summary(tmp_path: Path) -> None:
     """The leader was lost, with more steps that had not reached the supervisor than the next one sends again."""
-    recorder, records = quiet(tmp_path, every=2), [step(index) for index in (4, 5, 9, 8, 9, 10, 13)]
+    recorder, records = quiet(tmp_path), [step(index) for index in (4, 5, 9, 8, 9, 10, 13)]
     known = ("event", {"step": 12, "kind": "records_lost", "steps": [11, 12], "lines": 5, "why": "said already"})
     recorder.keep([start(1, at=4), *records[:-1], known, *records[-1:]])
     recorder.close(None)

@@ -27,33 +27,24 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_metrics_have_all_keys_in_order_and_null_for_the_unknown(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "run", tensorboard=False)
+def test_each_file_has_its_records(tmp_path: Path) -> None:
+    """Read before anything is closed: a line is on disk once it is written."""
+    directory = RunDirectory(tmp_path / "run", tensorboard=False, ledger=True)
     directory.metrics({**STEP, "noise_scale": math.nan, "grad_sq": -math.inf, "lr_scale": 1.0})
-    # Read before anything is closed: a line is on disk once it is written.
     (line,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert tuple(line) == METRICS
     assert {key: value for key, value in line.items() if value is not None} == STEP
-
-
-def test_events_begin_with_time_step_and_kind(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path, tensorboard=False)
     workers = [{"rank": 0, "pid": 7, "host": "a"}]
     directory.event({"workers": workers, "pause_s": math.nan, "kind": "view", "step": 4, "time": 5.0})
     directory.event({"kind": "failure", "step": None})
-    first, second = lines(tmp_path / "events.jsonl")
+    first, second = lines(tmp_path / "run" / "events.jsonl")
     assert first == {"time": 5.0, "step": 4, "kind": "view", "workers": workers, "pause_s": None}
-    assert list(first)[:3] == ["time", "step", "kind"]
-    assert second["step"] is None and second["time"] > 5.0
-
-
-def test_ledger_is_written_only_when_asked_for(tmp_path: Path) -> None:
+    assert list(first)[:3] == ["time", "step", "kind"] and second["step"] is None and second["time"] > 5.0
     record = {"step": 0, "micro_batch": 1, "samples": [5, 2]}
-    for name, asked in (("with", True), ("without", False)):
-        directory = RunDirectory(tmp_path / name, tensorboard=False, ledger=asked)
-        directory.ledger(record)
-        directory.close()
-    assert lines(tmp_path / "with" / "ledger.jsonl") == [record]
+    directory.ledger(record)
+    assert lines(tmp_path / "run" / "ledger.jsonl") == [record]
+    without = RunDirectory(tmp_path / "without", tensorboard=False)
+    without.ledger(record)
     assert not (tmp_path / "without" / "ledger.jsonl").exists()
 
 
@@ -68,30 +59,9 @@ def test_summary_is_whole_or_not_there(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl", "summary.json"]
 
 
-def test_tensorboard_has_the_numbers_and_the_events(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    directory = RunDirectory(tmp_path)
-    for step in range(3):
-        directory.metrics({**STEP, "step": step, "loss": 1.0 / (step + 1), "noise_scale": math.nan})
-    directory.event({"kind": "evaluation", "step": 2, "accuracy": 0.75, "loss": 0.5})
-    directory.event({"kind": "view", "step": 2, "reason": "grown"})
-    directory.close()
-
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    scalars = board.Tags()["scalars"]
-    known = {f"train/{key}" for key in STEP if key != "step"}
-    assert set(scalars) == known | {"evaluation/accuracy", "evaluation/loss"}
-    losses = board.Scalars("train/loss")
-    assert [event.step for event in losses] == [0, 1, 2]
-    assert [event.value for event in losses] == pytest.approx([1.0, 0.5, 1 / 3])
-    assert [e.value for e in board.Scalars("evaluation/accuracy")] == [0.75]
-    (text,) = board.Tensors("events/view/text_summary")
-    assert json.loads(text.tensor_proto.string_val[0]) == {"reason": "grown"}
-
-
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorboard_has_the_numbers_and_the_events_and_each_step_once_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """And each figure's help text belongs to its scalar."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -99,17 +69,19 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path, caplog:
         directory = RunDirectory(tmp_path)
         directory.rewind(first)
         for step in range(first, steps):
-            directory.metrics({**STEP, "step": step, "loss": first + step})
+            directory.metrics({**STEP, "step": step, "loss": first + step, "noise_scale": math.nan})
+        directory.event({"kind": "evaluation", "step": steps, "accuracy": 0.75, "loss": 0.5})
+        directory.event({"kind": "view", "step": steps, "reason": "grown"})
         directory.close()
     with caplog.at_level("WARNING", "tensorboard"):
         board = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [
-        (0, 0),
-        (1, 1),
-        (2, 4),
-        (3, 5),
-        (4, 6),
-    ]
+    known = {f"train/{key}" for key in STEP if key != "step"}
+    assert set(board.Tags()["scalars"]) == known | {"evaluation/accuracy", "evaluation/loss"}
+    losses = [(event.step, event.value) for event in board.Scalars("train/loss")]
+    assert losses == [(0, 0), (1, 1), (2, 4), (3, 5), (4, 6)]
+    assert [event.value for event in board.Scalars("evaluation/accuracy")] == [0.75]
+    text = board.Tensors("events/view/text_summary")[-1]
+    assert json.loads(text.tensor_proto.string_val[0]) == {"reason": "grown"}
     assert board.SummaryMetadata("train/loss").summary_description
     assert not any("plugin" in record.getMessage() for record in caplog.records)
 
@@ -160,40 +132,6 @@ def test_records_wait_while_the_disk_is_full(tensorboard: str, tmp_path: Path) -
     said = [text for text in said if "/tb:" not in text]
     assert len(said) == 2 and "cannot be written: File too large; training goes on" in said[0]
     assert "can be written again" in said[1]
-
-
-def test_metrics_of_every_nth_step_and_of_the_last_one(tmp_path: Path) -> None:
-    def recorded() -> list[int]:
-        return [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
-
-    directory = RunDirectory(tmp_path, ledger=True, every=3)
-    for step in range(6):
-        assert directory.metrics({"step": step, "loss": float(step)})
-        directory.ledger({"step": step, "micro_batch": 0, "indices": [step]})
-    assert not directory.metrics({"step": 4})  # though it has no line
-    directory.event({"step": 5, "kind": "view"})
-    assert recorded() == [0, 3]
-    directory.rewind(4)  # a worker was lost in step 4
-    assert [directory.metrics({"step": step, "loss": 0.0}) for step in (3, 4, 5)] == [False, True, True]
-    directory.rewind(6)
-    assert not directory.metrics({"step": 5})
-    directory.summary({})
-    assert recorded() == [0, 3, 5]
-    directory.close()
-    assert recorded() == [0, 3, 5]
-    assert len(lines(tmp_path / "ledger.jsonl")) == 4  # of 0 to 3: the rest was not reported again
-    assert len(lines(tmp_path / "events.jsonl")) == 1
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert [event.step for event in board.Scalars("train/loss")] == [0, 3, 5]
-
-    directory = RunDirectory(tmp_path, tensorboard=False, every=3)  # the run goes on
-    directory.rewind(6)
-    for step in range(4, 8):  # the first two come again
-        directory.metrics({"step": step})
-    directory.close()
-    assert recorded() == [0, 3, 5, 6, 7]
 
 
 def test_rewinding_drops_what_comes_again_and_torn_lines(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     launcher = instantiate.build(config["launcher"])
     job = {**config, "run_dir": str(run_dir.absolute())}
     recorder = Recorder(
-        RunDirectory(run_dir, **{name: observe[name] for name in ("tensorboard", "ledger", "every")}),
+        RunDirectory(run_dir, **{name: observe[name] for name in ("tensorboard", "ledger")}),
         Display(progress=observe["progress"] is not False),
     )
     if isinstance(launcher, TorchrunLauncher):

@@ -28,8 +28,8 @@ class RunDirectory:
     """Writes a run's records to its directory. One process owns it; the directory is made if need be.
 
     metrics.jsonl, events.jsonl and, when asked for, ledger.jsonl have one JSON object a line, added to what is there.
-    metrics.jsonl and TensorBoard have every `every`-th step and the last one. Each call writes its line at once, and
-    whole; within `batch`, all lines are written at the end. A number that is not finite becomes null.
+    Each call writes its line at once, and whole; within `batch`, all lines are written at the end. A number that is not
+    finite becomes null.
 
     Where a line cannot be written (a full disk), nothing is raised: `warn` is called once, lines wait in memory, and
     when they can be written again, an event of kind "disk" records for how long they could not.
@@ -41,10 +41,9 @@ class RunDirectory:
         tensorboard: bool = True,
         ledger: bool = False,
         warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-        every: int = 1,
     ) -> None:
         """ledger: whether ledger.jsonl is kept. Raises OSError where the directory or its files cannot be made."""
-        self.path, self.warn, self._every = path, warn, every
+        self.path, self.warn = path, warn
         path.mkdir(parents=True, exist_ok=True)
         self._metrics = _Lines(path / "metrics.jsonl")
         self._events = _Lines(path / "events.jsonl")
@@ -55,8 +54,6 @@ class RunDirectory:
         self.lines_lost = 0
         """Lines of the JSON lines files that are known to be missing; each was said in an event."""
         self._last_entries: dict[int | None, tuple[int, int]] = {}  # of the ledger, by the worker that reports its own
-        self._left_out: Mapping[str, Any] | None = None  # the newest step's record, if it is not written
-        self._changed: dict[str, Any] = {}  # signals that have changed in steps whose lines are not written
         self._board = _Board(path / "tb") if tensorboard else None
         self._full_since: float | None = None
         self._batching = False
@@ -68,7 +65,7 @@ class RunDirectory:
 
     def another(self, name: str) -> RunDirectory:
         """Returns a directory inside this one, for the next training of the same script. Raises OSError."""
-        return RunDirectory(self.path / name, self._board is not None, self._ledger is not None, self.warn, self._every)
+        return RunDirectory(self.path / name, self._board is not None, self._ledger is not None, self.warn)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -97,25 +94,15 @@ class RunDirectory:
             lines = step - self._next_step
             self.event({"step": step, "kind": "records_lost", "steps": missing, "lines": lines, "why": why})
         self._last_step, self._next_step = step, step + 1
-        self._changed |= record.get("signals", {})
-        self._left_out = record
-        if step % self._every == 0:
-            self._add_last_step()
-            self._write()
-        return True
-
-    def _add_last_step(self) -> None:
-        record, self._left_out = self._left_out, None
-        if record is None:
-            return
         line = {key: _finite(record.get(key)) for key in METRICS}
-        figures, changed = _finite(record.get("figures", {})), _finite(self._changed)
-        self._metrics.add(line | ({"figures": figures} if figures else {}) | ({"signals": changed} if changed else {}))
-        self._changed = {}
+        more = {key: _finite(record[key]) for key in ("figures", "signals") if record.get(key)}
+        self._metrics.add(line | more)
         if self._board is not None:
-            self._board.scalars("train", line, record["step"])
-            if figures:
-                self._board.scalars("figures", figures, record["step"])
+            self._board.scalars("train", line, step)
+            if "figures" in more:
+                self._board.scalars("figures", more["figures"], step)
+        self._write()
+        return True
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Takes something that happened: `kind`, `step` and whatever else it has. An absent `time` is now (Unix)."""
@@ -151,10 +138,6 @@ class RunDirectory:
         """Training goes on from `step`: what was recorded of that step and later ones is to be recorded again."""
         self._last_step, self._next_step = -1, step
         self._metrics.rewind(step, lambda record: setattr(self, "_last_step", record["step"]))
-        if self._left_out is not None and self._left_out["step"] < step:
-            self._last_step = self._left_out["step"]
-        else:
-            self._left_out = None
         if self._ledger is not None:
             self._last_entries.clear()
             self._ledger.rewind(step, self._know_entry)
@@ -165,16 +148,13 @@ class RunDirectory:
         self._last_entries[record.get("worker")] = (record["step"], record["micro_batch"])
 
     def summary(self, record: Mapping[str, Any]) -> None:
-        """Writes the last step and summary.json, whole or not at all. Raises OSError where it cannot be written."""
-        self._add_last_step()
-        self._write()
+        """Writes summary.json, whole or not at all. Raises OSError where it cannot be written."""
         text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
         write_whole(self.path / "summary.json", lambda to: to.write_text(text))
 
     def close(self) -> None:
         """Closes every file, also in the middle of a batch. Closing twice does no harm."""
         self._batching = False
-        self._add_last_step()
         self._write()
         self._full_since = None
         for file in self._files:

@@ -34,7 +34,9 @@ def locate(path: object) -> Callable[..., Any]:
     """Returns the class or function at a dotted path. Raises ValueError, in one line, if there is none."""
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")) or "." not in path:
         raise ValueError(f"_target_={path}: must be a dotted path, package.module.Class")
-    found, (name, *rest) = _import(path, path.partition(".")[0]), path.split(".")
+    name, *rest = path.split(".")
+    if (found := _import(path, name)) is None:
+        raise ValueError(f"_target_={path}: there is no module {name}")
     for part in rest:
         name = f"{name}.{part}"
         if not hasattr(found, part) and isinstance(found, types.ModuleType):

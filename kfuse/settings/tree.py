@@ -179,9 +179,6 @@ class CommandSettings(TypedDict, total=False):
     ]
     lr_base: Annotated[float, Setting(0.001, "learning rate at the first batch size; the default suits AdamW", above=0)]
     observe_tensorboard: Annotated[bool, Setting(True, "write tb/ in the run directory")]
-    observe_every: Annotated[
-        int, Setting(1, "steps between lines of metrics.jsonl and tb/; the last step has one in any case", at_least=1)
-    ]
     observe_ledger: Annotated[bool, Setting(False, "write ledger.jsonl: the samples of each micro-batch")]
 
 

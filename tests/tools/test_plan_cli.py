@@ -224,7 +224,7 @@ def test_a_run_that_tells_too_little(tmp_path: Path) -> None:
 def test_the_samples_left_of_a_real_run_with_few_lines(tmp_path: Path) -> None:
     """In the middle of a run the samples left are those that it then uses."""
     words = ["batch.size=16", "batch.micro=8", "policy=schedule", "policy.phases=[{step: 3, batch_size: 64}]"]
-    words += ["lr.scaling=adascale", "observe.every=4", "workers.max=1", "workers.threads=1"]
+    words += ["lr.scaling=adascale", "workers.max=1", "workers.threads=1"]
     words += ["observe.progress=false", "observe.tensorboard=false", "train.save_model=false"]
     words += [f"hydra.run.dir={tmp_path / 'run'}", "train.epochs=5"]
     done = subprocess.run([sys.executable, "-m", "kfuse", *words], capture_output=True, text=True, timeout=120)

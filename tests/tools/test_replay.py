@@ -32,7 +32,6 @@ from witness import seen
 
 import kfuse as kf
 from kfuse.cli.app import main
-from kfuse.observe.run_dir import RunDirectory
 from kfuse.policies import BasePolicy, SchedulePolicy
 from kfuse.policies.signals import DECISION_LAG, OF_COLUMNS, OTHER_SIGNALS, RUNNING_MEANS, Bounds, Decision, Signals
 from kfuse.tools.replay.run import began_at, decisions, run
@@ -222,15 +221,6 @@ def test_every_signal_is_rebuilt(tmp_path: Path) -> None:
         if each.name not in ("step", "bounds", "grad_sq", "grad_variance", *RUNNING_MEANS):
             assert getattr(rebuilt, each.name) == filled[each.name], each.name
     assert (rebuilt.mean_grad_sq, rebuilt.mean_grad_variance, rebuilt.bounds) == (2.0, 3.0, BOUNDS)
-
-
-def test_signals_that_change_in_steps_without_a_line_are_not_lost(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path, tensorboard=False, every=4)
-    for step in range(8):
-        directory.metrics({"step": step} | ({"signals": {"lr_scale": 0.1 * step}} if step in (0, 2, 6, 7) else {}))
-    directory.close()
-    told = [line.get("signals") for line in read_lines(tmp_path / "metrics.jsonl")]
-    assert told == [{"lr_scale": 0.0}, {"lr_scale": 0.2}, {"lr_scale": pytest.approx(0.7)}]
 
 
 def test_running_means_are_unknown_after_a_gap() -> None:

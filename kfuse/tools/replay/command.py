@@ -162,7 +162,7 @@ def _notes(recorded: Recorded, config: Mapping[str, Any] | None, policy: BasePol
     if first := recorded.signals[0].step:
         yield f"the run's steps before {first} are in another directory: the policy begins anew there"
     if not recorded.is_whole:
-        yield "metrics.jsonl lacks steps (observe.every): the policy is asked after the recorded ones only"
+        yield "metrics.jsonl lacks steps: the policy is asked after the recorded ones only"
     for setting, allowed in policy.lr_settings.items():
         if config is not None and (has := config["lr"].get(setting)) not in allowed:
             yield f"{name} is right with lr.{setting}={', '.join(allowed)}; the run has {has}"

@@ -30,8 +30,8 @@ _NEEDED = [each.name for each in fields(Signals) if each.name in OTHER_SIGNALS a
 def signals_of(lines: Iterable[Mapping[str, Any]]) -> list[Signals]:
     """Returns the signals of each line of metrics.jsonl, in order. None is unknown.
 
-    A running mean is unknown from the first line on that does not follow the step before: where lines of all steps are
-    not there (`observe.every` above 1), and in a run that has its earlier steps in another directory. The learning
+    A running mean is unknown from the first line on that does not follow the step before: where lines are
+    missing, and in a run that has its earlier steps in another directory. The learning
     rate is NaN where it was not finite.
 
     lines: steps ascend, values are of the right types. Raises ValueError where the first line lacks signals: an earlier
