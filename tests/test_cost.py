@@ -278,7 +278,7 @@ MIRRORED = ["reduce+measure shard", "mirror shard messages 2 0.013", "update sha
         ),
         (
             ["comm.state=sharded", "workers.count=3", "workers.max=3"],
-            [*MIRRORED, "The last bucket has no gradients", "exchange allreduce all"],
+            MIRRORED,
         ),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_program_is_shown_with_its_price(words: list[str], said: list[str], tm
     assert (done.returncode, done.stderr) == (0, "")
     shown = re.sub(" +", " ", done.stdout)
     assert all(text in shown for text in said), done.stdout
-    assert ("mirror" in shown) == ("The last bucket" in shown) == ("comm.state=sharded" in words)
+    assert ("mirror" in shown) == ("comm.state=sharded" in words)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import KEPT, run_workers
-from test_statistics import LOSSES, PROBLEMS, Array, Halves, Problem, draw, gradients_by_hand, mean_and_error
+from test_statistics import LOSSES, PROBLEMS, Halves, Problem, draw, gradients_by_hand
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -174,21 +174,8 @@ def check_formula(problem: Problem, steps: list[StepStats]) -> None:
         assert stats.grad_sq == pytest.approx(grad_sq, abs=1e-4 * abs(variance) / stats.samples)
 
 
-def ratio_and_error(numerator: Array, denominator: Array) -> tuple[float, float]:
-    """The ratio of two means, and its standard error to first order."""
-    ratio = numerator.mean() / denominator.mean()
-    return float(ratio), mean_and_error((numerator - ratio * denominator) / denominator.mean())[1]
-
-
-def check_known_answer(problem: Problem, steps: list[StepStats]) -> None:
-    """S, G2 and the noise scale, each within 5 standard errors; the running estimate is that of kfuse's own steps."""
-    variance, grad_sq = (np.array([getattr(s, n) for s in steps], float) for n in ("grad_variance", "grad_sq"))
-    for truth, (value, error) in (
-        (problem.variance, mean_and_error(variance)),
-        (problem.grad_sq, mean_and_error(grad_sq)),
-        (problem.variance / problem.grad_sq, ratio_and_error(variance, grad_sq)),
-    ):
-        assert abs(value - truth) < 5 * error, (value, truth, error)
+def check_running(steps: list[StepStats]) -> None:
+    """The running estimate is that of kfuse's own steps."""
     running = NoiseScale()
     for s in steps:
         assert s.grad_norm is not None
@@ -231,27 +218,27 @@ def ddp_statistics(name: str, cases: int, steps: int) -> list[list[StepStats]]:
 @pytest.mark.parametrize(
     "name, cases, steps",
     [
-        ("linear regression", 2, 100),
-        pytest.param("logistic regression", 4, 300, marks=pytest.mark.full),
+        ("linear regression", 2, 40),
+        pytest.param("logistic regression", 4, 40, marks=pytest.mark.full),
     ],
 )
-def test_ddp_statistics_are_the_formula_and_the_known_answer(name: str, cases: int, steps: int) -> None:
+def test_ddp_statistics_are_the_formula(name: str, cases: int, steps: int) -> None:
     ranks = run_workers(2, ddp_statistics, name, cases, steps)
     assert repr(ranks[0]) == repr(ranks[1])
     for (sizes, _, _), found in zip(DDP_CASES[:cases], ranks[0], strict=True):
         problem = of_size(name, sizes)
         check_formula(problem, found)
-        check_known_answer(problem, found)
+        check_running(found)
 
 
-def test_monitor_statistics_are_the_formula_and_the_known_answer() -> None:
+def test_monitor_statistics_are_the_formula() -> None:
     """With one micro-batch a step the norm alone is known."""
     problem = of_size("linear regression", (3, 8, 8, 5))
     net = Halves(problem)
     monitor = kf.monitor(net, accumulate=4)
-    steps = measure(problem, monitor, net, 100, range(4), divide=True)
+    steps = measure(problem, monitor, net, 40, range(4), divide=True)
     check_formula(problem, steps)
-    check_known_answer(problem, steps)
+    check_running(steps)
     (one,) = measure(of_size("linear regression", (8,)), monitor, net, 1, range(1))
     assert one.grad_norm is not None and one.grad_variance is one.grad_sq is None
     assert monitor.why is not None and "one micro-batch" in monitor.why

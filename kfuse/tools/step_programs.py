@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +20,9 @@ from kfuse.comm.buckets import plan_parameters
 from kfuse.comm.cost import Costs, Job, Price, choose, price
 from kfuse.comm.options import CommOptions
 from kfuse.comm.probe import SCHEDULES
-from kfuse.comm.tail import Tail
 from kfuse.comm.transports import make_programs
 from kfuse.comm.transports.tree import parents
 from kfuse.elastic.launchers import TorchrunLauncher
-from kfuse.optim.consistency import averaged_buffers
 from kfuse.settings import instantiate
 from kfuse.settings.instantiate import class_arguments
 from kfuse.settings.tree import flat
@@ -36,9 +33,9 @@ USAGE = """\
 kfuse schedule [override ...]
 
 Prints what a step does with the model's gradients, for workers.count workers, 2 at least: each operation of a bucket's
-program with its place, stream, bytes and predicted time, summed over all buckets. Overrides are those of a run
-(kfuse --help). Takes some seconds: processes of this machine measure messages between CPUs. Exit status 0, or 1 where
-they fail, or where no gradients are sent."""
+program with its place, stream, bytes and predicted time, summed over all buckets with
+gradients. Overrides are those of a run (kfuse --help). Takes some seconds: processes of this machine measure messages
+between CPUs. Exit status 0, or 1 where they fail, or where no gradients are sent."""
 
 MOST_PROCESSES = 4
 """At most this many processes measure, and at most one a core, but never fewer than two."""
@@ -57,10 +54,6 @@ def main(config: dict[str, Any]) -> int:
     params = [p for p in model.parameters() if p.requires_grad]
     buckets = tuple(it.numel for it in plan_parameters(params, [0] * len(params), options.bucket_elements))
     job = Job(buckets, workers, tuple(parents(options.tree, [""] * workers)), options.wire_bytes)
-    # Buffers and tail are a bucket of their own where the last bucket has no room for them.
-    buffers = averaged_buffers(model)
-    extra = sum(buffer.numel() for buffer in buffers) + Tail(len(params), 0, workers).numel
-    apart = replace(job, buckets=(extra,), wire_bytes=4) if options.has_bucket_apart(buffers) else None
     processes = workers if workers <= min(MOST_PROCESSES, os.cpu_count() or 1) else 2
     arguments = {"settings": options.named(), "timeout_s": TIMEOUT_S, "elements": max(buckets)}
     try:
@@ -74,8 +67,8 @@ def main(config: dict[str, Any]) -> int:
     costs, candidates = Costs(**found), [options.transport()]
     if options.schedule == "auto" and candidates[0] in SCHEDULES and not options.reproducible:
         candidates = [*SCHEDULES] if options.dtype == "fp32" else candidates
-    prices = _prices(config, options, job, apart, costs, [*candidates, *(("tree",) if len(candidates) > 1 else ())])
-    chosen = choose({name: prices[name][0].seconds for name in candidates}, candidates[0])
+    prices = _prices(config, options, job, costs, [*candidates, *(("tree",) if len(candidates) > 1 else ())])
+    chosen = choose({name: prices[name].seconds for name in candidates}, candidates[0])
     source = "measured by" if processes == workers else "computed from the messages of"
     _say(
         f"{chosen}, {workers} workers: {sum(buckets) / 1e6:.3f} M parameters in {len(buckets)} "
@@ -83,12 +76,9 @@ def main(config: dict[str, Any]) -> int:
     )
     if devices.count():
         _say("These are messages between CPUs, over gloo: the times say nothing of this machine's GPUs.")
-    _print_operations(prices[chosen][0])
-    for each in prices[chosen][1:]:
-        _say(f"The last bucket has no gradients: averaged buffers and the tail, {extra} numbers.")
-        _print_operations(each)
-    for name, both in prices.items():
-        _say(f"{name:<15}{1e3 * sum(each.seconds for each in both):10.3f} ms a step, if backward hides none of it")
+    _print_operations(prices[chosen])
+    for name, each in prices.items():
+        _say(f"{name:<15}{1e3 * each.seconds:10.3f} ms a step, if backward hides none of it")
     return 0
 
 
@@ -106,18 +96,12 @@ def _model(config: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def _prices(
-    config: Mapping[str, Any], options: CommOptions, job: Job, apart: Job | None, costs: Costs, names: list[str]
-) -> dict[str, list[Price]]:
-    """Returns by schedule the price of its program, and that of the last bucket where this has no gradients."""
+    config: Mapping[str, Any], options: CommOptions, job: Job, costs: Costs, names: list[str]
+) -> dict[str, Price]:
+    """Returns by schedule the price of its program."""
     elastic = instantiate.locate(config["launcher"]["_target_"]) is not TorchrunLauncher
-    found: dict[str, list[Price]] = {}
-    for name in names:
-        program, last = make_programs(options, name, devices.count() > 0, elastic and options.redundancy == "mirror")
-        found[name] = [price(program, job, costs)]
-        if apart is not None:  # nothing in it is measured or updated
-            until_barrier = replace(last, ops=last.ops[: last.index("barrier") + 1])
-            found[name].append(price(until_barrier, apart, costs))
-    return found
+    mirrored = elastic and options.redundancy == "mirror"
+    return {name: price(make_programs(options, name, devices.count() > 0, mirrored)[0], job, costs) for name in names}
 
 
 def _print_operations(price: Price) -> None:
