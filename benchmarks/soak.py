@@ -44,7 +44,7 @@ from elastic_job import Job, assert_exact, assert_same_steps, compose, override,
 from soak_job import MOST, START, Recorder, Sample, Soak  # noqa: E402
 from warm import WarmLauncher  # noqa: E402
 
-from kfuse.comm.options import TRANSPORT_NAMES, allowed_transports  # noqa: E402
+from kfuse.comm.options import PROPERTIES  # noqa: E402
 from kfuse.elastic.supervisor import Elasticity, Supervisor  # noqa: E402
 from kfuse.settings.tree import flat  # noqa: E402
 
@@ -139,7 +139,7 @@ def soak(args: argparse.Namespace, console: Console) -> int:
             "requests": requests,
             "events": args.events,
             "spare_from": spare_from,
-            "topologies": [name for name in TRANSPORT_NAMES if name in allowed_transports(True, False)],
+            "topologies": [name for name, of in PROPERTIES.items() if of.contributions],
             "chance": random.Random(args.seed),
             "done": lambda kind: bar.update(task, advance=1, description=f"events ({kind})"),
         }

@@ -26,23 +26,28 @@ class DeviceError(RuntimeError):
     """This worker's GPU is not there, or cannot be set up as the options ask. The message is one line."""
 
 
-class Event(Protocol):
-    """A point in a stream's work: of torch.cuda.Event's methods, those that are used."""
+class Event:
+    """A point in a stream's work: of torch.cuda.Event's methods, those that are used. This class: the host's."""
+
+    _at = 0.0
 
     def record(self, stream: Any = None) -> None:
         """Puts the event behind the work enqueued so far on `stream` (None: the current stream)."""
+        self._at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         """Later work on `stream` (None: the current stream) begins after the event. The host does not wait."""
 
     def query(self) -> bool:
         """Whether the event has happened. The host does not wait."""
+        return True
 
     def synchronize(self) -> None:
         """The host waits for the event."""
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to `end`, both made with `timing` and both past."""
+        return 1000 * float(end._at - self._at)
 
 
 class Stream(Protocol):
@@ -50,6 +55,14 @@ class Stream(Protocol):
 
     def wait_stream(self, stream: Any) -> None:
         """Later work on this stream begins after what is enqueued on `stream` so far. The host does not wait."""
+
+
+class _HostStream:
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+_HOST_STREAM, _NO_CONTEXT = _HostStream(), contextlib.nullcontext()
 
 
 class Device:
@@ -75,8 +88,8 @@ class Device:
     def make_current(self) -> None:
         """From now on this thread's kernels, streams and events are this device's, unless told otherwise."""
 
-    def new_stream(self, priority: int = 0) -> Stream:
-        """A stream of its own. priority: a lower number goes first where the GPU has a choice; 0 is the default."""
+    def new_stream(self) -> Stream:
+        """A stream of its own."""
         return _HostStream()
 
     def current_stream(self) -> Stream:
@@ -89,7 +102,7 @@ class Device:
 
     def event(self, timing: bool = False) -> Event:
         """An event that is yet to be recorded. timing: it can tell the time to another one."""
-        return _HostEvent()
+        return Event()
 
     def keep(self, tensors: Sequence[Tensor], stream: Stream) -> None:
         """`stream` uses these tensors, which another stream's memory holds: once they are dropped, their memory is not
@@ -137,8 +150,8 @@ class CudaDevice(Device):
     def make_current(self) -> None:
         torch.cuda.set_device(self.name)
 
-    def new_stream(self, priority: int = 0) -> Stream:
-        return torch.cuda.Stream(self.name, priority)  # type: ignore[no-untyped-call]
+    def new_stream(self) -> Stream:
+        return torch.cuda.Stream(self.name)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self.name)
@@ -234,37 +247,7 @@ def of(name: torch.device) -> Device:
     return CudaDevice(name if name.index is not None else torch.device("cuda", torch.cuda.current_device()))
 
 
-class _HostStream:
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-
-_HOST_STREAM, _NO_CONTEXT = _HostStream(), contextlib.nullcontext()
-
-
-class _HostEvent:
-    """Happens as it is recorded."""
-
-    def __init__(self) -> None:
-        self._at = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._at = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: _HostEvent) -> float:
-        return 1000 * (end._at - self._at)
-
-
-class _CudaEvent:
+class _CudaEvent(Event):
     """Recorded on its own device's current stream, whichever device is current."""
 
     def __init__(self, device: torch.device, timing: bool) -> None:
@@ -284,6 +267,6 @@ class _CudaEvent:
     def synchronize(self) -> None:
         self._event.synchronize()
 
-    def elapsed_time(self, end: _CudaEvent) -> float:
+    def elapsed_time(self, end: Any) -> float:
         milliseconds: float = self._event.elapsed_time(end._event)
         return milliseconds

@@ -21,7 +21,7 @@ from kfuse.comm.executor import Executor, shard_unit
 from kfuse.comm.gradients import STILL_THERE, GradientHooks
 from kfuse.comm.group import CommError, Group
 from kfuse.comm.measurement import Measurement
-from kfuse.comm.options import CommOptions, allowed_transports
+from kfuse.comm.options import CommOptions
 from kfuse.comm.plan import REMEDY, MicroBatch, Reduced, StepPlan
 from kfuse.comm.step import KeptStep, Step
 from kfuse.comm.tail import digest
@@ -111,7 +111,7 @@ class Engine:
     def carry_figures(self, count: int) -> None:
         """Has so many numbers of each micro-batch averaged with its loss (`MicroBatch.figures`). Between steps."""
         if count != self.figures:
-            self.figures = self.measurement.figures = count
+            self.figures = count
             self.set_group(self.group)
 
     def _build(self, buffers: Sequence[Tensor]) -> None:
@@ -123,7 +123,6 @@ class Engine:
         self.device = self.params[0].device if self.params else torch.device("cpu")
         self.streams = devices.StreamOrder(devices.of(self.device))
         self.measurement = Measurement(self.gradient_buckets, len(self.params), self.device)
-        self.measurement.figures = self.figures
         self.audited = AuditedGradient(self.params, self.gradient_buckets, self.device)
         gradients.take_over(self.params, self)
         wanted, full = self._wants_gradients, lambda bucket: self._now.pack(bucket)
@@ -152,14 +151,14 @@ class Engine:
         if self.choice is not None and group.rank == 0:
             _LOG.info("comm.schedule=%s: %s: %s", options.schedule, self.choice.schedule, self.choice.reason)
         self.transport_name = self.topology or options.transport(self.choice.schedule if self.choice else None)
-        self.measurement.set_group(group.rank, group.size)
+        self.measurement.set_group(group.rank, group.size, self.figures)
         if self.buckets[-1].tail != (numel := self.measurement.tail.numel):
             self.buckets[-1].renew(numel)
         program, apart = transports.make_programs(options, self.transport_name, self.group.adds_up, self.mirrors)
         programs = [program if bucket in self.gradient_buckets else apart for bucket in self.buckets]
-        unit, others = shard_unit(programs), allowed_transports(options.reproducible, options.sharded)
+        unit = shard_unit(programs)
         made = {
-            name: transports.make(name, self.group, self.tree or options.tree, unit, others)
+            name: transports.make(name, self.group, self.tree or options.tree, unit)
             for name in dict.fromkeys(each.transport for each in programs)
         }
         self.executor = Executor(self.buckets, self.group, made, programs, options.dtype)

@@ -33,7 +33,6 @@ class GlooPending(Pending):
     """Messages of gloo. Their wait is the host's."""
 
     def wait(self) -> None:
-        """Returns when all messages have completed. Raises CommError on failure or after the group's timeout."""
         since = time.monotonic()  # not since the start: this worker has computed meanwhile
         for work, peer in self.works:
             self._wait_one(work, peer, since)
@@ -90,14 +89,16 @@ class GlooGroup(Group):
     def lane(self, number: int) -> Group:
         if number == self._number:
             return self
-        assert self._store is not None
         while len(self._further) < number:
-            store = PrefixStore(f"lane {len(self._further) + 1}", self._store)
-            others = (self.device, self.timeout_s, self._hostname, self.check, self.hosts)
-            lane = GlooGroup(self.rank, self.size, store, *others)
+            lane = self._among(range(self.size), f"lane {len(self._further) + 1}")
             self._further.append(lane)
             lane._number, lane.links = len(self._further), self.links
         return self._further[number - 1]
+
+    def _among(self, ranks: Sequence[int], name: str) -> GlooGroup:
+        """These ranks, in ascending order, with further connections. Each of them calls it at the same point."""
+        place = ranks.index(self.rank), len(ranks), PrefixStore(name, self.store), self.device
+        return GlooGroup(*place, self.timeout_s, self._hostname, self.check, [self.hosts[r] for r in ranks])
 
     def connect_lanes(self, count: int) -> None:
         counts = self.all_gather(torch.tensor([count]), "number of lanes")
@@ -109,11 +110,9 @@ class GlooGroup(Group):
         super().retire()
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the group's threads and connections; it cannot be used any more.
+        """As `Group.close`: a thread of gloo that frees a tensor after the interpreter has ended aborts the process.
 
-        To be called before the interpreter ends: a thread of gloo that has a tensor to free after that ends the process
-        with SIGABRT. False if messages are still under way after the timeout: then nothing is ended, since that would
-        block.
+        If messages are still under way after the timeout, nothing is ended, since that would block.
         """
         deadline = time.monotonic() + timeout_s
         closed = [each.close(max(0.0, deadline - time.monotonic())) for each in (*self._further, *self._parts.values())]
@@ -165,9 +164,7 @@ class GlooGroup(Group):
     def _all_to_all(
         self, over: Any, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str
     ) -> Pending:
-        """gloo's own, over one of the process groups."""
-        work = over.alltoall_base(out, tensor, list(into), list(cut))
-        return GlooPending(self, what, [(work, None)])
+        return GlooPending(self, what, [(over.alltoall_base(out, tensor, list(into), list(cut)), None)])
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         work = self._pg.broadcast(tensor, source)
@@ -180,20 +177,14 @@ class GlooGroup(Group):
         a link with a large one takes as long.
         """
         if self.rank in ranks:
-            yield self._part(tuple(ranks)).all_reduce(flat, what)
+            key = tuple(ranks)
+            if key not in self._parts:
+                self._parts[key] = self._among(ranks, f"ranks {key}")
+                self._parts[key].numbers = ranks
+            yield self._parts[key].all_reduce(flat, what)
 
     def has_part(self, ranks: Sequence[int]) -> bool:
         return tuple(ranks) in self._parts
-
-    def _part(self, ranks: tuple[int, ...]) -> GlooGroup:
-        """These ranks, in ascending order, as a group of their own. Each of them calls it at the same point."""
-        if ranks not in self._parts:
-            assert self._store is not None
-            store, hosts = PrefixStore(f"ranks {ranks}", self._store), [self.hosts[r] for r in ranks]
-            others = (self.device, self.timeout_s, self._hostname, self.check, hosts)
-            self._parts[ranks] = GlooGroup(ranks.index(self.rank), len(ranks), store, *others)
-            self._parts[ranks].numbers = ranks
-        return self._parts[ranks]
 
     def in_pairs(self, act: Callable[[], None], what: str) -> None:
         """In a thread: a wait for one peer's message cannot be polled, as it closes the pair where it times out."""

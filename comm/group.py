@@ -72,23 +72,8 @@ class Pending:
 class Group:
     """A fixed set of workers: collectives on one device, for one generation of the view. This class: one worker."""
 
-    rank: int
-    size: int
-    device: torch.device
-    timeout_s: float
-    """How long a wait for another worker may take."""
-    hosts: list[str]
-    """The name of each rank's machine."""
-    links: Links | None
+    links: Links | None = None
     """The latency and throughput between the workers; None where they have not been measured (`latency.measure`)."""
-    numbers: Sequence[int]
-    """What messages call each rank: in a part of another group, its rank there."""
-    check: Callable[[], None]
-    """Called while waiting; raises to end the wait."""
-    under_way: dict[Pending, None]
-    """The messages that have not been waited for, in the order in which they were started."""
-    fixed: bool
-    """Whether the workers stay the same until the job ends."""
     waits_each_step: bool = False
     """NCCL: whether `settle` blocks the host until all messages have ended. With gloo it has waited for them."""
     costs: Costs | None = None
@@ -108,19 +93,19 @@ class Group:
         check: Callable[[], None] | None = None,
         hosts: Sequence[str] | None = None,
     ) -> None:
-        """store: one that every worker can reach. check: given where the group may change. hosts: without it, all ranks
-        are on one machine.
-
-        Raises ValueError for several workers without a store.
+        """store: one that every worker can reach. check: given where the group may change; is called while waiting, and
+        raises to end the wait. hosts: the name of each rank's machine; without it all ranks are on one.
         """
-        if size > 1 and store is None:
-            raise ValueError(f"a group of {size} workers needs a store")
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.hosts = [""] * size if hosts is None else list(hosts)
         self.device = device or torch.device("cpu")
-        self.check, self.fixed = check or (lambda: None), check is None
-        self.under_way = {}
-        self.links, self.numbers = None, range(size)
+        self.check = check or (lambda: None)
+        self.fixed = check is None
+        """Whether the workers stay the same until the job ends."""
+        self.under_way: dict[Pending, None] = {}
+        """The messages that have not been waited for, in the order in which they were started."""
+        self.numbers: Sequence[int] = range(size)
+        """What messages call each rank: in a part of another group, its rank there."""
         self._store = store
         self._meetings = Counter[str]()
 
@@ -199,14 +184,12 @@ class Group:
         """After a loss, before the next group is formed: ends messages that would hold the device for ever (NCCL)."""
 
     def retire(self) -> None:
-        """Drops this group once no message is under way (see `drop_retired`): dropping it would block. A message to a
-        lost peer fails at once; one between survivors when the other side drops its group, or after the timeout.
-        """
+        """Drops this group once no message is under way (see `drop_retired`): dropping it earlier would block."""
         _RETIRED.append(self)
         drop_retired()
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the group's threads and connections; it cannot be used any more. To be called before the process ends.
+        """Before the process ends: ends the group's threads and connections.
 
         False if messages are still under way after the timeout.
         """
@@ -217,13 +200,13 @@ class Group:
     def settle(self) -> None:
         """At the end of a step's reduction, before its sums are used. Raises CommError if a message has failed.
 
-        With NCCL the host has waited for no message until now. It waits here, once for all of them, where the group may
-        change: else parameters could be updated with an incomplete sum that a lost worker left.
+        With NCCL the host waits here, once for all messages, where the group may change: else parameters could be
+        updated with an incomplete sum that a lost worker left.
         """
 
     def follow(self, what: str, enqueue: Callable[[], None]) -> Pending:
         """`enqueue` puts work on the current stream that waits for other ranks, and is no message of this group. It is
-        watched as a message is: if it takes longer than the timeout, the group ends. what: names it in the error.
+        watched as a message is: if it takes longer than the timeout, the group ends.
         """
         enqueue()
         return Pending(self, what, [])
@@ -259,17 +242,19 @@ class Group:
 
         Several ranks. May be started when its data are ready, in the order of all that `share` and this one start.
         """
-        size, rank = self.size, self.rank
-        into = [out.numel() if r == (rank - 1) % size else 0 for r in range(size)]
-        cut = [tensor.numel() if r == (rank + 1) % size else 0 for r in range(size)]
+        into, cut = self._for_one(out, self.rank - 1), self._for_one(tensor, self.rank + 1)
         return self._pass_on(out, into, tensor, cut, what)
 
     def _pass_on(self, out: Tensor, into: Sequence[int], tensor: Tensor, cut: Sequence[int], what: str) -> Pending:
         return self.all_to_all(out, into, tensor, cut, what)
 
+    def _for_one(self, tensor: Tensor, peer: int) -> list[int]:
+        """The split sizes of a message with this rank alone, counted modulo the size."""
+        return [tensor.numel() if r == peer % self.size else 0 for r in range(self.size)]
+
     def reduce_scatter(self, flat: Tensor, what: str, unit: int = ALIGN) -> Pending:
-        """Starts giving each rank its part (`shards`) of the sum of all ranks' `flat` (1-D), in place; other parts are
-        undefined after it. Only where the group `adds_up`.
+        """Starts giving each rank its part (`shards`) of the sum of all ranks' `flat` (1-D), in place; the other parts
+        are undefined then. Only where the group `adds_up`.
         """
         return Pending(self, what, [])
 

@@ -3,10 +3,7 @@
 All pairs, in rounds of disjoint pairs (`topology.rounds`), so that n workers need about n - 1 rounds. In a pair both
 workers send and receive at the same time. A message of some bytes shows the latency. Larger ones, up to 1 MiB, show the
 throughput: a small one does not see a slow link, and a shaped link lets its first bytes pass at full speed. Sizes grow
-until a message takes long enough, so a round takes some milliseconds on a fast link, and below half a second on one of
-10 Mbit/s.
-
-No step is under way meanwhile: views are measured as they form, else on demand (`kf.peer_latencies`).
+until a message takes long enough, so a round takes below half a second on a link of 10 Mbit/s.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor
 
 from kfuse.comm.group import Group
 from kfuse.comm.topology import Links, rounds
@@ -52,12 +48,8 @@ def measure(group: Group) -> Links:
 
 def _probe(group: Group, peer: int) -> tuple[float, float]:
     """Seconds of a small message, and seconds of each byte of a large one; both sides find the same."""
-    latency = _fastest(group, peer, 8, _PINGS)
-    nbytes = _FIRST
-    while True:
-        seconds = _fastest(group, peer, nbytes, _REPEATS)
-        if seconds > _ENOUGH_S or nbytes == _LAST:
-            break
+    latency, nbytes = _fastest(group, peer, 8, _PINGS), _FIRST
+    while (seconds := _fastest(group, peer, nbytes, _REPEATS)) <= _ENOUGH_S and nbytes < _LAST:
         nbytes *= 2
     beyond = seconds - latency
     return latency, (beyond if beyond > 0 else seconds) / nbytes
@@ -67,13 +59,11 @@ def _fastest(group: Group, peer: int, nbytes: int, repeats: int) -> float:
     """Seconds of the fastest of so many messages, as the slower side saw it: both sides go on with one figure."""
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=group.device)
     received = torch.empty_like(sent)
-    mine = min(_seconds(group, peer, sent, received) for _ in range(repeats))
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        group.exchange(sent, received, peer, _WHAT)
+        times.append(time.perf_counter() - started)
     theirs = torch.zeros(1, dtype=torch.float64, device=group.device)
-    group.exchange(torch.full_like(theirs, mine), theirs, peer, _WHAT)
-    return max(mine, float(theirs))
-
-
-def _seconds(group: Group, peer: int, sent: Tensor, received: Tensor) -> float:
-    started = time.perf_counter()
-    group.exchange(sent, received, peer, _WHAT)
-    return time.perf_counter() - started
+    group.exchange(torch.full_like(theirs, min(times)), theirs, peer, _WHAT)
+    return max(min(times), float(theirs))

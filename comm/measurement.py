@@ -30,7 +30,7 @@ class Measured:
     shard: slice
     """Of the bucket: it starts at a block, or is empty."""
     sumsq: Tensor
-    """fp32: the sum of squares of each block of it."""
+    """fp32: the sum of squares of each block of the shard."""
     rounded: bool
     """The bucket holds rounded values of the sum afterwards: it cannot be measured again."""
 
@@ -39,16 +39,7 @@ class Measurement:
     """Measures the gradients in an engine's buckets; writes each micro-batch's tail, and reads the step's record."""
 
     tail: Tail
-    """The tail's layout for the present group. `set_group` replaces it."""
-    stopwatch: Stopwatch
-    """The engine starts and stops it."""
-    voter: Voter | None
-    """On interference, by the time that this worker waits for others; None where it is alone."""
-    sumsq: Tensor
-    """fp32: partial sums of squares of one micro-batch's own gradient, which `pack` writes."""
-    sumsq_of: Sequence[Tensor]
-    """The part of `sumsq` that belongs to each bucket."""
-
+    """The tail's layout for the present group."""
     norms: Tensor
     """fp32: sums of squares of the mean gradient, one for each block of each bucket."""
 
@@ -56,30 +47,28 @@ class Measurement:
         """params: how many parameters the engine has."""
         self._buckets, self._params = gradient_buckets, params
         chunks = [bucket.table.num_chunks for bucket in gradient_buckets]
-        blocks = [num_blocks(bucket.body) for bucket in gradient_buckets]
-        self.sumsq = torch.zeros(sum(chunks), device=device)
-        self.sumsq_of = self.sumsq.split_with_sizes(chunks) if chunks else ()
-        self._set_norms(torch.zeros(sum(blocks), device=device))
+        self._blocks = [num_blocks(bucket.body) for bucket in gradient_buckets]
+        self._sumsq = torch.zeros(sum(chunks), device=device)
+        self.sumsq_of = self._sumsq.split_with_sizes(chunks) if chunks else ()
+        """fp32, of each bucket: partial sums of squares of one micro-batch's own gradient, which `pack` writes."""
+        self._set_norms(torch.zeros(sum(self._blocks), device=device))
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)  # of a record: see Tail.record
         self.stopwatch, self._waiting = Stopwatch(device), Stopwatch(device)
-        self.voter = None
-        self.figures = 0
-        """Slots of the tail for a step function's figures."""
+        self._voter: Voter | None = None  # by the time that this worker waits for others; None where it is alone
 
     def _set_norms(self, norms: Tensor) -> None:
-        blocks = [num_blocks(bucket.body) for bucket in self._buckets]
-        self.norms, self._norms_of = norms, norms.split_with_sizes(blocks) if blocks else ()
+        self.norms, self._norms_of = norms, norms.split_with_sizes(self._blocks) if self._blocks else ()
 
-    def set_group(self, rank: int, size: int) -> None:
-        """Goes on with other workers. Between steps."""
-        self.tail, self._leads = Tail(self._params, rank, size, self.figures), rank == 0
-        self.voter = None
+    def set_group(self, rank: int, size: int, figures: int) -> None:
+        """Goes on with other workers. Between steps. figures: slots of the tail for a step function's figures."""
+        self.tail, self._leads, self._figures = Tail(self._params, rank, size, figures), rank == 0, figures
+        self._voter = None
         self._waiting.forget()
         if size > 1:
             from kfuse.comm.interference import Voter  # `import kfuse` is quick
 
-            self.voter = Voter()
+            self._voter = Voter()
 
     def write(self, bucket: Bucket, now: Step, digest: Tensor | None) -> None:
         """Writes the tail of the micro-batch that ends to the last bucket.
@@ -87,12 +76,12 @@ class Measurement:
         digest: of the parameters, in some steps; only with the step's first micro-batch.
         """
         assert now.current is not None
-        sum_partials(self.sumsq, self._total)
+        sum_partials(self._sumsq, self._total)
         if now.parts > 1:
             self._total *= now.parts**2  # the loss was divided
         own = None
         if not now.told:
-            vote = 0.0 if self.voter is None else self.voter.vote
+            vote = 0.0 if self._voter is None else self._voter.vote
             of_leader = (now.plan.decision, now.plan.times, now.plan.fisher) if now.plan and self._leads else ()
             own = Own(self.stopwatch.seconds_before, vote, digest, *of_leader)
         place = bucket.slot(now.leaf.slot)[bucket.body :]
@@ -102,18 +91,16 @@ class Measurement:
 
     def own_part_ends(self) -> None:
         """The worker's last backward is over: from here on it waits for messages."""
-        if self.voter is not None:
+        if self._voter is not None:
             self._waiting.start()
-            self.voter.take(self._waiting.seconds_before)
+            self._voter.take(self._waiting.seconds_before)
 
     def sums_are_there(self, now: Step) -> None:
         """All buckets are reduced. A step without messages of gradients is not timed."""
-        if self.voter is None:
-            return
-        if now.is_local:
+        if self._voter is not None and now.is_local:
             self._waiting.forget()
-            self.voter.forget()
-        else:
+            self._voter.forget()
+        elif self._voter is not None:
             self._waiting.stop(1)
 
     def total_weight(self, tail: Tensor, now: Step) -> Tensor | None:
@@ -168,16 +155,14 @@ class Measurement:
             ratio = now.plan.samples / record[SAMPLES]
             record[SUM_SQUARES] *= ratio
             record[LOSS] *= ratio
-            if self.figures:
-                record[-self.figures :] *= ratio
+            if self._figures:
+                record[-self._figures :] *= ratio
             record[SAMPLES] = now.plan.samples
         return record
 
 
 @dataclass
 class _Lap:
-    """The worker's own part of a step."""
-
     began: Event
     ended: Event
     micro_batches: int = 0
@@ -197,10 +182,8 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = devices.of(device)
-        self._laps = [self._new_lap() for _ in range(_LAPS if self._device.asynchronous else 1)]  # the newest first
-
-    def _new_lap(self) -> _Lap:
-        return _Lap(self._device.event(timing=True), self._device.event(timing=True))
+        count = _LAPS if self._device.asynchronous else 1  # the newest first
+        self._laps = [_Lap(self._device.event(timing=True), self._device.event(timing=True)) for _ in range(count)]
 
     def start(self) -> None:
         """Begins a lap, at the first micro-batch's forward."""

@@ -85,7 +85,7 @@ class NcclPending(Pending):
 
 
 class _Followed:
-    """Work on a stream, of no process group, in the place of a Work of torch's."""
+    """Work on a stream in the place of a Work of torch's."""
 
     def __init__(self, over: Event) -> None:
         self._over = over
@@ -140,10 +140,7 @@ class NcclGroup(Group):
         del first  # it holds the first message's tensor, which has come through only now
 
     def _connected(self) -> tuple[Any, Any]:
-        """Returns a process group, connected, and its first work, which may be under way.
-
-        The process group is for kfuse alone, and not registered in torch.distributed.
-        """
+        """Returns a process group for kfuse alone, connected, and its first work, which may be under way."""
         self._device.make_current()
         os.environ.setdefault(_READY_TIMEOUT, str(math.ceil(self.timeout_s)))
         options = dist.ProcessGroupNCCL.Options()
@@ -349,8 +346,7 @@ class NcclGroup(Group):
 
     def exchange(self, sent: Tensor, received: Tensor, peer: int, what: str) -> None:
         """An all-to-all in which this rank has something for `peer` alone: NCCL then calls no other rank."""
-        into = [received.numel() if r == peer else 0 for r in range(self.size)]
-        cut = [sent.numel() if r == peer else 0 for r in range(self.size)]
+        into, cut = self._for_one(received, peer), self._for_one(sent, peer)
         self.all_to_all(received, into, sent, cut, what).wait()
 
     def shards(self, numel: int, unit: int = ALIGN, size: int | None = None) -> list[slice]:

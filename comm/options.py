@@ -15,10 +15,9 @@ class Properties:
     """What a transport of kfuse does with a bucket."""
 
     to_shards: bool
-    """Its exchange leaves each worker its shard of the sum; else the whole sum. `comm.state=sharded` needs that."""
+    """Its exchange leaves each worker its shard of the sum, as `comm.state=sharded` needs it; else the whole sum."""
     contributions: bool
-    """It brings all workers' contributions, and kfuse adds them up, in one order: `comm.reproducible=true` needs that.
-    Else the library or the transport adds up."""
+    """It brings all contributions, and kfuse adds them up in one order, as `comm.reproducible=true` needs it."""
     message: str
     """The kind of message (`cost.PROBED`) whose measured time is that of its messages."""
 
@@ -33,24 +32,6 @@ PROPERTIES = {
 TRANSPORT_NAMES = tuple(PROPERTIES)
 TREES = ("binary", "star", "host", "latency")
 """The shapes that the transport `tree` knows by name."""
-
-
-def allowed_transports(reproducible: bool, sharded: bool) -> tuple[str, ...]:
-    """What `comm.reproducible` and `comm.state=sharded` leave of `comm.schedule`."""
-    left = (n for n, of in PROPERTIES.items() if of.contributions >= reproducible and of.to_shards >= sharded)
-    return "auto", *left
-
-
-def default_transport(reproducible: bool, sharded: bool, dtype: str) -> str:
-    """What `comm.schedule=auto` takes where messages have not been measured.
-
-    Reproducible sums need every contribution at hand: all_to_all. bf16 messages (dtype) are added up in fp32 by
-    all_to_all alone. Where there is a choice, `kfuse.comm.probe` makes it for a group of several workers. sharded: a
-    worker needs its shard of the sum only.
-    """
-    if reproducible or dtype == "bf16":
-        return "all_to_all"
-    return "reduce_scatter" if sharded else "allreduce"
 
 
 @dataclass(frozen=True)
@@ -91,9 +72,17 @@ class CommOptions:
         return Sync.parse(self.sync)
 
     def transport(self, schedule: str | None = None) -> str:
-        """Returns the transport's name for `schedule`, None: for the configured one; for `auto` the default."""
+        """Returns the transport's name for `schedule`; None: for the configured one.
+
+        For `auto` that is the default where messages have not been measured. Reproducible sums need every contribution
+        at hand, and only all_to_all adds up bf16 messages in fp32.
+        """
         name = schedule or self.schedule
-        return default_transport(self.reproducible, self.sharded, self.dtype) if name == "auto" else name
+        if name != "auto":
+            return name
+        if self.reproducible or self.dtype == "bf16":
+            return "all_to_all"
+        return "reduce_scatter" if self.sharded else "allreduce"
 
     @property
     def wire_bytes(self) -> int:

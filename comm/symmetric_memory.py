@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
-from itertools import combinations, count
+from itertools import count
 from typing import Any
 
 import torch
@@ -37,15 +36,13 @@ _KNOWN: weakref.WeakKeyDictionary[Group, Any] = weakref.WeakKeyDictionary()
 _numbers = count()
 
 
-def check_peer_access(group: Group, others: Sequence[str]) -> None:
+def check_peer_access(group: Group) -> None:
     """Raises ValueError, on every rank, where this group's GPUs cannot read each other's memory.
 
-    others: what the job's settings allow as `comm.schedule`; the error recommends them. Every rank must call it at the
-    same point, since they tell each other what they can read. Raises CommError.
+    Every rank must call it at the same point, since they tell each other what they can read. Raises CommError.
     """
     if reason := _reason(group):
-        left = ", ".join(name for name in others if name != "symmetric")
-        raise ValueError(f"comm.schedule='symmetric': {reason}: must be one of {left}")
+        raise ValueError(f"comm.schedule='symmetric': {reason}: choose another schedule")
 
 
 def _reason(group: Group) -> str:
@@ -59,9 +56,6 @@ def _reason(group: Group) -> str:
     if size == 1:
         return ""
     numbers = _of_all(group, device.number, "numbers of the GPUs")
-    for first, second in combinations(range(size), 2):
-        if numbers[first] == numbers[second]:
-            return f"ranks {first} and {second} use the same GPU, or both call theirs cuda:{numbers[first]}"
     unreadable = next((rank for rank in range(size) if rank != group.rank and not device.reads(numbers[rank])), -1)
     for rank, other in enumerate(_of_all(group, unreadable, "links between the GPUs")):
         if other >= 0:

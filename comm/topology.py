@@ -15,12 +15,14 @@ _MOST_CHUNKS, _CHUNK_BYTES = 8, 2**18
 
 @dataclass(frozen=True)
 class Links:
-    """The measured links of a view, by rank and rank. Both matrices are symmetric, and the same on every worker."""
+    """The measured links of a view, by rank and rank. Both matrices are symmetric, and the same on every worker.
+
+    latencies: seconds that a message of a few bytes takes; 0.0 from a rank to itself. throughputs: bytes a second
+    beyond that; None from a rank to itself.
+    """
 
     latencies: tuple[tuple[float, ...], ...]
-    """Seconds that a message of a few bytes takes; 0.0 from a rank to itself."""
     throughputs: tuple[tuple[float | None, ...], ...]
-    """Bytes a second beyond that; None from a rank to itself."""
 
     def seconds(self, nbytes: int) -> list[list[float]]:
         """By rank and rank: seconds that a message of `nbytes` takes, latency + bytes / throughput."""
@@ -120,21 +122,15 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 def check_parents(parents: Sequence[int], size: int) -> None:
     """Raises ValueError unless parents[r] is the rank of r's parent in one tree of `size` ranks, the root's its own."""
-    what = f"tree {list(parents)}"
-    if len(parents) != size:
-        raise ValueError(f"{what}: must have {size} ranks, one parent for each worker, not {len(parents)}")
-    if wrong := [parent for parent in parents if parent not in range(size)]:
-        raise ValueError(f"{what}: each parent must be a rank from 0 to {size - 1}, not {wrong[0]}")
-    roots = [r for r, parent in enumerate(parents) if parent == r]
-    if len(roots) != 1:
-        found = f"ranks {', '.join(map(str, roots))} are" if roots else "none is"
-        raise ValueError(f"{what}: must have one root, a rank that is its own parent; {found}")
-    for rank in range(size):
-        at = rank
+    is_tree = len(parents) == size and all(parent in range(size) for parent in parents)
+    if is_tree:
+        ends = list(range(size))  # of the ways that lead up from each rank
         for _ in range(size):
-            at = parents[at]
-        if at != roots[0]:
-            raise ValueError(f"{what}: rank {rank} must lead to the root {roots[0]}, not into a circle")
+            ends = [parents[end] for end in ends]
+        is_tree = len(set(ends)) == 1
+    if not is_tree:
+        said = f"must have one parent for each of the {size} workers, one root (its own parent), and no circle"
+        raise ValueError(f"tree {list(parents)}: {said}")
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:

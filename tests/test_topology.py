@@ -5,6 +5,7 @@ The sums along each tree are in test_transports.py.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -13,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from distributed import WorkersFailed, run_workers
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import network, problem
+from scipy.sparse.csgraph import minimum_spanning_tree
 
 import kfuse as kf
 from kfuse.comm import transports
@@ -52,24 +55,6 @@ def symmetric_times(draw: st.DrawFn, values: st.SearchStrategy[float]) -> Times:
     return times
 
 
-def trees(size: int) -> list[list[tuple[int, int]]]:
-    """All labelled trees, by their Pruefer codes (Cayley: size ** (size - 2) of them)."""
-    if size < 3:
-        return [[(0, 1)] if size == 2 else []]
-    out = []
-    for code in itertools.product(range(size), repeat=size - 2):
-        degree = [1 + code.count(r) for r in range(size)]
-        edges = []
-        for inner in code:
-            leaf = degree.index(1)
-            edges.append((leaf, inner))
-            degree[leaf] -= 1
-            degree[inner] -= 1
-        edges.append((degree.index(1), size - 1 - degree[::-1].index(1)))
-        out.append(edges)
-    return out
-
-
 def links_of(parents: Sequence[int]) -> list[tuple[int, int]]:
     return [(r, parent) for r, parent in enumerate(parents) if r != parent]
 
@@ -78,16 +63,12 @@ ANY = st.floats(1e-6, 10.0)
 FEW = st.sampled_from([1.0, 2.0, 10.0])  # many trees are equally good
 
 
-@pytest.mark.parametrize("values", [ANY, FEW], ids=["any times", "equal times"])
-def test_no_labelled_tree_takes_less_time_than_the_spanning_tree(values: st.SearchStrategy[float]) -> None:
-    @given(symmetric_times(values))
-    def check(times: Times) -> None:
-        parents = spanning_tree(times)
-        check_parents(parents, len(times))
-        least = min(sum(times[a][b] for a, b in tree) for tree in trees(len(times)))
-        assert sum(times[a][b] for a, b in links_of(parents)) == pytest.approx(least)
-
-    check()
+@given(symmetric_times(ANY) | symmetric_times(FEW))
+def test_no_tree_takes_less_time_than_the_spanning_tree(times: Times) -> None:
+    parents = spanning_tree(times)
+    check_parents(parents, len(times))
+    least = minimum_spanning_tree(np.array(times)).sum()
+    assert sum(times[a][b] for a, b in links_of(parents)) == pytest.approx(least)
 
 
 @given(symmetric_times(ANY))
@@ -113,11 +94,7 @@ def test_the_time_of_a_tree() -> None:
     assert duration([0, 0, 0, 1], times, count=2) == (7 + 7 + 7 + 7 + 7) / 2  # five rounds of half the buffer
     assert duration([0, 0, 1, 2], times) == 2 * (9 + 9 + 3)
     assert duration([0], [[0]]) == 0
-
-
-@pytest.mark.parametrize(("nbytes", "count"), [(0, 1), (2**19, 2), (2**30, 8)])
-def test_small_buffers_go_in_one_piece(nbytes: int, count: int) -> None:
-    assert chunks(nbytes) == count
+    assert [chunks(nbytes) for nbytes in (0, 2**19, 2**30)] == [1, 2, 8]
 
 
 def test_times_that_noise_may_have_set_apart_are_equal() -> None:
@@ -151,23 +128,6 @@ def test_the_rounds_of_pairs(size: int) -> None:
     assert len(found) == (size - 1 if size % 2 == 0 else size if size > 1 else 1)
 
 
-@pytest.mark.parametrize(
-    ("parents", "words"),
-    [
-        ([0, 0], "tree [0, 0]: must have 3 ranks, one parent for each worker, not 2"),
-        ([0, 0, 3], "tree [0, 0, 3]: each parent must be a rank from 0 to 2, not 3"),
-        ([0, 0, -1], "tree [0, 0, -1]: each parent must be a rank from 0 to 2, not -1"),
-        ([0, 1, 1], "tree [0, 1, 1]: must have one root, a rank that is its own parent; ranks 0, 1 are"),
-        ([1, 2, 0], "tree [1, 2, 0]: must have one root, a rank that is its own parent; none is"),
-        ([0, 2, 1], "tree [0, 2, 1]: rank 1 must lead to the root 0, not into a circle"),
-    ],
-)
-def test_what_is_no_tree_is_refused_in_one_line(parents: list[int], words: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        check_parents(parents, 3)
-    assert str(refused.value) == words
-
-
 @given(st.integers(1, 6).flatmap(lambda size: st.lists(st.integers(0, size - 1), min_size=size, max_size=size)))
 def test_each_list_that_is_a_tree_is_taken(parents: list[int]) -> None:
     size = len(parents)
@@ -175,12 +135,10 @@ def test_each_list_that_is_a_tree_is_taken(parents: list[int]) -> None:
     is_tree = len(reached) == 1
     for _ in range(size):
         reached |= {r for r, parent in enumerate(parents) if parent in reached}
-    try:
-        check_parents(parents, size)
-        taken = True
-    except ValueError:
-        taken = False
-    assert taken == (is_tree and len(reached) == size)
+    no_trees = [parents[1:], [*parents[1:], size], [*parents[1:], -1]]
+    for given_, right in ((parents, is_tree and len(reached) == size), *((each, False) for each in no_trees)):
+        with contextlib.nullcontext() if right else pytest.raises(ValueError, match="must have one parent for each"):
+            check_parents(given_, size)
 
 
 def test_measured_links_are_series_of_tensorboard(tmp_path: Path) -> None:
@@ -213,7 +171,7 @@ def links_of_the_group() -> tuple[Links, list[float], Links | None, Links | None
     return measured, row, links, of_lane
 
 
-@pytest.mark.parametrize("workers", [1, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_all_workers_measure_the_same_links(workers: int) -> None:
     results = run_workers(workers, links_of_the_group)
     first = results[0][0]
@@ -227,29 +185,15 @@ def test_all_workers_measure_the_same_links(workers: int) -> None:
         assert again == results[0][2], "measured anew, the same on all workers"
 
 
-def measure_without_one() -> str:
-    session = kf.init()
-    session.group.timeout_s = 2  # to connect may take longer
-    if session.group.rank == 2:
-        time.sleep(10)
-        return "silent"
-    try:
-        measure(session.group)
-    except kf.CommError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.full
-def test_a_worker_that_does_not_answer_ends_the_measurement() -> None:
-    *errors, _ = run_workers(3, measure_without_one)
-    assert all("measuring links" in error for error in errors), errors
-
-
-def measure_as_one_dies() -> str:
+def measure_without_one(dies: bool) -> str:
+    """Rank 2 dies, or says nothing. What the others say."""
     group = kf.init().group
     if group.rank == 2:
-        os._exit(1)
+        if dies:
+            os._exit(1)
+        time.sleep(6)
+        return "silent"
+    group.timeout_s = 60 if dies else 2  # to connect may take longer
     try:
         measure(group)
     except kf.CommError as error:
@@ -258,9 +202,10 @@ def measure_as_one_dies() -> str:
 
 
 @pytest.mark.full
-def test_a_worker_that_dies_ends_the_measurement(tmp_path: Path) -> None:
-    with pytest.raises(WorkersFailed, match="1 of 3 workers"):
-        run_workers(3, measure_as_one_dies, env={"SAID": str(tmp_path)})
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_lost_worker_ends_the_measurement(dies: bool, tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed, match="1 of 3 workers") if dies else contextlib.nullcontext():
+        run_workers(3, measure_without_one, dies, env={"SAID": str(tmp_path)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
     assert all("measuring links" in path.read_text() for path in tmp_path.iterdir())
 
@@ -340,7 +285,7 @@ def train_along_lists() -> tuple[list[object], list[kf.Signals], list[list[float
     return trees, policy.seen, policy.rows, events, digest.hexdigest()
 
 
-def test_a_list_of_parents_applies_on_all_workers_at_one_step() -> None:
+def test_a_list_of_parents_applies_on_all_workers_at_one_step_and_policies_see_measured_links() -> None:
     results = run_workers(3, train_along_lists)
     trees, seen, _, events, _ = results[0]
     assert all((each[0], each[1], each[4]) == (trees, seen, results[0][4]) for each in results), "ranks disagree"
@@ -349,12 +294,7 @@ def test_a_list_of_parents_applies_on_all_workers_at_one_step() -> None:
     decided = [tree for kind, tree in events if kind == "decision" and tree is not None]
     assert decided == [[1, 1, 1], [0, 2, 0], "latency"]
     [note] = [note for kind, note in events if kind == "clipped"]
-    assert str(note).startswith("tree [0, 1, 2]: must have one root") and str(note).endswith("; it stays as it is")
-
-
-def test_policies_see_the_links_once_they_are_measured() -> None:
-    results = run_workers(3, train_along_lists)
-    _, seen, _, events, _ = results[0]
+    assert str(note).startswith("tree [0, 1, 2]: must have one") and str(note).endswith("; it stays as it is")
     known = [signals.link_latencies for signals in seen]
     first = next(step for step, latencies in enumerate(known) if latencies is not None)
     assert first == 10, "step 10 is reported after step 11, whose hook has measured"
@@ -368,7 +308,7 @@ def test_policies_see_the_links_once_they_are_measured() -> None:
 
 def test_a_list_for_other_workers_is_refused() -> None:
     net = network()
-    for tree, words in (([0, 0], "tree [0, 0]: must have 1 ranks"), ([0.0], "tree [0.0]: must be one of binary")):
+    for tree, words in (([0, 0], "tree [0, 0]: must have one parent"), ([0.0], "tree [0.0]: must be one of binary")):
         with pytest.raises((ValueError, TypeError)) as refused:
             kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(SetsTree(tree)), batch_size=8)
         assert words in str(refused.value)

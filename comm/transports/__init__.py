@@ -9,9 +9,9 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from kfuse.comm import devices, schedule
-from kfuse.comm.buckets import Bucket
+from kfuse.comm.buckets import ALIGN, Bucket
 from kfuse.comm.group import Group
-from kfuse.comm.options import PROPERTIES, TRANSPORT_NAMES, TREES, CommOptions
+from kfuse.comm.options import PROPERTIES, TREES, CommOptions
 from kfuse.comm.schedule import Program
 from kfuse.comm.sum_tree import Merge
 
@@ -32,7 +32,7 @@ class Transport(Protocol):
         """Prepares the coming steps. pieces[r]: how many slots rank r contributes; 1 without reproducible sums.
 
         merges: the order of additions, as pairs (destination, source); slots are counted rank after rank.
-        Only transports for reproducible sums need it. Raises ValueError for more slots than the transport can take.
+        Only transports for reproducible sums need it.
         """
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
@@ -69,9 +69,7 @@ class HoldsSlots(Protocol):
     """A transport that has the slots lie in memory of its own."""
 
     def hold(self, buckets: Sequence[Bucket]) -> None:
-        """These are the buckets that it exchanges; they take fresh slots. Between steps, once their length is known, on
-        every rank at the same point. Raises CommError.
-        """
+        """Has these buckets, which it exchanges, take fresh slots. Between steps, on every rank. Raises CommError."""
 
 
 def resolve(name: str, adds_up: bool, dtype: str) -> str:
@@ -98,16 +96,6 @@ def program(name: str, sharded: bool, dtype: str = "fp32") -> Program:
     return schedule.fuse(shared) if reduces and shared.measures_shards else shared
 
 
-def program_apart(name: str, reproducible: bool) -> Program:
-    """Of a last bucket without gradients: the buffers that are averaged, and the tail. All workers need all of them.
-
-    One message, where the order of additions is free: these are few numbers, and a message costs more than its bytes.
-    """
-    if name in PROPERTIES and PROPERTIES[name].to_shards:
-        name = "all_to_all" if reproducible else "allreduce"
-    return program(name, False)
-
-
 def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool) -> tuple[Program, Program]:
     """What a step does with a bucket of gradients, and with a last bucket that has none: buffers and the tail.
 
@@ -117,23 +105,18 @@ def make_programs(options: CommOptions, name: str, adds_up: bool, mirrors: bool)
     running = resolve(name, adds_up, options.dtype)
     whole = program(running, options.sharded, options.dtype)
     whole = schedule.mirror(whole) if mirrors and options.sharded else whole
-    apart = program_apart(running, options.reproducible)
+    # One message, where the order of additions is free: these are few numbers, and a message costs more than its bytes.
+    to_shards = running in PROPERTIES and PROPERTIES[running].to_shards
+    apart = program(("all_to_all" if options.reproducible else "allreduce") if to_shards else running, False)
     for each in (whole, apart):
         schedule.validate(each)
     return whole, apart
 
 
-def make(
-    name: str,
-    group: Group,
-    tree: str | Sequence[int] = TREES[0],
-    unit: int | None = None,
-    others: Sequence[str] = ("auto", *TRANSPORT_NAMES),
-) -> Transport:
+def make(name: str, group: Group, tree: str | Sequence[int] = TREES[0], unit: int = ALIGN) -> Transport:
     """The transport of this name, which is resolved, over `group`.
 
-    tree: the shape that `tree` takes: a name, or each rank's parent. unit: what the length of a shard is a multiple of
-    (`Group.shards`). others: what the settings leave of `comm.schedule` (`allowed`), for errors.
+    tree: the shape that `tree` takes: a name, or each rank's parent. unit: what the length of a shard is a multiple of.
     A class of the user's own is called with the group. Raises ImportError or AttributeError where there is none.
     """
     match name:  # imported when used: `import kfuse` is quick
@@ -156,7 +139,7 @@ def make(
         case "symmetric":
             from kfuse.comm.transports.symmetric import Symmetric
 
-            return Symmetric(group, unit, others)
+            return Symmetric(group, unit)
         case "tree":
             from kfuse.comm.transports.tree import Tree
 

@@ -29,9 +29,8 @@ class _Message:
 class AllToAll:
     """The transport `all_to_all`: every rank reduces one shard of each bucket, in an order that the plan gives."""
 
-    def __init__(self, group: Group, unit: int | None = None) -> None:
-        """unit: what the length of a shard is a multiple of; None: `ALIGN`."""
-        self._group, self._unit = group, unit or ALIGN
+    def __init__(self, group: Group, unit: int = ALIGN) -> None:
+        self._group, self._unit = group, unit
         self._free: list[Tensor] = []  # receive buffers that no message uses
         self._messages: dict[int, _Message] = {}
         self._device = devices.of(group.device)
@@ -49,41 +48,28 @@ class AllToAll:
         self._merges = tuple((order[destination], order[source]) for destination, source in merges)
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
-        """Starts the exchange: shard r of this worker's pieces goes to rank r."""
         rank, size = self._group.rank, self._group.size
         shards = self._group.shards(slots[0].numel(), self._unit)
         sizes = [shard.stop - shard.start for shard in shards]
         width = sizes[rank]
         received = self._take(self._count * width, slots[0].dtype)
-        exchanges = []
-        first = 0
+        exchanges, first = [], 0
         for k, workers in enumerate(self._rounds):
             into = [width if count > k else 0 for count in self._pieces]
-            sends = self._pieces[rank] > k
-            last = first + len(workers)
-            exchanges.append(
-                self._group.all_to_all(
-                    received[first * width : last * width],
-                    into,
-                    slots[k] if sends else slots[0][:0],
-                    sizes if sends else [0] * size,
-                    f"{what} (all_to_all, exchange)",
-                )
-            )
-            first = last
+            sent, cut = (slots[k], sizes) if self._pieces[rank] > k else (slots[0][:0], [0] * size)
+            out = received[first * width : (first + len(workers)) * width]
+            exchanges.append(self._group.all_to_all(out, into, sent, cut, f"{what} (all_to_all, exchange)"))
+            first += len(workers)
         self._messages[key] = _Message(received, shards[rank], exchanges)
 
     def arrived(self, key: int) -> bool:
-        """Whether all contributions to this rank's shard are here."""
         return all(exchange.done() for exchange in self._messages[key].exchanges)
 
     def wait(self, key: int) -> None:
-        """Returns when the contributions are here, for work on the current stream. Raises CommError."""
         for exchange in self._messages[key].exchanges:
             exchange.wait_on_stream()
 
     def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
-        """Adds up this rank's shard. flat, sumsq: see `BringsContributions`."""
         message = self._messages.pop(key)
         # After an abort they may be dropped while the reduction still runs.
         used = [message.received, flat, *([] if sumsq is None else [sumsq])]

@@ -28,13 +28,10 @@ from kfuse.kernels import pull
 class Symmetric:
     """The transport `symmetric`: contributions stay where they are, and every rank reads its shard of all of them."""
 
-    def __init__(self, group: Group, unit: int | None, others: Sequence[str]) -> None:
-        """unit: what the length of a shard is a multiple of; None: `ALIGN`. others: see `check_peer_access`.
-
-        Raises ValueError where this group's GPUs cannot read each other's memory, on every rank; CommError.
-        """
-        check_peer_access(group, others)
-        self._group, self._unit, self._device = group, unit or ALIGN, devices.of(group.device)
+    def __init__(self, group: Group, unit: int = ALIGN) -> None:
+        """Raises ValueError where this group's GPUs cannot read each other's memory, on every rank; CommError."""
+        check_peer_access(group)
+        self._group, self._unit, self._device = group, unit, devices.of(group.device)
         self._buckets: Sequence[Bucket] = ()
         self._numel = 0
         self._memories: list[SymmetricMemory] = []  # of the slots of all buckets, by the slot's number
@@ -42,7 +39,7 @@ class Symmetric:
         self._barriers: dict[int, Pending] = {}
 
     def hold(self, buckets: Sequence[Bucket]) -> None:
-        """From now on the slots of these buckets that are exchanged lie in symmetric memory: see `HoldsSlots`."""
+        """From now on the slots of these buckets that are exchanged lie in symmetric memory."""
         if self._group.size == 1:
             return
         starts = list(accumulate((-(-(b.body + b.tail) // ALIGN) * ALIGN for b in buckets), initial=0))
@@ -83,15 +80,12 @@ class Symmetric:
         self._barriers[key] = self._group.follow(f"{what} (symmetric, packed by all)", first.barrier)
 
     def arrived(self, key: int) -> bool:
-        """Whether all ranks have packed the bucket."""
         return self._barriers[key].done()
 
     def wait(self, key: int) -> None:
-        """The current stream waits until all ranks have packed the bucket. Raises CommError."""
         self._barriers.pop(key).wait_on_stream()
 
     def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
-        """Pulls this rank's shard of all contributions and adds them up. flat, sumsq: see `BringsContributions`."""
         part = self._parts.pop(key)
         shard = self._group.shards(part.stop - part.start, self._unit)[self._group.rank]
         here = slice(part.start + shard.start, part.start + shard.stop)

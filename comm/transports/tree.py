@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import Group, Pending
-from kfuse.comm.options import TREES
 from kfuse.comm.sum_tree import Merge
 from kfuse.comm.topology import Links, check_parents, chunks, depths, spanning_tree
 
@@ -32,7 +31,7 @@ def parents(shape: str, hosts: Sequence[str]) -> list[int]:
     """Each rank's parent, a root's being itself; `hosts[r]` is where rank r runs.
 
     binary: a heap. star: everyone under rank 0. host: everyone under the first rank of its host; there is a root on
-    each. latency: where all links are alike; a `Tree` goes by the measured ones. Raises ValueError for another shape.
+    each. latency: where all links are alike; a `Tree` goes by the measured ones.
     """
     ranks = range(len(hosts))
     match shape:
@@ -42,9 +41,7 @@ def parents(shape: str, hosts: Sequence[str]) -> list[int]:
             return [0 for _ in ranks]
         case "host":
             return [hosts.index(host) for host in hosts]
-        case "latency":
-            return spanning_tree([[float(a != b) for b in ranks] for a in ranks])
-    raise ValueError(f"comm.tree={shape!r}: must be one of {', '.join(TREES)}")
+    return spanning_tree([[float(a != b) for b in ranks] for a in ranks])
 
 
 class _Shape:
@@ -63,13 +60,12 @@ class Tree:
     """
 
     def __init__(self, group: Group, shape: str | Sequence[int]) -> None:
-        """shape: a name in TREES, or each rank's parent. Raises ValueError for another name, or where that is no tree.
+        """shape: a name in TREES, or each rank's parent. Raises ValueError where that is no tree.
 
         With `latency`, `launch` raises RuntimeError unless the group's links have been measured.
         """
         self._group, self._device = group, devices.of(group.device)
-        self._shape: _Shape | None = None
-        """None: that of the links."""
+        self._shape: _Shape | None = None  # that of the links
         if not isinstance(shape, str):
             check_parents(shape, group.size)
             self._shape = _Shape(list(shape))
@@ -80,9 +76,7 @@ class Tree:
         self._started: dict[int, tuple[Pending | None, Iterator[Pending]]] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
-        """Raises ValueError unless each worker contributes one slot."""
-        if any(count != 1 for count in pieces):
-            raise ValueError("tree takes one contribution a worker")
+        """Nothing to prepare: each worker contributes one slot."""
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
         """Starts the first message, unless it connects the hosts first: a hook of backward must not wait for that."""
@@ -101,7 +95,6 @@ class Tree:
             message.wait_on_stream()
 
     def _measured(self, nbytes: int) -> _Shape:
-        """The shape for buckets of `nbytes`, the same on every rank, since the links are."""
         links = self._group.links
         if links is None:
             raise RuntimeError("comm.tree=latency: the links between the workers have not been measured")
@@ -115,7 +108,7 @@ class Tree:
         return self._by_bytes[nbytes]
 
     def _messages(self, flat: Tensor, shape: _Shape, what: str) -> Iterator[Pending]:
-        """The messages, in order; each is to be waited for before the next one is asked for.
+        """Each is to be waited for before the next one is asked for.
 
         Chunk k leaves depth d for its parent in round k + levels - d, and for its children in round k + levels + d. So
         a rank has at most one chunk for each of its neighbours in a round, and all levels are busy at once.

@@ -37,13 +37,11 @@ class _Part:
 class TwoWorkers:
     """The transport `all_to_all` in a group of two over gloo."""
 
-    def __init__(self, group: Group, unit: int | None = None) -> None:
-        """unit: what the length of a shard is a multiple of; None: `ALIGN`."""
-        self._group, self._unit = group, unit or ALIGN
+    def __init__(self, group: Group, unit: int = ALIGN) -> None:
+        self._group, self._unit = group, unit
         self._messages: dict[int, list[_Part]] = {}
 
     def plan(self, pieces: Sequence[int], merges: tuple[Merge, ...]) -> None:
-        """See `Transport`."""
         self._pieces, self._merges = pieces, merges
 
     def launch(self, key: int, slots: Sequence[Tensor], what: str) -> None:
@@ -57,8 +55,7 @@ class TwoWorkers:
             for k in range(max(self._pieces)):
                 sent = slots[k][there] if k < self._pieces[rank] else slots[0][:0]
                 received = sent.new_empty(here.stop - here.start if k < self._pieces[1 - rank] else 0)
-                cut, into = [0, 0], [0, 0]
-                cut[1 - rank], into[1 - rank] = sent.numel(), received.numel()
+                into, cut = ([0 if r == rank else each.numel() for r in range(2)] for each in (received, sent))
                 if k < self._pieces[1 - rank]:
                     part.brought.append(received)
                 message = self._group.all_to_all(received, into, sent, cut, f"{what} (all_to_all, exchange)")
@@ -67,7 +64,6 @@ class TwoWorkers:
         self._messages[key] = parts
 
     def arrived(self, key: int) -> bool:
-        """Whether all contributions to this rank's shard are here."""
         return all(exchange.done() for part in self._messages[key] for exchange in part.exchanges)
 
     def wait(self, key: int) -> None:
@@ -77,7 +73,7 @@ class TwoWorkers:
                 exchange.wait()
 
     def reduce(self, key: int, flat: Tensor, sumsq: Tensor | None = None) -> None:
-        """Adds up this rank's shard, while later parts are under way. flat, sumsq: see `BringsContributions`."""
+        """Adds up this rank's shard, while later parts are under way."""
         parts = self._messages.pop(key)[::-1]
         last = 0
         while parts:

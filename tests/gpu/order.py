@@ -128,7 +128,7 @@ class RecordedDevice(devices.Device):
     def make_current(self) -> None:
         self._order.current_device = OURS
 
-    def new_stream(self, priority: int = 0) -> Any:
+    def new_stream(self) -> Any:
         return RecordedStream(self._order, f"stream {len(self._order.streams)}")
 
     def current_stream(self) -> Any:

@@ -184,7 +184,6 @@ def refused(case: str) -> str:
     rank = int(os.environ["RANK"])
     changes: dict[str, Any] = {
         "cpu": {"number": None},
-        "one gpu": {"number": 0},
         "no link": {"reads": lambda number: rank != 0},
     }.get(case, {})
     symmetric_double.install(**changes)
@@ -204,7 +203,6 @@ def refused(case: str) -> str:
 def test_where_it_cannot_be_it_is_refused_on_every_worker() -> None:
     for case, said in {
         "cpu": "parameters lie on the CPU",
-        "one gpu": "ranks 0 and 1 use the same GPU",
         "no link": "cuda:0 (rank 0) cannot read the memory of cuda:1 (rank 1)",
         "hosts": "the workers are on 2 hosts",
         "elastic": "the number of workers may change",

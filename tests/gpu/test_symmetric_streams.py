@@ -83,7 +83,7 @@ def other_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         enqueued(self, work, reads, writes)
 
     monkeypatch.setattr(symmetric, "SymmetricMemory", Memory)
-    monkeypatch.setattr(symmetric, "check_peer_access", lambda group, others: None)
+    monkeypatch.setattr(symmetric, "check_peer_access", lambda group: None)
     monkeypatch.setattr(Symmetric, "reduce", reduced)
     monkeypatch.setattr(Order, "enqueued", collective)
     yield
