@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,13 +45,8 @@ def plan(epoch: int, cursor: int, batch: int = 8, micro: int = 4, workers: int =
 
 def tasks_of_step(plan: TaskPlan) -> list[Task]:
     """This worker's tasks in the one step at the plan's position."""
-    end = min(plan.cursor + plan.batch_size, plan.samples)
-    found = []
-    for task in plan.tasks():
-        if (task.epoch, task.cursor) >= (plan.epoch, end):
-            break
-        found.append(task)
-    return found
+    end = plan.epoch, min(plan.cursor + plan.batch_size, plan.samples)
+    return list(itertools.takewhile(lambda task: (task.epoch, task.cursor) < end, plan.tasks()))
 
 
 def assert_equal(batch: Any, task: Task) -> None:
@@ -124,7 +119,7 @@ def test_results_that_fit_a_changed_plan_are_not_fetched_again(tmp_path: Path) -
     assert sorted(map(int, epoch)) == list(range(LENGTH))
 
 
-def noise_seen(**loading: Any) -> tuple[dict[int, list[float]], list[float]]:
+def noise_seen(workers: int) -> tuple[dict[int, list[float]], list[float]]:
     """What a training's forwards got, and the parameters that it ended with."""
     seen: dict[int, list[float]] = {}
 
@@ -136,14 +131,14 @@ def noise_seen(**loading: Any) -> tuple[dict[int, list[float]], list[float]]:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     opt = kf.FusedSGD(model.parameters(), lr=1e-4)
-    kf.fit(model, Noise(), opt, batch_size=8, batch_micro=3, train_epochs=2, seed=SEED, step_fn=step_fn, **loading)
+    sizes: dict[str, Any] = {"batch_size": 8, "batch_micro": 3, "train_epochs": 2}
+    kf.fit(model, Noise(), opt, seed=SEED, step_fn=step_fn, data_workers=workers, **sizes)
     return seen, [value for p in model.parameters() for value in p.flatten().tolist()]
 
 
 def test_training_has_the_same_bits_with_any_number_of_loader_processes() -> None:
-    alone = noise_seen()
-    for number in (1, 3):
-        assert noise_seen(data_workers=number) == alone
+    alone = noise_seen(0)
+    assert noise_seen(1) == noise_seen(3) == alone
 
 
 def test_many_requests_and_large_replies_do_not_wait_for_each_other() -> None:
@@ -323,52 +318,44 @@ def test_a_busy_loader_process_keeps_no_training_from_ending() -> None:
 
 
 SCRIPT = """
-import os, signal, sys, time, torch, numpy as np
+import multiprocessing, os, signal, sys, time, torch
 import kfuse as kf
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell runs in the background
 
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 10_000
-    def __getitem__(self, i): return torch.zeros(2), 0
+    def __getitem__(self, i): return (torch.zeros(2), 0) if number >= 0 else time.sleep(100_000)
 
-model = torch.nn.Linear(2, 2)
+def init(loader):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.write(1, f"{{os.getpid()}}\\n".encode())
+
+number, model = {number}, torch.nn.Linear(2, 2)
 opt = kf.FusedSGD(model.parameters(), lr=0.1)
-for number, step in enumerate(kf.DataLoader(Data(), model, opt, batch_size=8, train_epochs=100, data_workers=2)):
+how = dict(batch_size=8, train_epochs=100, data_workers=2, worker_init_fn=init)
+for number, step in enumerate(kf.DataLoader(Data(), model, opt, **how)):
     for x, y in step:
         torch.nn.functional.cross_entropy(model(x), y).backward()
     opt.step()
     opt.zero_grad()
     if number == 3:
-        import multiprocessing
-        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         {act}
 """
 
 
-STUCK = """
-import os, signal, time, torch
-import kfuse as kf
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self): return 64
-    def __getitem__(self, i): time.sleep(100_000)
-
-def init(number):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    os.write(1, f"{os.getpid()}\\n".encode())
-
-model = torch.nn.Linear(2, 2)
-kf.fit(model, Data(), kf.FusedSGD(model.parameters(), lr=0.1), data_workers=2, worker_init_fn=init)
-"""
+def started(act: str = "pass", number: int = 0) -> tuple[Any, list[int]]:
+    """The script's process, and its loader processes'. number: if negative, these never come to an end."""
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", SCRIPT.format(act=act, number=number)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, process_group=0, **pipes)
+    return process, [int(process.stdout.readline()) for _ in range(2)]
 
 
 @pytest.mark.full
 def test_loader_processes_are_killed_with_their_training_worker() -> None:
     """At once, by the kernel, whatever they are doing: they have the training worker's connections open."""
-    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True, process_group=0)
-    assert process.stdout is not None
-    loaders = [int(process.stdout.readline()) for _ in range(2)]
+    process, loaders = started(number=-1)
     assert all(map(is_alive, loaders))
     process.kill()
     wait_until("the loader processes' end", lambda: not any(map(is_alive, loaders)))
@@ -395,20 +382,12 @@ def test_a_loader_process_tells_no_news_of_a_script_that_ends(capsys: pytest.Cap
 def test_nothing_is_left_of_a_script_however_it_ends(
     act: str, sent: signal.Signals | None, status: int, said: str
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error::DeprecationWarning", "-c", textwrap.dedent(SCRIPT.format(act=act))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    assert process.stdout is not None
-    loaders = [int(pid) for pid in process.stdout.readline().split()]
+    process, loaders = started(act)
     if sent == signal.SIGKILL:
         os.kill(process.pid, sent)
     elif sent is not None:
         os.killpg(process.pid, sent)  # as a terminal does, and a cluster's scheduler
     _, errors = process.communicate()
-    assert len(loaders) == 2 and process.returncode == status, errors
+    assert process.returncode == status, errors
     wait_until("the loader processes' end", lambda: not any(is_alive(pid) for pid in loaders))
     assert said in errors and (said or not errors) and "loader" not in errors.replace("num_workers", "")

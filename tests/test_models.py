@@ -43,12 +43,20 @@ def test_construction_and_training_step_are_deterministic_and_without_warnings()
         assert all(torch.isfinite(t).all() for t in results[0])
 
 
-def test_mlp_sizes():
+def test_sizes_and_shapes():
     for hidden, count in [((), 650), ((128,), 9610), ((32, 16), 2778)]:
         model = MLP((1, 8, 8), 10, hidden=hidden)
         assert parameter_count(model) == count
-        assert model(torch.randn(5, 1, 8, 8)).shape == (5, 10)
-        assert model(torch.randn(5, 64)).shape == (5, 10)
+        assert model(torch.randn(5, 1, 8, 8)).shape == model(torch.randn(5, 64)).shape == (5, 10)
+    for shape in [(1, 8, 8), (3, 32, 32), (2, 5, 9)]:
+        assert ConvNet(shape, num_classes=7, width=4)(torch.randn(1, *shape)).shape == (1, 7)
+    one, two = (ConvNet((1, 8, 8), 10, width=4, blocks_per_stage=n) for n in (1, 2))
+    # Three more blocks: two 3x3 convolutions and two normalisations each, at widths 4, 8 and 16.
+    assert parameter_count(two) - parameter_count(one) == sum(18 * w * w + 4 * w for w in (4, 8, 16))
+    model = GPT(vocab_size=100, block_size=12, layers=1, heads=2, width=16)
+    assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 100)
+    # Embeddings (the output layer is tied), a block (12 w^2 weights, 9 w biases, 4 w norms), the last norm.
+    assert parameter_count(model) == (100 + 12) * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16
 
 
 def test_dropout_acts_in_training_only():
@@ -59,33 +67,17 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(model(x), model(x))
 
 
-def test_convnet_takes_any_image_size_even_a_single_sample():
-    for shape in [(1, 8, 8), (3, 32, 32), (3, 64, 64), (2, 5, 9)]:
-        model = ConvNet(shape, num_classes=7, width=4)
-        assert model(torch.randn(1, *shape)).shape == (1, 7)
-
-
-def test_convnet_depth_is_an_argument():
-    one, two = (ConvNet((1, 8, 8), 10, width=4, blocks_per_stage=n) for n in (1, 2))
-    # Three more blocks: two 3x3 convolutions and two normalisations each, at widths 4, 8 and 16.
-    assert parameter_count(two) - parameter_count(one) == sum(18 * w * w + 4 * w for w in (4, 8, 16))
-    assert two(torch.randn(2, 1, 8, 8)).shape == (2, 10)
-
-
-def test_convnet_names_the_shapes_it_takes():
-    for shape in [(8, 8), (64,), (1, 4, 8)]:
-        with pytest.raises(ValueError, match="at least 5x5"):
-            ConvNet(shape, 10)
-
-
-def test_gpt_output_and_sizes():
-    model = GPT(vocab_size=100, block_size=12, layers=1, heads=2, width=16)
-    assert model(torch.zeros(2, 12, dtype=torch.int64)).shape == (2, 12, 100)
-    assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 100)
-    # Embeddings (the output layer is tied), a block (12 w^2 weights, 9 w biases, 4 w norms), the last norm.
-    assert parameter_count(model) == (100 + 12) * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16
-    # The size the benchmarks use.
-    assert parameter_count(GPT(256, 64, layers=6, heads=8, width=256)) == 4_820_992
+def test_what_a_model_cannot_take_is_refused():
+    gpt = GPT(10, 4, layers=1, heads=1, width=8)
+    for make, said in [
+        *((lambda shape=shape: ConvNet(shape, 10), "at least 5x5") for shape in [(8, 8), (64,), (1, 4, 8)]),
+        (lambda: gpt(torch.zeros(1, 5, dtype=torch.int64)), "5 tokens is longer than block_size=4"),
+        (lambda: GPT(10, 4, heads=4, width=10), "width=10: must be a multiple of heads=4"),
+        (lambda: MLP((4,), 2, dropout=1.0), "dropout=1.0"),
+        (lambda: MLP((4,), 2, hidden=(0,)), "must be at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            make()
 
 
 def test_gpt_attends_to_the_past_only():
@@ -121,14 +113,6 @@ def test_gpt_initialisation_is_gpt_2s():
     tokens = torch.randint(0, 256, (4, 64))
     loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(1))
     assert loss.item() == pytest.approx(math.log(256), abs=0.2)
-
-
-def test_gpt_refuses_what_it_cannot_take():
-    model = GPT(10, 4, layers=1, heads=1, width=8)
-    with pytest.raises(ValueError, match="5 tokens is longer than block_size=4"):
-        model(torch.zeros(1, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match="width=10: must be a multiple of heads=4"):
-        GPT(10, 4, heads=4, width=10)
 
 
 def test_classifiers_learn_digits():

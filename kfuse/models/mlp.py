@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from kfuse.models.arguments import check_dropout
+from kfuse.models.arguments import check_dropout, check_sizes
 
 
 class MLP(nn.Module):
@@ -26,8 +26,7 @@ class MLP(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if any(width < 1 for width in hidden):
-            raise ValueError(f"hidden={list(hidden)}: must be at least 1")
+        check_sizes(hidden=min(hidden, default=1))
         check_dropout(dropout)
         widths = [math.prod(input_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
