@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import hydra
 import torch
 import torch.nn.functional as F
 from distributed import run_workers
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 import kfuse as kf
@@ -169,26 +169,13 @@ def optimizer(case: Case, model: nn.Module) -> Any:
     return kf.Optimizer(torch.optim.AdamW(params, **ADAMW))  # type: ignore[arg-type]
 
 
-@dataclass
 class Refused(Exception):
     """kfuse refuses the combination."""
 
-    when: str
-    """What was done when it did."""
-    message: str
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Refused) and str(other) == str(self)
 
-    def __str__(self) -> str:
-        return f"{self.when}: {self.message}"
-
-
-class _Stage:
-    """Where a training stands."""
-
-    now = "kf.init"
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        self.now = "the first opt.step()"
-        return loss(output, target)
+    __hash__ = Exception.__hash__
 
 
 def train(
@@ -202,64 +189,50 @@ def train(
 
     more: makes further arguments of kf.fit for an optimizer.
     """
-    stage = _Stage()
     try:
-        return _train(case, group, steps, batch, more, stage)
+        return _train(case, group, steps, batch, more)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise Refused(stage.now, " ".join(str(error).split())) from error
+        raise Refused(" ".join(str(error).split())) from error
 
 
-def _train(
-    case: Case, group: Group, steps: int, batch: int, more: Callable[[Any], dict[str, Any]], stage: _Stage
-) -> nn.Sequential:
-    comm = options(case)
-    stage.now = "the optimizer"
+def _train(case: Case, group: Group, steps: int, batch: int, more: Callable[[Any], dict[str, Any]]) -> nn.Sequential:
     # As kf.init does it; but one group serves all trainings.
-    session._current = joined = session.Session(group, comm, None if case.workers == "fixed" else Supervised())  # type: ignore[arg-type]
+    supervised: Any = None if case.workers == "fixed" else Supervised()
+    session._current = joined = session.Session(group, options(case), supervised)
     if joined.elastic:
         joined.view = View(1, (Member(0, os.getpid(), "host"),), ("127.0.0.1", 1), "start")
     model = net(case)
     opt = optimizer(case, model)
-    stage.now = "kf.fit, kf.DataLoader"
     settings: dict[str, Any] = dict(batch_size=batch, batch_micro=MICRO, train_steps=steps, seed=SEED)
     if case.clip != "GradScaler":
         given = overrides(case)
         settings |= {key.replace(".", "_"): given[key] for key in ("train.precision", "train.clip_norm")}
-        settings |= more(opt)
-        kf.fit(model, data(), opt, loss_fn=stage.loss, **settings)
+        kf.fit(model, data(), opt, loss_fn=loss, **settings | more(opt))
         return model
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in kf.DataLoader(data(), model, opt, **settings):
         for x, y in step:
-            scaler.scale(loss_of(case, model, x, y, stage.loss)).backward()
+            scaler.scale(loss_of(case, model, x, y)).backward()
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
     return model
 
 
-def loss_of(
-    case: Case, model: nn.Module, x: Tensor, y: Tensor, of: Callable[[Tensor, Tensor], Tensor] = loss
-) -> Tensor:
+def loss_of(case: Case, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast bf16"):
-        return of(model(x.to(torch.bfloat16) if case.precision == "bf16 parameters" else x), y)
+        return loss(model(x.to(torch.bfloat16) if case.precision == "bf16 parameters" else x), y)
 
 
-C = TypeVar("C", bound="Combination")
+C = TypeVar("C", bound=Any)
 T = TypeVar("T")
-
-
-class Combination(Protocol):
-    """What is asked: `Case`, or one with more settings."""
-
-    @property
-    def workers(self) -> str: ...
 
 
 def asked_by_workers(cases: Sequence[C], ask: Callable[[C, Group], T]) -> dict[C, T | Refused]:
     """For a worker of a group: of each combination what `ask` returns, or how a script is refused it.
 
     With a supervisor one worker is refused what several are: of these combinations each worker asks its part, alone.
+    cases: of `Case`, or of one with more settings.
     """
     group = kf.init().group
     alone = Group(device=group.device, timeout_s=group.timeout_s)
@@ -270,7 +243,7 @@ def asked_by_workers(cases: Sequence[C], ask: Callable[[C, Group], T]) -> dict[C
         try:
             found[case] = ask(case, group if case.workers == "fixed" else alone)
         except Refused as refused:
-            found[case] = Refused(refused.when, refused.message)
+            found[case] = refused.with_traceback(None)
     return found
 
 
@@ -321,7 +294,7 @@ def composed(*chosen: str) -> DictConfig:
 _TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def launched(
+def ask_command_line(
     case: Case, policy: tuple[str, ...] = ("policy=none",), more: Mapping[str, Any] | None = None
 ) -> str | None:
     """How `kfuse` refuses the combination; None: it does not.
@@ -330,22 +303,12 @@ def launched(
     """
     fixed = case.workers == "fixed"
     with patch.dict(os.environ, _TORCHRUN if fixed else {}):
-        cfg = composed(f"launcher={'torchrun' if fixed else 'local'}", *policy)
+        cfg = copy.deepcopy(composed(f"launcher={'torchrun' if fixed else 'local'}", *policy))
         cfg.optimizer = composed("policy=none", f"optimizer={case.optimizer}").optimizer
-        given = [(*key.split("."), value) for key, value in {**overrides(case), **(more or {})}.items()]
-        before = [(section, name, cfg[section][name]) for section, name, _ in given]
+        for key, value in {**overrides(case), **(more or {})}.items():
+            OmegaConf.update(cfg, key, value)
         try:
-            for section, name, value in given:
-                cfg[section][name] = value
             validate(cfg)
         except ConfigError as error:
             return str(error)
-        finally:  # it is composed once, for others too
-            for section, name, value in before:
-                cfg[section][name] = value
     return None
-
-
-def ask_command_line(case: Case) -> str | None:
-    """How `kfuse` refuses the combination; None: it does not."""
-    return launched(case)
