@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import warnings
@@ -185,24 +184,6 @@ def test_wrong_orders_say_what_is_allowed(verb: str, value: Any, message: str) -
     net = network()
     with pytest.raises(ValueError, match=message):
         kf.fit(net, problem(), kf.FusedSGD(net.parameters()), kf.Hook(Orders({0: [(verb, value)]})), batch_size=8)
-
-
-def warnings_of_idle_workers(micro_batch: int) -> list[str]:
-    """What kfuse warns of in a training of batches of 8 samples."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("kfuse").addHandler(handler)
-    net = network()
-    kf.fit(net, problem(), kf.FusedSGD(net.parameters()), batch_size=8, batch_micro=micro_batch, train_steps=3)
-    return said
-
-
-def test_workers_without_a_micro_batch_are_warned_of_once() -> None:
-    said, silent = run_workers(2, warnings_of_idle_workers, 8)
-    assert len(said) == 1 and not silent
-    assert said[0].startswith("a batch of 8 samples has 1 micro-batches of 8: 1 of the 2 workers have nothing to do")
-    assert run_workers(2, warnings_of_idle_workers, 4) == [[], []]
 
 
 class AlwaysTwo(kf.BasePolicy):

@@ -16,7 +16,6 @@ import kfuse as kf
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train.reporter import Reporter
-from kfuse.train.step import StepSamples
 
 
 class Doubling(kf.BasePolicy):
@@ -82,9 +81,3 @@ def test_all_workers_see_the_leaders_times_of_the_step_before(sync: str) -> None
     assert {signals.batch_size for signals in seen} == {16, 32}
     # A part of the steps: not the first one, the last of an epoch, and the last one before the batch size changed.
     assert 0 < known < len(seen) - 5
-
-
-def test_with_pair_averaging_they_are_unknown() -> None:
-    """Each worker makes steps of its own there, and its record is its own too."""
-    plan = StepSamples(0, 0, np.arange(16), 4, 2).plan_alone(0, by_weight=False)
-    assert plan.times == (0.0, 0.0) and plan.fisher is None

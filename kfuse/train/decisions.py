@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kfuse.comm.group import CommError
@@ -102,43 +102,30 @@ class Decisions:
 
     # -- requested ------------------------------------------------------------------------------------------------
 
-    def request(
-        self,
-        *,
-        batch_size: int | None = None,
-        lr_scale: float | None = None,
-        lr: float | None = None,
-        topology: str | None = None,
-        tree: str | Sequence[int] | None = None,
-        sync: str | None = None,
-        workers: int | None = None,
-    ) -> None:
+    def request(self, workers: int | None = None, **asked: Any) -> None:
         """Requests changes: rank 0 announces them with the next step, or sends them to the supervisor (`workers`).
 
-        batch_size: samples, over all workers. Of lr_scale and lr give one; it replaces an earlier request of either.
-        tree: a name, or each rank's parent. Raises TypeError where `workers` is not a whole number, ValueError for a
-        synchronisation, topology or tree that does not exist, and for one that comm.reproducible=true or
-        comm.state=sharded rules out.
+        batch_size: samples, over all workers. lr_scale or lr: replaces an earlier request of either. topology, sync.
+        tree: a name, or each rank's parent. None: no request. Raises TypeError where `workers` is not a whole number,
+        ValueError for what does not exist, and for what other settings rule out.
         """
-        if lr_scale is not None or lr is not None:
+        made: dict[str, Callable[[Any], Any]] = {"batch_size": int, "lr_scale": float, "lr": float}
+        made |= {"topology": self._transport, "tree": self._shape, "sync": self._mode}
+        asked = {name: made[name](value) for name, value in asked.items() if value is not None}
+        if "lr_scale" in asked or "lr" in asked:
             self._requested.pop("lr", None)
             self._requested.pop("lr_scale", None)
             # The same rate may be under way already, without the batch size that is requested with this one.
             self._announced.pop("lr", None)
-        asked = {
-            "batch_size": None if batch_size is None else int(batch_size),
-            "lr_scale": None if lr_scale is None else float(lr_scale),
-            "lr": None if lr is None else float(lr),
-            "topology": None if topology is None else self._transport(topology),
-            "tree": None if tree is None else self._shape(tree),
-            "sync": None if sync is None else str(Sync.parse(sync)),
-        }
-        if sync is not None:
-            rules.check(session_facts(self._session) | {"comm.sync": asked["sync"]})
-        self._requested |= {name: value for name, value in asked.items() if value is not None}
+        self._requested |= asked
         if workers is not None:
             self.workers_requested = operator.index(workers)
             self._session.ask_supervisor("resize", workers=self.workers_requested)
+
+    def _mode(self, sync: str) -> str:
+        mode = str(Sync.parse(sync))
+        rules.check(session_facts(self._session) | {"comm.sync": mode})
+        return mode
 
     def _transport(self, topology: str) -> str:
         rules.check(session_facts(self._session) | {"comm.schedule": topology})
@@ -150,34 +137,27 @@ class Decisions:
         return name
 
     def _shape(self, tree: str | Sequence[int]) -> str | list[int]:
-        known = ", ".join(TREES)
-        if isinstance(tree, str):
-            if tree not in TREES:
-                raise ValueError(f"tree {tree!r}: must be one of {known}")
+        if isinstance(tree, str) and tree in TREES:
             return tree
         try:
-            parents = [operator.index(parent) for parent in tree]
+            parents = [operator.index(parent) for parent in tree]  # type: ignore[arg-type]
         except TypeError:
-            what = f"must be one of {known}, or a list with each rank's parent, a whole number"
-            raise ValueError(f"tree {tree!r}: {what}") from None
+            known = ", ".join(TREES)
+            raise ValueError(f"tree {tree!r}: must be one of {known}, or a list with each rank's parent") from None
         check_parents(parents, self._session.group.size)
         return parents
 
     def request_lr(self, lr: float) -> None:
         """Requests the learning rate `lr`; the schedule continues from it. Raises ValueError if it is out of reach.
 
-        The factor that leads to it is computed where it is applied, since a batch size that applies at the same step
-        changes the rate too.
+        The factor that leads to it is computed where it is applied: a batch size may apply at the same step.
         """
         self.rate.refuse_out_of_reach(lr)
         self.request(lr=lr)
 
     def apply_requested(self) -> None:
         """Before the first step, on rank 0: applies what is requested. All workers start from its state."""
-        requested, self._requested = self._requested, {}
-        if isinstance(requested.get("tree"), list):  # the others learn of a list by the first step's announcement
-            self._requested["tree"] = requested.pop("tree")
-        self.apply(requested)
+        self.apply(self.take_requested())
 
     def report_if_clipped(self, name: str, note: str | None) -> None:
         """Reports that a request was clipped: once, until the note changes. note: None where it was granted."""
@@ -186,16 +166,12 @@ class Decisions:
         self._clipped[name] = note
 
     def report_clipped(self, note: str) -> None:
-        """Reports that a request was clipped, by an event."""
         self._reporter.event(self._progress.step, "clipped", note=note)
 
     # -- announced ------------------------------------------------------------------------------------------------
 
     def announce(self) -> int:
-        """On rank 0: sends what the coming step announces, and returns its number; 0 on the others, and for nothing.
-
-        Raises CommError.
-        """
+        """On rank 0: sends what the coming step announces; returns its number, 0 for none. Raises CommError."""
         self._announced = dict(self._requested)
         if self._session.group.rank != 0:
             return 0
@@ -218,11 +194,8 @@ class Decisions:
                 self._under_way[step] = self._published.receive(context.members[0], number)
 
     def announcement_sent(self) -> None:
-        """The step that carried the announcement is complete: what was announced is no longer requested.
-
-        The rate is now what the update had: a loop's body may set group["lr"] before opt.step().
-        """
-        self.rate.now = self._opt.last_lr
+        """The step that carried the announcement is complete: what was announced is no longer requested."""
+        self.rate.now = self._opt.last_lr  # the update's: a loop's body may set group["lr"] before opt.step()
         self._requested = {name: it for name, it in self._requested.items() if it != self._announced.get(name)}
         self._announced = {}
 
@@ -251,10 +224,7 @@ class Decisions:
             dropped = f"set_lr {announced['lr']} dropped: the learning rate is 0 in this step, which no factor changes"
             self.report_if_clipped("set_lr", None if self.rate.reach(announced["lr"]) else dropped)
         if at.lr_scale != scale or at.batch_size != batch_size:
-            pairs: dict[str, list[float]] = {
-                "batch_size": [batch_size, at.batch_size],
-                "lr": [lr, self.rate.scheduled()],
-            }
+            pairs: dict[str, Any] = {"batch_size": [batch_size, at.batch_size], "lr": [lr, self.rate.scheduled()]}
             self._report_change(**{name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
         if (topology := announced.get("topology", self.topology)) != self.topology:
             self.topology = topology
@@ -275,19 +245,13 @@ class Decisions:
         self._reporter.event(self._progress.step, "decision", **changed)
 
     def use_transport(self) -> None:
-        """Sets the engine's transport and tree shape; does nothing if they are set already.
-
-        While workers are apart their engines have none: each reduces alone.
-        """
-        if not self._session.apart:
+        """Sets the engine's transport and tree shape, if they are not set already."""
+        if not self._session.apart:  # else each engine reduces alone
             tree = tuple(self.tree) if isinstance(self.tree, list) else self.tree
             self._opt.engine.use_transport(self.topology, tree)
 
     def leave_view(self) -> None:
-        """The workers have changed: drops a list of parents, in use or requested, for the configured shape.
-
-        Whether there is interference is unknown again.
-        """
+        """The workers have changed: a list of parents is dropped, and whether there is interference is unknown."""
         self._progress.interference = None
         in_use, requested = isinstance(self.tree, list), isinstance(self._requested.get("tree"), list)
         if requested:
@@ -314,20 +278,19 @@ class Decisions:
     def state_dict(self) -> dict[str, Any]:
         """Returns what applies, and what is requested and not yet applied: a resumed run must decide the same."""
         self.receive(lag=0)
-        listed = isinstance(self._requested.get("tree"), list)
         return {
             "topology": self.topology,
-            "tree": None if isinstance(self.tree, list) else self.tree,  # a list is of this view only
+            "tree": self.tree,
             "workers_requested": self.workers_requested,
-            "requested": {name: it for name, it in self._requested.items() if not (listed and name == "tree")},
+            "requested": dict(self._requested),
             "under_way": dict(self._under_way),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over another worker's state, or a checkpoint's. A list of parents in use stays: all have it."""
-        self.topology = state["topology"]
-        if state["tree"] is not None or not isinstance(self.tree, list):
-            self.tree = state["tree"]
+        """Takes over another worker's state, or a checkpoint's."""
+        self.topology, self.tree = state["topology"], state["tree"]
+        if isinstance(self.tree, list) and len(self.tree) != len(self._session.workers):  # of a job of other workers
+            self.tree = None
         self.workers_requested = state["workers_requested"]
         self._requested, self._under_way = dict(state["requested"]), dict(state["under_way"])
         self.use_transport()

@@ -186,7 +186,8 @@ class DataLoader:
 
         Raises TypeError where the number of samples is unknown and `train_steps` was not given.
         """
-        return self._trainer.planned_steps
+        trainer = self._trainer
+        return trainer.progress.planned_steps(trainer.settings, trainer.samples_an_epoch)
 
     @property
     def epoch(self) -> int:

@@ -50,7 +50,7 @@ class Recovery:
         state: TrainingState,
         record_update: Callable[[], None],
     ) -> None:
-        """record_update: called where a step's update was finished here, and not by its body."""
+        """record_update: called where a step's update was finished here, by `_finish_interrupted_update`."""
         session, opt = training.session, training.opt
         self._session, self._opt, self._progress, self._reporter = session, opt, training.progress, training.reporter
         self._decisions, self._calls, self._state, self._record_update = decisions, calls, state, record_update
@@ -81,9 +81,8 @@ class Recovery:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Context of a training. Where the supervisor is lost, or a worker and there is none, writes a last checkpoint.
-
-        A worker without the training state writes none: that would replace those that it was to resume from.
+        """Context of a training. Where the supervisor is lost, or a worker and there is none, writes a last checkpoint:
+        on a worker that has the training state.
         """
         self._session.begin_training()
         failed_at = None
@@ -157,10 +156,6 @@ class Recovery:
             except CommError as again:
                 error = again
 
-    def checkpoint_is_due(self, steps: int) -> bool:
-        """Whether one is to be written after so many steps, if the one before is over by then."""
-        return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
-
     def take_leaders_state(self) -> None:
         """All workers have averaged their models: each takes rank 0's state of all else. Raises CommError."""
         group = self._session.group
@@ -179,10 +174,7 @@ class Recovery:
     # -- for kf.state_dict ----------------------------------------------------------------------------------------
 
     def snapshot(self, in_body: bool) -> dict[str, Any]:
-        """Returns a copy of the state on the host. in_body: it is called in a step's body, after the update.
-
-        Raises RuntimeError where a part of a step is under way that cannot be continued from.
-        """
+        """As `Trainer.state_dict`. in_body: it is called in a step's body, after the update."""
         if self._ended is not None:
             return {**snapshot(self._state.capture(only=STAYS), "the training state"), **self._ended}
         stage = self._progress.stage
@@ -197,10 +189,7 @@ class Recovery:
         return state
 
     def keep_ended(self) -> None:
-        """Training ends with the present state, which `snapshot` returns from now on: what follows changes it.
-
-        Model and optimizer are not copied: they are read when `snapshot` is called.
-        """
+        """Training ends with the present state, which `snapshot` returns from now on, with the model as it is then."""
         self._ended = snapshot(self._state.capture(without=STAYS), "the training state")
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
@@ -258,10 +247,8 @@ class Recovery:
             self._decisions.workers_requested = requested or self._decisions.workers_requested or view.size
         elif group.rank == 0:
             self._decisions.request(workers=self._decisions.workers_requested)  # the last leader may not have sent it
-        self._report_view(view, begins, regroup_s, time.perf_counter() - started)
+        self._report_view(view, begins, regroup_s, time.perf_counter() - started, positions)
         self._decisions.measure_links()
-        if behind := self._behind(positions):
-            self._reporter.event(self._progress.step, "left_out", workers=list(behind), steps=list(behind.values()))
         if self._opt.engine.choice is not None and self._opt.engine.topology is None:
             self._reporter.event(self._progress.step, "schedule", **asdict(self._opt.engine.choice))
 
@@ -285,22 +272,18 @@ class Recovery:
         if received is None:
             return
         theirs, newest_state = received
-        different = [
-            f"{name} {own} here, {theirs[name]} there" for name, own in self._arguments.items() if own != theirs[name]
-        ]
-        if different:
-            raise ValueError(
-                f"this worker was given other arguments than the one whose state it takes ({'; '.join(different)}): "
-                "all workers must be given the same"
-            )
+        for name, own in self._arguments.items():
+            if own != theirs[name]:
+                raise ValueError(
+                    f"this worker was given other arguments than the one whose state it takes ({name} {own} here, "
+                    f"{theirs[name]} there): all workers must be given the same"
+                )
         self._state.restore_common(newest_state, keeps_shards=self._has_state)
         self._align_engine()
 
     def _make_room(self, structure: Any, begins: bool) -> list[Any] | None:
-        """The newest state is about to arrive. Returns this worker's own tensors, to be overwritten in place, or None.
-
-        None where what this worker has is a state, or in a beginning may become one: if the sender is lost meanwhile,
-        training must be able to go on from it. A worker that joins has none. Half of one must never count as one.
+        """Returns this worker's own tensors, for the newest state to overwrite. None where it has a state, or in a
+        beginning may have one: if the sender is lost meanwhile, training must be able to go on from that.
         """
         if self._has_state or (begins and not self._torn):
             return None
@@ -375,24 +358,25 @@ class Recovery:
         restarts = self._checkpoints is not None and self._checkpoints.restarts
         self._reporter.start(self._progress.unreported, restarts, goes_back)
 
-    def _report_view(self, view: View, begins: bool, regroup_s: float, transfer_s: float) -> None:
+    def _report_view(
+        self, view: View, begins: bool, regroup_s: float, transfer_s: float, positions: Sequence[int]
+    ) -> None:
         """Reports the view, the beginning of training or a return to an earlier step, and the newest records anew."""
         went_back, self._lost = self._lost, None
+        at, workers = self._progress, self._session.workers
         if begins or went_back is not None:
             self._report_start(goes_back=not begins)
         if begins or self._session.group.rank == 0:
             self._reporter.resend(events=not begins)
-        self._reporter.view(self._progress.step, view, regroup_s, transfer_s)
+        self._reporter.view(at.step, view, regroup_s, transfer_s)
         if went_back is not None:
             step, why = went_back
-            to, steps = "checkpoint" if begins else "snapshot", step - self._progress.step
-            self._reporter.event(self._progress.step, "went_back", to=to, steps=steps, why=why)
-
-    def _behind(self, positions: Sequence[int]) -> dict[int, int]:
-        """Where each worker was at a step of its own: how many steps fewer than the furthest one's, of those behind."""
-        if not self._progress.is_apart:
-            return {}
-        stages, workers = len(Stage), self._session.workers
-        made = {rank: at // stages + (at % stages > Stage.UPDATE) for rank, at in enumerate(positions) if at >= 0}
-        most = max(made.values())
-        return {workers[rank]: most - steps for rank, steps in made.items() if steps < most}
+            to = "checkpoint" if begins else "snapshot"
+            self._reporter.event(at.step, "went_back", to=to, steps=step - at.step, why=why)
+        if at.is_apart:  # each worker was at a step of its own; they all go on from the furthest one's
+            stages = len(Stage)
+            made = {rank: p // stages + (p % stages > Stage.UPDATE) for rank, p in enumerate(positions) if p >= 0}
+            behind = {workers[rank]: max(made.values()) - steps for rank, steps in made.items()}
+            behind = {worker: steps for worker, steps in behind.items() if steps}
+            if behind:
+                self._reporter.event(at.step, "left_out", workers=list(behind), steps=list(behind.values()))

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-
-from kfuse.data import EpochSampler, StreamSampler
-from kfuse.membership import Session
 from kfuse.statistics.figures import StepContext
 from kfuse.statistics.step_stats import StepStats
 from kfuse.train import load_balance
-from kfuse.train.progress import Progress
-from kfuse.train.settings import Settings
+from kfuse.train.context import TrainContext
 from kfuse.train.step import StepSamples
-
-_LOG = logging.getLogger("kfuse")
 
 
 class Sampling:
     """The samples of each step of a training, the same on every worker."""
 
-    def __init__(
-        self,
-        session: Session,
-        settings: Settings,
-        progress: Progress,
-        sampler: EpochSampler | StreamSampler,
-        reproducible: bool,
-    ) -> None:
-        """reproducible: the optimizer's sums are; then workers' ranges are those of whole subtrees."""
-        self._session, self._settings, self._progress, self._sampler = session, settings, progress, sampler
-        self._reproducible = reproducible
-        self._idle_is_told = False
+    def __init__(self, training: TrainContext) -> None:
+        self._session, self._settings, self._progress = training.session, training.settings, training.progress
+        self._sampler, self._reproducible = training.sampler, training.opt.engine.options.reproducible
 
     def of_next_step(self) -> StepSamples:
-        """Those of the coming step. Warns, once, where some workers have nothing to do in it."""
+        """Those of the coming step."""
         at = self._progress
         workers = 1 if self._reproducible else self._session.group.size
         micro_batch = self._settings.micro_batch_of(at.batch_size, workers)
-        samples = self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
-        count = -(-at.batch_size // micro_batch)  # of a whole batch: an epoch's last step may have fewer
-        if count < samples.workers and not self._idle_is_told:
-            self._tell_of_idle_workers(count, samples)
-        return samples
+        return self._samples(at.epoch, at.cursor, at.batch_size, micro_batch)
 
     def of_finished_step(self, stats: StepStats, context: StepContext) -> StepSamples:
         """Those of a step whose statistics have arrived."""
@@ -68,12 +48,3 @@ class Sampling:
         if length is not None and before.cursor + before.batch_size > length:
             return 0.0, 0.0
         return before.step_time_s, before.data_wait_s
-
-    def _tell_of_idle_workers(self, count: int, samples: StepSamples) -> None:
-        self._idle_is_told = True
-        if self._session.group.rank == 0:
-            _LOG.warning(
-                "a batch of %d samples has %d micro-batches of %d: %d of the %d workers have nothing to do; make the "
-                "micro-batch smaller, or the batch larger",
-                *(self._progress.batch_size, count, samples.micro_batch, samples.workers - count, samples.workers),
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kfuse.comm import devices
 from kfuse.comm.group import CommError
-from kfuse.comm.plan import StepPlan
 from kfuse.data.batch import tensors
 from kfuse.data.fetching import Fetcher, Task, TaskPlan, random_key, seed_host
 from kfuse.data.sampler import micro_batch_sizes, worker_range
@@ -54,6 +53,15 @@ class StepSamples:
         """The micro-batches that worker `rank` is to run, as indices into `sizes`."""
         return worker_range(len(self.sizes), self.workers, rank, self.shares, self.aligned)
 
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """By rank, `range_of` it."""
+        return tuple(self.range_of(rank) for rank in range(self.workers))
+
+    def count(self, micro_batches: Iterable[int]) -> int:
+        """The samples of these micro-batches."""
+        return sum(self.sizes[j] for j in micro_batches)
+
     def of(self, j: int) -> np.ndarray:
         """Indices of micro-batch j's samples in the data set: int64 [sizes[j]]."""
         return self.indices[j * self.micro_batch : j * self.micro_batch + self.sizes[j]]
@@ -67,32 +75,6 @@ class StepSamples:
         settings = (length, epochs, batch_size, self.micro_batch, self.workers, rank, self.shares, self.aligned)
         return TaskPlan(*settings, self.epoch, self.cursor)
 
-    def plan(
-        self,
-        decision: int,
-        local_rank: int | None = None,
-        by_weight: bool = False,
-        audited: int | None = None,
-        times: tuple[float, float] = (0.0, 0.0),
-        fisher: Tensor | None = None,
-    ) -> StepPlan:
-        """The step's plan for the engine. decision: its number; 0: none.
-
-        local_rank: this worker's rank in a local step (local SGD); else None.
-
-        by_weight: micro-batches have weights of their own. audited: the micro-batch that is run again; None: none.
-        times, fisher: as in `StepPlan`.
-        """
-        ranges = tuple(self.range_of(rank) for rank in range(self.workers))
-        local = None if local_rank is None else sum(self.sizes[j] for j in ranges[local_rank])
-        return StepPlan(len(self.indices), ranges, local, decision, times, fisher, by_weight, audited)
-
-    def plan_alone(self, rank: int, by_weight: bool) -> StepPlan:
-        """The step's plan for an engine that has worker `rank` alone (pair averaging): its own micro-batches."""
-        mine = self.range_of(rank)
-        samples = sum(self.sizes[j] for j in mine)
-        return StepPlan(samples, (range(len(mine)),), samples, by_weight=by_weight)
-
 
 class Step:
     """A step's micro-batches on this worker. Iterating yields each one's batch, inside opt.micro_batch.
@@ -105,17 +87,18 @@ class Step:
         number: int,
         samples: StepSamples,
         rank: int,
+        members: tuple[int, ...],
         fetcher: Fetcher,
         opt: DistributedOptimizer,
         key_seed: int,
         weigh: Callable[[Any, int], float] | None = None,
         several_backwards: bool = False,
     ) -> None:
-        """number: steps completed before this one. key_seed: the run's seed, from which random numbers are derived.
+        """number: steps completed before this one. members: the workers' numbers, by rank. key_seed: the run's seed.
 
         weigh(batch, samples): a micro-batch's weight; None: its samples. several_backwards: see opt.micro_batch.
         """
-        self.number, self.samples, self.mine = number, samples, samples.range_of(rank)
+        self.number, self.samples, self.members, self.mine = number, samples, members, samples.range_of(rank)
         self.loss: Tensor | float | None = None
         self.figures: Sequence[Tensor | float] = ()
         """Scalars that are averaged like the loss, in the order of `Statistics.figure_names`."""
@@ -127,7 +110,7 @@ class Step:
         """The exception that ended the step's body early."""
         self._fetcher, self._opt, self._seed = fetcher, opt, key_seed
         self._weigh, self._several_backwards = weigh, several_backwards
-        self._started = time.perf_counter()
+        self.began = time.perf_counter()
 
     def __len__(self) -> int:
         """The number of micro-batches that this worker is to run; 0 where it has none in this step."""
@@ -141,10 +124,6 @@ class Step:
     def epoch(self) -> int:
         """The epoch of its samples, from 0."""
         return self.samples.epoch
-
-    def seconds(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._started
 
     @contextlib.contextmanager
     def micro_batch(self, j: int) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kfuse.checkpoint.saved_model import uncompiled
 from kfuse.comm.group import CommError
+from kfuse.comm.plan import StepPlan
 from kfuse.statistics.figures import StepContext
 from kfuse.train import evaluation, running
 from kfuse.train.context import TrainContext
@@ -44,19 +45,19 @@ class Trainer:
         """Raises ValueError for a model, data or settings that several workers cannot train alike."""
         self._training, self.model, self.opt, self.settings = training, training.model, training.opt, training.settings
         self.session, self.progress, self._reporter = training.session, training.progress, training.reporter
-        self._scheduler, self._sampler = training.scheduler, training.sampler
-        model, opt, comm = training.model, training.opt, self.session.comm
-        self._exits: Callable[[], contextlib.AbstractContextManager[None]]
-        self._exits = running.exits_are_errors if training.exits_are_errors else contextlib.nullcontext
+        self._scheduler, self.samples_an_epoch = training.scheduler, training.samples_an_epoch
+        model, opt = training.model, training.opt
+        self._exits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if training.exits_are_errors:
+            self._exits = running.exits_are_errors
         self._forward = Forward(model, training.objective, opt, self.settings.train_precision)
-        reproducible = opt.engine.options.reproducible
-        self._sampling = Sampling(self.session, self.settings, self.progress, self._sampler, reproducible)
+        self._sampling = Sampling(training)
         self._synchronisation = Synchronisation(training, self._new_pair)
         self.decisions = Decisions(training)
         self.calls = PolicyCalls(training, self.decisions)
         opt.sync_buffers(model)
         self._fetcher = training.new_fetcher()
-        self._audit = None if comm.audit_every is None else self._new_audit(comm.audit_every)
+        self._audit = None if self.session.comm.audit_every is None else self._new_audit(self.session.comm.audit_every)
         parts: dict[str, Stateful] = {
             "model": uncompiled(model),
             "trainable": Trainable(opt),
@@ -73,11 +74,9 @@ class Trainer:
         self._recovery = Recovery(
             training, self.decisions, self.calls, TrainingState(parts), self._record_finished_update
         )
-        self._under_way: tuple[Step, int] | None = None
-        """The step whose body runs, and how many steps the engine had made before it."""
         self._newest: Step | None = None
-        self._members: tuple[int, ...] = ()
-        """The numbers of the workers that make the newest step, in rank order."""
+        self._body_runs = False
+        """The newest step's, which the user may have written."""
         self.over = False
         """Training has ended, and the supervisor, if there is one, has the summary."""
         self.result: dict[str, Any] | None = None
@@ -98,11 +97,6 @@ class Trainer:
         refuse_unrepeatable(every, self._training.data, self._training.user_loop)
         arguments = self.model, self.opt, self._forward, self.session, self.progress, self._reporter
         return Audit(*arguments, self.settings.seed)
-
-    @property
-    def planned_steps(self) -> int:
-        """Steps of this training, those done included, if the batch size stays. Raises TypeError if it is unknown."""
-        return self.progress.planned_steps(self.settings, self._sampler.length)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -201,30 +195,32 @@ class Trainer:
         """Chooses the coming step's samples, sets its learning rate, and gives the optimizer the step's plan."""
         at, rank, objective = self.progress, self.session.group.rank, self._training.objective
         samples = self._sampling.of_next_step()
+        mine = samples.count(samples.range_of(rank))
         self.decisions.rate.set()
         if self._scheduler is not None:
             self._scheduler.before_step()
         self._synchronisation.before_step()
         weigh = None if objective.weight_fn is None else objective.weight
         audited = None if self._audit is None else self._audit.before_step(samples)
-        if self.session.apart:
-            plan = samples.plan_alone(rank, weigh is not None)
+        if self.session.apart:  # its engine has this worker alone
+            plan = StepPlan(mine, (range(len(samples.range_of(rank))),), mine, by_weight=weigh is not None)
         else:
-            local_rank = rank if self.session.group.size > 1 and at.is_local else None
-            plan = samples.plan(
+            local = mine if self.session.group.size > 1 and at.is_local else None
+            plan = StepPlan(
+                len(samples.indices),
+                samples.ranges,
+                local,
                 self.decisions.announce(),
-                local_rank,
+                self._sampling.times_before(),
+                self._fisher() if local is None else None,
                 by_weight=weigh is not None,
                 audited=audited,
-                times=self._sampling.times_before(),
-                fisher=self._fisher() if local_rank is None else None,
             )
         self.opt.begin(plan)
         epochs = self.settings.train_epochs
-        self._fetcher.expect(samples.task_plan(rank, at.batch_size, self._sampler.length, epochs))
-        self._members = tuple(self.session.workers)
-        several, seed = self._training.several_backwards, self.settings.seed
-        self._newest = Step(at.step, samples, rank, self._fetcher, self.opt, seed, weigh, several)
+        self._fetcher.expect(samples.task_plan(rank, at.batch_size, self.samples_an_epoch, epochs))
+        members, several, seed = tuple(self.session.workers), self._training.several_backwards, self.settings.seed
+        self._newest = Step(at.step, samples, rank, members, self._fetcher, self.opt, seed, weigh, several)
         return self._newest
 
     def _fisher(self) -> Tensor | None:
@@ -239,33 +235,32 @@ class Trainer:
 
         If the body leaves the loop (`break`) after opt.step(), the step is still reported.
         """
-        opt, before = self.opt, self.opt.engine.step
-        self._under_way = step, before
+        self._body_runs = True
         try:
             yield step
         except GeneratorExit:
-            if not sys.is_finalizing() and self._has_stepped(before):
+            if not sys.is_finalizing() and self._has_stepped(step):
                 self.progress.once(Stage.UPDATE, partial(self._end_update, step))
                 self._recovery.keep_ended()
                 self._report_and_decide(lag=0)
             elif not sys.is_finalizing():
-                opt.engine.abort()  # backwards that follow belong to no plan
+                self.opt.engine.abort()  # backwards that follow belong to no plan
             raise
         finally:
-            self._under_way = None
-        error = step.error or opt.reducer.take_lost_worker_error()
+            self._body_runs = False
+        error = step.error or self.opt.reducer.take_lost_worker_error()
         if error is not None:
             raise error
-        if not self._has_stepped(before):
+        if not self._has_stepped(step):
             raise RuntimeError("a step's body must call opt.step() once, after all of its micro-batches")
 
-    def _has_stepped(self, before: int) -> bool:
-        """Whether a step was reduced since the engine had made `before` of them, and the optimizer has updated by it.
+    def _has_stepped(self, step: Step) -> bool:
+        """Whether the step was reduced, and the optimizer has updated by it.
 
         The reduction is over with the last micro-batch's backward, before opt.step().
         """
         engine = self.opt.engine
-        return engine.step == before + 1 and engine.reduced is None and not self.opt.reducer.worker_is_lost
+        return engine.step == step.number + 1 and engine.reduced is None and not self.opt.reducer.worker_is_lost
 
     def _record_finished_update(self) -> None:
         """A worker was lost in a step's update, and the others have ended it: as after opt.step()."""
@@ -277,7 +272,7 @@ class Trainer:
         """After opt.step(): keeps the step's settings until its statistics arrive, and updates `Progress`."""
         at, count, rate = self.progress, len(step.samples.indices), self.decisions.rate
         # With fp32's precision, as the next step's tail sends them: the next step's signals have the same bits.
-        step_time_s, data_wait_s = float(np.float32(step.seconds())), float(np.float32(step.data_wait_s))
+        step_time_s = float(np.float32(time.perf_counter() - step.began))
         self.decisions.announcement_sent()
         rate.count_update(count)
         own = self.session.group.rank if self.session.apart else None
@@ -290,10 +285,10 @@ class Trainer:
             batch_size=at.batch_size,
             workers=step.samples.workers,
             done=rate.done(at.samples + count),
-            members=self._members if own is None else (self.session.workers[own],),
+            members=step.members if own is None else (step.members[own],),
             share=(step.mine.start, step.mine.stop) if own is not None and isinstance(step.mine, range) else None,
             step_time_s=step_time_s,
-            data_wait_s=data_wait_s,
+            data_wait_s=float(np.float32(step.data_wait_s)),
             data_bytes_per_s=step.data_bytes / step_time_s,
             micro_batch=step.samples.micro_batch,
         )
@@ -303,7 +298,7 @@ class Trainer:
         at.cursor += count
         if at.is_local:
             at.drifted += 1
-            at.uneven |= any(not step.samples.range_of(rank) for rank in range(step.samples.workers))
+            at.uneven |= not all(step.samples.ranges)
 
     def _report_and_decide(self, lag: int = 1) -> None:
         """For each step whose statistics have arrived, but not the newest `lag`: reports it, decides, applies."""
@@ -321,13 +316,14 @@ class Trainer:
         """Beside synchronous SGD: brings the workers' models together, as the mode says."""
         at = self.progress
         over = at.is_last_step(self.settings, self._epoch_is_over)
-        saves = at.is_apart and self._recovery.checkpoint_is_due(at.step + 1)
+        checkpoints = self._training.checkpoints
+        saves = at.is_apart and checkpoints is not None and checkpoints.is_due_after(at.step + 1)
         common = saves or self._epoch_is_over or evaluation.evaluation_is_due(self._training, self._epoch_is_over)
         self._synchronisation.after_step(common, over)
 
     @property
     def _epoch_is_over(self) -> bool:
-        return self.progress.cursor == self._sampler.length
+        return self.progress.cursor == self.samples_an_epoch
 
     def _evaluate_when_due(self) -> None:
         if evaluation.evaluation_is_due(self._training, self._epoch_is_over):
@@ -366,10 +362,10 @@ class Trainer:
         In a step's body, after opt.step(), that is the state after this step's update. In a policy's hook it is the
         state after that hook: a training that begins from it does not call the hook again for this step.
         """
-        if self._under_way is None:
+        step = self._newest
+        if not self._body_runs or step is None:
             return self._recovery.snapshot(in_body=False)
-        step, before = self._under_way
-        if self._has_stepped(before):
+        if self._has_stepped(step):
             self.progress.once(Stage.UPDATE, partial(self._end_update, step))
         elif not self.opt.reducer.worker_is_lost:  # then the step comes again, and the state is the one before it
             raise RuntimeError("kf.state_dict: a step is under way: call it after opt.step()")
